@@ -1,0 +1,249 @@
+"""nn.Modules that own the frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .frequencies import AxisOrder, axial_omega, geometric_theta, mixed_omega
+from .functional import Act, Impl, Pairs, Positions, cosine, rotate
+from .positions import Grid
+
+__all__ = ["CosineMd", "Rotate1d", "RotateMd"]
+
+
+class _Frequencies(nn.Module):
+    """Owns theta (axial) or omega (mixed), and the phase: parameters where learnable, buffers elsewhere.
+
+    They keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
+    when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
+    that of the model without an encoding.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_axes: int,
+        *,
+        frequencies: Literal["axial", "mixed"],
+        base: float,
+        num_heads: int,
+        learnable: bool,
+        axis_order: AxisOrder,
+        phase: bool,
+        seed: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        if frequencies not in ("axial", "mixed"):
+            raise ValueError(f"frequencies: expected 'axial' or 'mixed', got {frequencies!r}")
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
+        self.frequencies, self.base, self.axis_order, self.seed = frequencies, base, axis_order, seed
+        self.learnable, self.dtype = learnable, dtype
+        # An axial scheme learns theta, so that the zeros of omega stay zero.
+        name = "theta" if learnable and frequencies == "axial" else "omega"
+        initial = self._initial(name, device)
+        if learnable:
+            self.register_parameter(name, nn.Parameter(initial))
+        else:
+            self.register_buffer(name, initial, persistent=False)
+        shape = (num_heads, num_channels)
+        self.phase = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if phase else None
+
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        if self.frequencies == "mixed":
+            generator = torch.Generator().manual_seed(self.seed)
+            with torch.device("cpu"):
+                omega = mixed_omega(
+                    self.num_channels, self.num_axes, self.num_heads, base=self.base, generator=generator
+                )
+            return omega.to(device or torch.get_default_device(), self.dtype)
+        with torch.device("cpu"):
+            theta = geometric_theta(math.ceil(self.num_channels / self.num_axes), self.base)
+            theta = theta.expand(self.num_heads, -1)
+            if name == "omega":
+                theta = axial_omega(theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
+        return theta.to(device or torch.get_default_device(), self.dtype).contiguous()
+
+    def reset_parameters(self) -> None:
+        """Set frequencies and phase to their initial values, in place."""
+        with torch.no_grad():
+            for name, tensor in self._owned().items():
+                tensor.copy_(torch.zeros_like(tensor) if name == "phase" else self._initial(name, tensor.device))
+
+    def _owned(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self._owned()
+        super()._apply(fn, recurse)
+        for name, after in self._owned().items():
+            old = before[name]
+            if old.is_meta and not after.is_meta:
+                values = torch.zeros(old.shape) if name == "phase" else self._initial(name, after.device)
+                after.data = values.to(after.device, self.dtype)
+            elif after.dtype != old.dtype:
+                after.data = old.detach().to(after.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # load_state_dict(assign=True) materialises a meta model without its non-persistent buffers.
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta and torch.get_default_device().type != "meta":
+                setattr(self, name, self._initial(name))
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Frequencies and phases are not weights; timm's optimiser factory asks for this."""
+        return {name for name, _ in self.named_parameters(recurse=False)}
+
+    def get_omega(self) -> Tensor:
+        """omega (H or 1, C, K), differentiable with respect to what is learned."""
+        if "theta" in self._parameters:
+            return axial_omega(self.theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
+        return self.omega
+
+    def extra_repr(self) -> str:
+        text = f"num_axes={self.num_axes}, frequencies={self.frequencies!r}, base={self.base:g}"
+        if self.frequencies == "axial" and self.num_axes > 1:
+            text += f", axis_order={self.axis_order!r}"
+        text += f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
+        text += ", learnable=True" if self.learnable else ""
+        return text + (", phase=True" if self.phase is not None else "")
+
+
+class CosineMd(_Frequencies):
+    """:func:`lrpe_md.cosine` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, 2D).
+
+    Args:
+        head_dim: D.
+        num_axes: K, the length of the grid's shape.
+        base: of the geometric series; 10000, or about 10 for "mixed" as in RoPE-ViT.
+        frequencies: "axial" (a block of channels an axis) or "mixed" (dense, random directions by head).
+        num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
+        learnable: train theta (axial) or omega (mixed); otherwise they are a buffer, built once.
+        axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
+        act, dim, impl: see :func:`lrpe_md.cosine`.
+        phase: learn a phase (num_heads, D), starting at zero.
+        seed: of the random directions.
+        dtype: of the frequencies, float32 or float64, whatever the model is cast to.
+
+    Call with ``module(x, positions=grid)`` or ``module(q, k, positions=grid)``.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_axes: int = 2,
+        *,
+        base: float = 10000.0,
+        frequencies: Literal["axial", "mixed"] = "axial",
+        num_heads: int = 1,
+        learnable: bool = False,
+        axis_order: AxisOrder = "minor_first",
+        act: Act = "none",
+        dim: int | None = None,
+        phase: bool = False,
+        seed: int = 0,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            head_dim, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
+            axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.head_dim, self.act, self.dim, self.impl = head_dim, act, dim, impl
+
+    def forward(self, *xs: Tensor, positions: Positions) -> Any:
+        return cosine(
+            *xs, omega=self.get_omega(), positions=positions, act=self.act, dim=self.dim, phase=self.phase,
+            impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
+
+
+class RotateMd(_Frequencies):
+    """:func:`lrpe_md.rotate` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, D).
+
+    Args as for :class:`CosineMd`, and
+
+    Args:
+        pairs, rotary_dim: see :func:`lrpe_md.rotate`.
+        phase: learn a phase (num_heads, R/2), starting at zero.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_axes: int = 2,
+        *,
+        base: float = 10000.0,
+        frequencies: Literal["axial", "mixed"] = "axial",
+        num_heads: int = 1,
+        learnable: bool = False,
+        axis_order: AxisOrder = "minor_first",
+        pairs: Pairs = "half",
+        rotary_dim: int | slice | None = None,
+        act: Act = "none",
+        dim: int | None = None,
+        phase: bool = False,
+        seed: int = 0,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        width = len(range(head_dim)[rotary_dim if isinstance(rotary_dim, slice) else slice(rotary_dim)])
+        if width < 2 or width % 2:
+            raise ValueError(f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r}")
+        super().__init__(
+            width // 2, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
+            axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.head_dim, self.pairs, self.rotary_dim = head_dim, pairs, rotary_dim
+        self.act, self.dim, self.impl = act, dim, impl
+
+    def forward(self, *xs: Tensor, positions: Positions) -> Any:
+        return rotate(
+            *xs, omega=self.get_omega(), positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
+            act=self.act, dim=self.dim, phase=self.phase, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        text = f"head_dim={self.head_dim}, {super().extra_repr()}, pairs={self.pairs!r}"
+        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
+        return text + (f", act={self.act!r}" if self.act != "none" else "")
+
+
+class Rotate1d(RotateMd):
+    """RoPE for text: :class:`RotateMd` on one axis, called with an ``offset`` instead of positions.
+
+    ``module(q, k, offset=0)``: token t sits at t + offset, an int or a tensor (B,) of one offset a sample.
+    """
+
+    def __init__(self, head_dim: int, *, base: float = 10000.0, **kwargs: Any) -> None:
+        super().__init__(head_dim, 1, base=base, **kwargs)
+
+    def forward(self, *xs: Tensor, offset: int | Tensor = 0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(*xs, positions=offset_positions(xs[0].shape[-2], offset, xs[0].device))
+
+
+def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid | Tensor:
+    """Tokens t = 0 .. N - 1 at t + offset: a grid for an int, coordinates (B, N, 1) for a tensor (B,)."""
+    if isinstance(offset, Tensor):
+        if offset.ndim > 1 or offset.is_floating_point():
+            raise ValueError(f"offset: expected an int or integers (B,), got {offset.dtype} {tuple(offset.shape)}")
+        steps = torch.arange(num_tokens, device=device)
+        return (steps + offset.to(device)[..., None])[..., None]
+    if offset < 0:
+        return Grid((num_tokens,), shift=offset)
+    return Grid((num_tokens + offset,), start=offset)

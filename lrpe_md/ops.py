@@ -1,0 +1,320 @@
+"""The boundary with PyTorch: registered operators, the autograd.Function, and which of them runs.
+
+First-order reverse mode runs the kernels; a function transform, a dual number or a double backward runs the
+reference. Plain eager tensors call the launcher directly; compilers, tensor subclasses and dispatch modes
+see the registered operators ``lrpe_md::forward`` and ``lrpe_md::backward``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .positions import grid_coordinates
+
+__all__ = ["Layout", "Spec", "backward", "encode", "encode_reference", "forward"]
+
+
+class Spec(NamedTuple):
+    """What is computed: the part of a call that is compiled into a kernel."""
+
+    map: str  # "cosine" | "rotate"
+    act: str = "none"
+    dim: int = 0  # softmax over -1 (features) or -2 (sequence); 0 otherwise
+    pairs: str = "half"
+    rotary_start: int = 0
+    num_channels: int = 0  # C: head_dim for cosine, pairs for rotate
+
+    def out_dim(self, head_dim: int) -> int:
+        return 2 * head_dim if self.map == "cosine" else head_dim
+
+
+class Layout(NamedTuple):
+    """Where the tokens are, in integers that cross the operator boundary as SymInts."""
+
+    num_tokens: int
+    prefix: int
+    num_grid_tokens: int  # Π sizes, or the rows of explicit coords
+    start: int
+    sizes: tuple[int, ...]  # empty for explicit coords
+
+    def positions(self, coords: Tensor | None, affine: Tensor | None, device: torch.device) -> tuple[Tensor, Any]:
+        """Positions (.., N, K) and the mask of grid tokens (None where all are), for the reference."""
+        if coords is None:
+            coords, rotated = grid_coordinates(
+                self.num_tokens, self.sizes, self.prefix, self.start, affine, device=device, dtype=torch.float64
+            )
+            # Without scale and shift coordinates are integers, which float32 holds.
+            return (coords.float() if affine is None else coords), rotated
+        coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
+        suffix = self.num_tokens - self.prefix - self.num_grid_tokens
+        if self.prefix == 0 and suffix == 0:
+            return coords, None
+        index = torch.arange(self.num_tokens, device=device)
+        rotated = (index >= self.prefix) & (index < self.prefix + self.num_grid_tokens)
+        return torch.nn.functional.pad(coords, (0, 0, self.prefix, suffix)), rotated
+
+
+def encode_reference(
+    spec: Spec,
+    layout: Layout,
+    coords: Tensor | None,
+    affine: Tensor | None,
+    omega: Tensor,
+    phase: Tensor | None,
+    xs: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """The reference on the arguments of an operator."""
+    s, rotated = layout.positions(coords, affine, omega.device)
+    return tuple(
+        reference.encode(
+            x, s, rotated, omega, phase,
+            map=spec.map, act=spec.act, dim=spec.dim or None, pairs=spec.pairs, start=spec.rotary_start,
+        )
+        for x in xs
+    )  # fmt: skip
+
+
+# --- operators -------------------------------------------------------------------------------------------
+
+_LAYOUT = "SymInt num_tokens, SymInt prefix, SymInt num_grid_tokens, SymInt start, SymInt[] sizes"
+_SPEC = "str map, str act, int dim, str pairs, int rotary_start, int num_channels"
+_lib = torch.library.Library("lrpe_md", "DEF")
+_lib.define(
+    f"forward(Tensor[] xs, Tensor omega, Tensor? phase, Tensor? coords, Tensor? affine, {_LAYOUT}, {_SPEC}, "
+    "bool cache) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor omega, Tensor? phase, Tensor? coords, "
+    f"Tensor? affine, Tensor? theta, {_LAYOUT}, {_SPEC}, bool need_omega, bool need_phase) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, H, N, last) with the memory order of x (B, H, N, D); a permuted result stays permuted."""
+    b, h, n, _ = x.shape
+    order = sorted(range(3), key=lambda i: -x.stride(i)) if x.stride(0) < x.stride(1) else (
+        (0, 1, 2) if x.stride(1) >= x.stride(2) else (0, 2, 1)
+    )  # fmt: skip
+    sizes = (b, h, n)
+    if tuple(order) == (0, 1, 2):
+        return torch.empty((b, h, n, last), dtype=dtype or x.dtype, device=x.device)
+    flat = torch.empty([*(sizes[i] for i in order), last], dtype=dtype or x.dtype, device=x.device)
+    return flat.permute(*(list(order).index(i) for i in range(3)), 3)
+
+
+def _launch() -> Any:
+    from . import launch
+
+    return launch
+
+
+def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool = False) -> list[Tensor]:
+    """Launch: the outputs, then softmax statistics (dim=-2) and the angles (``cache``)."""
+    return _launch().forward(xs, omega, phase, coords, affine, spec, layout, cache)
+
+
+def backward(
+    grads, xs, stats, omega, phase, coords, affine, theta, spec: Spec, layout: Layout,
+    need_omega: bool, need_phase: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Launch: dx for each gradient, then dω and dφ where needed."""
+    return _launch().backward(
+        grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
+    )
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Spec, Layout]:
+    return Spec(*args[5:11]), Layout(*args[:4], tuple(args[4]))
+
+
+def _forward_cuda(xs, omega, phase, coords, affine, *args):
+    spec, layout = _split(args)
+    return forward(xs, omega, phase, coords, affine, spec, layout, args[11])
+
+
+def _backward_cuda(grads, xs, stats, omega, phase, coords, affine, theta, *args):
+    spec, layout = _split(args)
+    return backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, *args[11:])
+
+
+def _forward_reference(xs, omega, phase, coords, affine, *args):
+    spec, layout = _split(args)
+    with torch.no_grad():
+        detached = tuple(x.detach() for x in xs)
+        phase = None if phase is None else phase.detach()
+        ys = encode_reference(spec, layout, coords, affine, omega.detach(), phase, detached)
+        out = []
+        for x, y in zip(xs, ys, strict=True):
+            out.append(like_in_memory(x, spec.out_dim(x.shape[3])).copy_(y))
+        if spec.dim == -2:
+            for x in xs:
+                wide = x.to(torch.promote_types(x.dtype, torch.float32))
+                top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
+                out += [top, (wide - top[:, :, None]).exp().sum(-2)]
+        if args[11]:
+            s, rotated = layout.positions(coords, affine, omega.device)
+            theta = reference.angles(s, omega, phase, rotated)
+            out.append((theta.double() - 2 * torch.pi * (theta.double() / (2 * torch.pi)).round()).float())
+        return out
+
+
+def _backward_reference(grads, xs, stats, omega, phase, coords, affine, theta, *args):
+    spec, layout = _split(args)
+    need_omega, need_phase = args[11:]
+    with torch.enable_grad():
+        if not xs:  # linear in x: any x will do
+            xs = [g.new_empty((*g.shape[:3], _head_dim(spec, g))).zero_() for g in grads]
+        inputs = [x.detach().requires_grad_() for x in xs]
+        omega = omega.detach().requires_grad_(need_omega)
+        phase = None if phase is None else phase.detach().requires_grad_(need_phase)
+        ys = encode_reference(spec, layout, coords, affine, omega, phase, tuple(inputs))
+        inputs += [omega] * need_omega
+        if need_phase and phase is not None:
+            inputs.append(phase)
+        found = torch.autograd.grad(ys, inputs, list(grads), materialize_grads=True)
+    out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, found, strict=False)]
+    return out + [d.detach() for d in found[len(grads) :]]
+
+
+def _forward_fake(xs, omega, phase, coords, affine, *args):
+    spec, layout = _split(args)
+    out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
+    if spec.dim == -2:
+        for x in xs:
+            stat = x.new_empty(x.shape[0], x.shape[1], x.shape[3], dtype=_accumulator(x.dtype))
+            out += [stat, torch.empty_like(stat)]
+    if args[11]:
+        heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+        out.append(omega.new_empty(heads, layout.num_tokens, spec.num_channels, dtype=torch.float32))
+    return out
+
+
+def _backward_fake(grads, xs, stats, omega, phase, coords, affine, theta, *args):
+    spec, _ = _split(args)
+    need_omega, need_phase = args[11:]
+    out = [like_in_memory(g, _head_dim(spec, g)) for g in grads]
+    if need_omega:
+        out.append(torch.empty_like(omega, memory_format=torch.contiguous_format))
+    if need_phase:
+        out.append(torch.empty_like(phase, memory_format=torch.contiguous_format))
+    return out
+
+
+def _head_dim(spec: Spec, grad: Tensor) -> int:
+    return grad.shape[3] // 2 if spec.map == "cosine" else grad.shape[3]
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_lib.impl("forward", _forward_cuda, "CUDA")
+_lib.impl("backward", _backward_cuda, "CUDA")
+_lib.impl("forward", _forward_reference, "CompositeExplicitAutograd")
+_lib.impl("backward", _backward_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("lrpe_md::forward", _forward_fake, lib=_lib)
+torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
+
+
+# --- autograd --------------------------------------------------------------------------------------------
+
+
+def _call_forward(direct: bool, xs, omega, phase, coords, affine, spec, layout, cache) -> list[Tensor]:
+    if direct:
+        return forward(xs, omega, phase, coords, affine, spec, layout, cache)
+    return torch.ops.lrpe_md.forward(
+        list(xs), omega, phase, coords, affine, *layout[:4], list(layout.sizes), *spec, cache
+    )
+
+
+class _Encode(torch.autograd.Function):
+    """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x."""
+
+    @staticmethod
+    def forward(ctx, direct, cache, spec, layout, coords, affine, omega, phase, *xs):
+        out = _call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)
+        ys, stats = out[: len(xs)], out[len(xs) : len(out) - cache]
+        keep = xs if spec.act != "none" or ctx.needs_input_grad[6] or ctx.needs_input_grad[7] else ()
+        ctx.save_for_backward(omega, phase, coords, affine, out[-1] if cache else None, *stats, *keep)
+        ctx.args = direct, spec, layout, len(stats)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        omega, phase, coords, affine, theta, *rest = ctx.saved_tensors
+        direct, spec, layout, num_stats = ctx.args
+        stats, xs = rest[:num_stats], rest[num_stats:]
+        need_omega, need_phase = ctx.needs_input_grad[6], ctx.needs_input_grad[7]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: a double backward
+            found = _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx)
+            return None, None, None, None, None, None, *found
+        if direct and _plain(grads):
+            out = backward(
+                grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
+            )
+        else:
+            out = torch.ops.lrpe_md.backward(
+                list(grads), list(xs), list(stats), omega, phase, coords, affine, theta,
+                *layout[:4], list(layout.sizes), *spec, need_omega, need_phase,
+            )  # fmt: skip
+        n = len(grads)
+        domega = out[n] if need_omega else None
+        dphase = out[-1] if need_phase else None
+        return None, None, None, None, None, None, domega, dphase, *out[:n]
+
+
+def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx):
+    """The first derivative as a differentiable function of the gradients, x, omega and phase."""
+    if not xs:  # linear in x: any x will do
+        xs = [g.new_zeros((*g.shape[:3], _head_dim(spec, g))) for g in grads]
+        xs = [x.requires_grad_() for x in xs]
+    needs = ctx.needs_input_grad
+    inputs = [*([omega] if needs[6] else []), *([phase] if needs[7] else [])]
+    inputs += [x for x in xs if x.requires_grad]
+    ys = encode_reference(spec, layout, coords, affine, omega, phase, tuple(xs))
+    pairs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
+    found = list(
+        torch.autograd.grad(
+            [y for y, _ in pairs], inputs, [g for _, g in pairs],
+            create_graph=True, allow_unused=True, materialize_grads=True,
+        )
+    )  # fmt: skip
+    domega = found.pop(0) if needs[6] else None
+    dphase = found.pop(0) if needs[7] else None
+    return domega, dphase, *(found.pop(0) if x.requires_grad else None for x in xs)
+
+
+def _plain(tensors) -> bool:
+    """Eager tensors of torch's own classes, with no mode that wants to see operators."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    for t in tensors:
+        kind = type(t)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            return False
+    return True
+
+
+def encode(
+    spec: Spec,
+    layout: Layout,
+    coords: Tensor | None,
+    affine: Tensor | None,
+    omega: Tensor,
+    phase: Tensor | None,
+    xs: tuple[Tensor, ...],
+    cache: bool = False,
+) -> tuple[Tensor, ...]:
+    """Run the kernels, differentiable once in reverse mode (more through the reference)."""
+    direct = not torch.compiler.is_compiling() and _plain(xs) and _plain((omega,))
+    if torch.is_grad_enabled() and (
+        omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
+    ):
+        return _Encode.apply(direct, cache, spec, layout, coords, affine, omega, phase, *xs)
+    return tuple(_call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)[: len(xs)])

@@ -1,0 +1,82 @@
+"""The specification, in torch alone: readable, any float dtype, differentiable to any order.
+
+    Θ[n, h, c] = Σ_j s_j[n] · ω[h, c, j] + φ[h, c]     for grid tokens; Θ = 0 for prefix and suffix tokens
+    x̄ = act(x)
+    cosine   y = [x̄ ⊙ cos Θ, x̄ ⊙ sin Θ]                                d -> 2d
+    rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
+
+Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
+Angles are formed in at least float32; x is upcast to at least float32, and the result has x's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["activate", "angles", "cosine", "encode", "rotate"]
+
+
+def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: Tensor | None = None) -> Tensor:
+    """Θ (.., H, N, C) from positions (.., N, K), omega (H, C, K), phase (H, C) and the grid mask (N,)."""
+    dtype = torch.promote_types(torch.promote_types(omega.dtype, coords.dtype), torch.float32)
+    coords, omega = coords.to(dtype), omega.to(dtype)
+    theta = torch.zeros((), dtype=dtype, device=omega.device)
+    for j in range(omega.shape[-1]):
+        theta = theta + coords[..., None, :, None, j] * omega[:, None, :, j]
+    if phase is not None:
+        theta = theta + phase.to(dtype)[:, None, :]
+    return theta if rotated is None else torch.where(rotated[:, None], theta, 0)
+
+
+def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
+    """x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
+    if act == "none":
+        return x
+    if act == "softmax":
+        assert dim is not None
+        return torch.softmax(x, dim)
+    if act == "softplus":
+        return F.softplus(x, threshold=40.0)  # the default threshold, 20, is off by 2e-9 in float64
+    return {"relu": torch.relu, "sigmoid": torch.sigmoid, "silu": F.silu}[act](x)
+
+
+def cosine(x: Tensor, theta: Tensor) -> Tensor:
+    """[x cos Θ, x sin Θ]: (B, H, N, D) -> (B, H, N, 2D)."""
+    return torch.cat([x * theta.cos().to(x.dtype), x * theta.sin().to(x.dtype)], dim=-1)
+
+
+def rotate(x: Tensor, theta: Tensor, pairs: str = "half", start: int = 0) -> Tensor:
+    """Rotate the 2C channels from ``start`` on, paired (p, p + C) or (2p, 2p + 1); the rest pass."""
+    width = 2 * theta.shape[-1]
+    cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
+    before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
+    a, b = turned.chunk(2, dim=-1) if pairs == "half" else (turned[..., 0::2], turned[..., 1::2])
+    a, b = a * cos - b * sin, a * sin + b * cos
+    turned = torch.cat([a, b], dim=-1) if pairs == "half" else torch.stack([a, b], dim=-1).flatten(-2)
+    return torch.cat([before, turned, after], dim=-1)
+
+
+def encode(
+    x: Tensor,
+    coords: Tensor,
+    rotated: Tensor | None,
+    omega: Tensor,
+    phase: Tensor | None = None,
+    *,
+    map: str,
+    act: str = "none",
+    dim: int | None = None,
+    pairs: str = "half",
+    start: int = 0,
+) -> Tensor:
+    """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
+        # Query head h takes the frequencies of head h // (H_q / H_k).
+        theta = theta.repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
+        x_bar = activate(x.to(dtype), act, dim)
+        y = cosine(x_bar, theta) if map == "cosine" else rotate(x_bar, theta, pairs, start)
+        return y.to(x.dtype)
