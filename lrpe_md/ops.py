@@ -115,7 +115,7 @@ def _launch() -> Any:
 
 
 def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool = False) -> list[Tensor]:
-    """Launch: the outputs, then softmax statistics (dim=-2) and the angles (``cache``)."""
+    """Launch: the outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     return _launch().forward(xs, omega, phase, coords, affine, spec, layout, cache)
 
 
@@ -156,7 +156,7 @@ def _forward_reference(xs, omega, phase, coords, affine, *args):
             for x in xs:
                 wide = x.to(torch.promote_types(x.dtype, torch.float32))
                 top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
-                out += [top, (wide - top[:, :, None]).exp().sum(-2)]
+                out.append(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
         if args[11]:
             s, rotated = layout.positions(coords, affine, omega.device)
             theta = reference.angles(s, omega, phase, rotated)
@@ -187,8 +187,7 @@ def _forward_fake(xs, omega, phase, coords, affine, *args):
     out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     if spec.dim == -2:
         for x in xs:
-            stat = x.new_empty(x.shape[0], x.shape[1], x.shape[3], dtype=_accumulator(x.dtype))
-            out += [stat, torch.empty_like(stat)]
+            out.append(x.new_empty(2, x.shape[0], x.shape[1], x.shape[3], dtype=accumulator(x.dtype)))
     if args[11]:
         heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
         out.append(omega.new_empty(heads, layout.num_tokens, spec.num_channels, dtype=torch.float32))
@@ -210,7 +209,7 @@ def _head_dim(spec: Spec, grad: Tensor) -> int:
     return grad.shape[3] // 2 if spec.map == "cosine" else grad.shape[3]
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

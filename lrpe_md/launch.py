@@ -1,0 +1,254 @@
+"""Block sizes, launch grids, strides, allocation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .kernels import lrpe_kernel, reduce_partial_kernel, softmax_sequence_kernel
+from .ops import Layout, Spec, accumulator, like_in_memory
+from .positions import grid_coordinates
+
+__all__ = ["INTERPRETING", "Plan", "backward", "forward"]
+
+INTERPRETING = not isinstance(lrpe_kernel, triton.JITFunction)
+
+MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
+
+
+class Plan(NamedTuple):
+    """How the work is cut. Everything that a compiled kernel depends on is in block_n and num_warps."""
+
+    block_n: int  # tokens a tile
+    num_warps: int
+    token_programs: int  # T: each walks over every T-th block of tokens
+    batch_parts: int  # PB
+    head_parts: int  # PH: parts of the heads that share frequencies
+
+
+def plan(
+    num_tokens: int, batch: int, groups: int, heads: int, width: int, itemsize: int, need_dtheta: bool
+) -> Plan:
+    """Cut the work: ``groups`` of ``heads`` heads (the larger of q and k), tiles ``width`` channels wide.
+
+    The tile depends on width, itemsize and need_dtheta alone: sizes never choose another compiled kernel.
+    """
+    block_n = max(1, (2048 if itemsize <= 4 else 1024) // width)
+    num_warps = 4
+    if INTERPRETING:  # the cost is by program, not by size
+        return Plan(max(16, min(triton.next_power_of_2(num_tokens), 32768 // width)), num_warps, 1, 1, 1)
+    num_blocks = triton.cdiv(num_tokens, block_n)
+    if not need_dtheta:
+        # Angles serve up to four rows, as long as enough programs remain to fill a GPU.
+        batch_parts, head_parts = batch, heads
+        if heads >= 4 and num_blocks * groups * batch * heads >= 4 * FULL:
+            head_parts = triton.cdiv(heads, 4)
+        elif num_blocks * groups * batch * heads >= 4 * FULL:
+            batch_parts = triton.cdiv(batch, 4)
+        return Plan(block_n, num_warps, num_blocks, batch_parts, head_parts)
+    # Few programs that walk far: their partial sums are written and read once more.
+    token_programs = min(num_blocks, max(1, FULL // groups))
+    batch_parts = min(batch, max(1, FULL // (groups * token_programs)))
+    head_parts = min(heads, max(1, FULL // (groups * token_programs * batch_parts)))
+    return Plan(block_n, num_warps, token_programs, batch_parts, head_parts)
+
+
+FULL = 132 * 8  # programs that fill the largest GPUs
+
+
+class _Call(NamedTuple):
+    """What forward and backward prepare alike: the arguments about positions and frequencies."""
+
+    omega: Tensor
+    phase: Tensor | None
+    coords: Tensor | None
+    affine: Tensor | None
+    layout: Layout
+
+
+def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
+    if coords is None and len(layout.sizes) > MAX_AXES:
+        coords, _ = grid_coordinates(
+            layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
+        )
+        affine = None
+    if coords is not None:
+        coords = coords.detach().contiguous()
+    phase = None if phase is None else phase.detach().contiguous()
+    return _Call(omega.detach().contiguous(), phase, coords, affine, layout)
+
+
+def _run(
+    spec: Spec,
+    call: _Call,
+    xs: list[Tensor],
+    dys: list[Tensor],
+    outs: list[Tensor],
+    stats: list[Tensor],
+    theta: Tensor | None,
+    load_theta: bool,
+    need_dtheta: bool,
+) -> Tensor | None:
+    """Launch the kernel on q (and k); returns the partial sums for dω and dφ."""
+    omega, phase, coords, affine, layout = call
+    out0 = outs[0]
+    batch, heads0, num_tokens = out0.shape[:3]
+    heads1 = outs[1].shape[1] if len(outs) == 2 else 0
+    cosine = spec.map == "cosine"
+    head_dim = xs[0].shape[3] if xs else (outs[0].shape[3] if dys else 0)
+    channels, num_axes = omega.shape[1:]
+    groups = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+    per_group = max(heads0, heads1) // groups
+    wide = out0.dtype == torch.float64
+    block_c = triton.next_power_of_2(channels)
+    width = block_c if cosine else 2 * block_c
+    cut = plan(num_tokens, batch, groups, per_group, width, out0.element_size(), need_dtheta)
+    num_blocks = triton.cdiv(num_tokens, cut.block_n)
+    token_programs = min(cut.token_programs, num_blocks)
+
+    aligned = head_dim % 8 == 0
+    long = False
+    for t in (*xs, *dys, *outs):
+        b, h, n, d = t.stride()
+        aligned = aligned and d == 1 and (b | h | n) % 8 == 0 and t.data_ptr() % 16 == 0
+        long = long or n * cut.block_n >= 2**31
+    unit = 8 if aligned else 1
+
+    partial = None
+    if need_dtheta:
+        slots = num_axes + (phase is not None)
+        parts = cut.batch_parts * cut.head_parts * token_programs
+        partial = torch.empty(
+            (parts, groups, slots, channels), dtype=accumulator(out0.dtype), device=out0.device
+        )
+
+    args = []
+    strides = []
+    for i in range(2):
+        present = i < len(outs)
+        x = xs[i] if xs and present else None
+        dy = dys[i] if dys and present else None
+        args += [x, dy, outs[i] if present else None, stats[i] if stats and present else None]
+        for t, with_last in ((x, True), (dy, True), (outs[i] if present else None, False)):
+            b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
+            strides += [b // unit, h // unit, n // unit, *([d] if with_last else [])]
+
+    sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
+    n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
+    tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
+    lrpe_kernel[(token_programs * groups * cut.batch_parts * cut.head_parts,)](
+        *args, omega, phase, coords, affine, theta, partial, *strides,
+        coords.stride(0) if coords is not None and coords.ndim == 3 else 0,
+        channels * num_axes if omega.shape[0] > 1 else 0,
+        channels if phase is not None and phase.shape[0] > 1 else 0,
+        batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
+        num_blocks, token_programs, groups, cut.batch_parts, cut.head_parts,
+        D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
+        COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
+        BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None,
+        BY_SAMPLE=coords is not None and coords.ndim == 3, AFFINE=affine is not None and coords is None,
+        LOAD_THETA=load_theta, STORE_THETA=theta is not None and not load_theta,
+        ALIGNED=aligned, LONG=long, WIDE=wide, FAST=_fast(out0),
+        BLOCK_N=cut.block_n, BLOCK_C=block_c, BLOCK_J=triton.next_power_of_2(num_axes + 1),
+        BLOCK_HEAD=triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
+        BLOCK_TAIL=triton.next_power_of_2(tail) if tail else 0,
+        num_warps=cut.num_warps,
+    )  # fmt: skip
+    return partial
+
+
+def _fast(out: Tensor) -> bool:
+    """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs."""
+    return out.dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
+
+
+def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
+    batch, heads, num_tokens, head_dim = x.shape
+    block_d = 16
+    block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
+    tensors = [t for t in (x, g, dx) if t is not None]
+    aligned = head_dim % 8 == 0 and all(
+        t.stride(3) == 1 and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
+    unit = 8 if aligned else 1
+    strides = [x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit, x.stride(3)]
+    for t in (g, dx):
+        strides += [0, 0, 0] if t is None else [s // unit for s in t.stride()[:3]]
+    softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
+        x, g, dx, stat, *strides, batch, heads, num_tokens,
+        D=head_dim, ALIGNED=aligned, LONG=any(t.stride(2) * block_n >= 2**31 for t in tensors),
+        WIDE=x.dtype == torch.float64, BLOCK_N=block_n, BLOCK_D=block_d,
+    )  # fmt: skip
+
+
+def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool) -> list[Tensor]:
+    """See :func:`lrpe_md.ops.forward`."""
+    xs = [x.detach() for x in xs]
+    call = _positions(omega, phase, coords, affine, layout)
+    outs = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
+    stats = []
+    if spec.dim == -2:
+        stats = [x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)) for x in xs]
+    theta = None
+    if cache:
+        heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+        theta = omega.new_empty((heads, layout.num_tokens, spec.num_channels), dtype=torch.float32)
+    if sum(x.numel() for x in xs):
+        with _on(xs[0]):
+            for x, stat in zip(xs, stats, strict=False):
+                _softmax_sequence(x, stat)
+            _run(spec, call, xs, [], outs, stats, theta, False, False)
+    return [*outs, *stats, *([] if theta is None else [theta])]
+
+
+def backward(
+    grads, xs, stats, omega, phase, coords, affine, theta, spec: Spec, layout: Layout,
+    need_omega: bool, need_phase: bool,
+) -> list[Tensor]:  # fmt: skip
+    """See :func:`lrpe_md.ops.backward`."""
+    grads, xs = [g.detach() for g in grads], [x.detach() for x in xs]
+    call = _positions(omega, phase, coords, affine, layout)
+    sequence = spec.dim == -2
+    head_dims = [g.shape[3] // 2 if spec.map == "cosine" else g.shape[3] for g in grads]
+    dxs = [like_in_memory(g, d) for g, d in zip(grads, head_dims, strict=True)]
+    # Softmax over the sequence needs all of dx̄ before any of dx: it waits in the accumulator's dtype.
+    outs = [like_in_memory(g, d, accumulator(g.dtype)) for g, d in zip(grads, head_dims, strict=True)] if sequence else dxs
+    domega = torch.empty_like(call.omega) if need_omega else None
+    dphase = torch.empty_like(call.phase) if need_phase and call.phase is not None else None
+    if sum(g.numel() for g in grads):
+        with _on(grads[0]):
+            need_dtheta = need_omega or need_phase
+            inner = spec._replace(act="none", dim=spec.dim) if sequence else spec
+            load = xs if need_dtheta or (spec.act != "none" and not sequence) else []
+            partial = _run(inner, call, load, grads, outs, stats, theta, theta is not None, need_dtheta)
+            if partial is not None:
+                _reduce(partial, domega, dphase, call)
+            if sequence:
+                for x, stat, g, dx in zip(xs, stats, outs, dxs, strict=True):
+                    _softmax_sequence(x, stat, g, dx)
+    else:
+        for t in (domega, dphase):
+            if t is not None:
+                t.zero_()
+    return [*dxs, *([] if domega is None else [domega]), *([] if dphase is None else [dphase])]
+
+
+def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call: _Call) -> None:
+    rows, groups, slots, channels = partial.shape
+    num_axes = call.omega.shape[2]
+    omega_heads = 0 if domega is None else domega.shape[0]
+    phase_heads = 0 if dphase is None else dphase.shape[0]
+    block_c = triton.next_power_of_2(channels)
+    reduce_partial_kernel[(omega_heads * num_axes + phase_heads,)](
+        partial, domega, dphase, rows, groups, omega_heads, phase_heads,
+        C=channels, K=num_axes, J=slots, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,
+    )  # fmt: skip
+
+
+def _on(x: Tensor):
+    """Triton launches on the current device: make it x's."""
+    return torch.cuda.device_of(x) if x.is_cuda else torch.no_grad()
