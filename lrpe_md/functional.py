@@ -176,7 +176,7 @@ def prepare(
     else:
         if pairs not in PAIRS:
             raise ValueError(f"pairs: expected one of {PAIRS}, got {pairs!r}")
-        start, width = _rotary_slice(rotary_dim, head_dim)
+        start, width = rotary_slice(rotary_dim, head_dim)
         channels = width // 2
 
     layout, coords, affine = _layout(positions, num_tokens, batch, x.device)
@@ -229,7 +229,8 @@ def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: s
             )
 
 
-def _rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, int]:
+def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, int]:
+    """First rotated channel and width R."""
     if rotary_dim is None:
         start, stop = 0, head_dim
     elif isinstance(rotary_dim, slice):

@@ -58,15 +58,16 @@ def _coordinate(
 
 
 @triton.jit
-def _revolutions(w):
-    """A frequency in radians as hi + lo revolutions."""
+def _turns(w, UNIT: tl.constexpr):
+    """A frequency in radians as hi + lo turns (UNIT 1) or quarter turns (UNIT 4)."""
     if w.dtype == tl.float64:
-        r = w * INV_TAU
+        r = w * (INV_TAU * UNIT)
         hi = r.to(tl.float32)
         lo = (r - hi.to(tl.float64)).to(tl.float32)
     else:
-        hi = w * C_HI
-        lo = tl.fma(w, tl.full(w.shape, C_LO, tl.float32), tl.fma(w, tl.full(w.shape, C_HI, tl.float32), -hi))
+        c_hi = tl.full(w.shape, C_HI * UNIT, tl.float32)
+        hi = w * c_hi
+        lo = tl.fma(w, tl.full(w.shape, C_LO * UNIT, tl.float32), tl.fma(w, c_hi, -hi))
     return hi, lo
 
 
@@ -74,15 +75,24 @@ def _revolutions(w):
 def _angle(
     p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, n1, n2, n3,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Θ (BLOCK_N, BLOCK_C): revolutions in [-1/2, 1/2], or float64 radians (WIDE)."""
+    """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and whole units, to be counted modulo a turn.
+
+    The unit is a turn (FAST, whose whole part is of no use), a quarter turn, or float64 radians all in the
+    remainder (WIDE).
+    """
+    whole = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
     if LOAD_THETA:
         theta = tl.load(p_theta + o_theta[:, None] * C + o_c[None, :], mask=m_theta[:, None] & m_c[None, :], other=0)
         if WIDE:
             theta = theta.to(tl.float64)
-        else:
+        elif FAST:
             theta = theta * INV_TAU
+        else:
+            theta = theta * (4.0 * INV_TAU)
+            whole = tl.floor(theta + 0.5)
+            theta -= whole
     elif WIDE:
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
@@ -93,32 +103,42 @@ def _angle(
             theta += tl.load(p_phase + o_c, mask=m_c, other=0).to(tl.float64)[None, :]
         theta = tl.where(m_g[:, None], theta, 0.0)
     else:
-        turns = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole turns, exact
+        # In units of a turn (FAST) or a quarter turn, which leaves smaller remainders to round.
+        UNIT: tl.constexpr = 1.0 if FAST else 4.0
+        whole = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
+        part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
         for j in tl.static_range(K):
             s_hi, s_lo = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
-            w_hi, w_lo = _revolutions(tl.load(p_omega + o_c * K + j, mask=m_c, other=0))
+            w_hi, w_lo = _turns(tl.load(p_omega + o_c * K + j, mask=m_c, other=0), UNIT)
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
+            n = tl.floor(s * w + 0.5)
             # An explicit fma: subtracting from the rounded product would count its residue twice once the
             # compiler contracts the two.
-            turns += tl.fma(s, w, -tl.floor(s * w + 0.5))
+            part += tl.fma(s, w, -n)
             low += s_hi[:, None] * w_lo[None, :] + s_lo[:, None] * w_hi[None, :]
+            if not FAST:
+                whole += n - 4.0 * tl.floor(n * 0.25)
         if p_phase is not None:  # one more axis: position φ, frequency 1
             phase = tl.load(p_phase + o_c, mask=m_c, other=0)
             f_hi = phase.to(tl.float32)
             f_lo = (phase - f_hi.to(phase.dtype)).to(tl.float32)
-            one_hi = tl.full([BLOCK_C], C_HI, tl.float32)
-            turns += tl.fma(f_hi, one_hi, -tl.floor(f_hi * C_HI + 0.5))[None, :]
-            low += (f_hi * C_LO + f_lo * C_HI)[None, :]
-        theta = turns + low
-        theta -= tl.floor(theta + 0.5)
-        theta = tl.where(m_g[:, None], theta, 0.0)
-    return theta
+            one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
+            n = tl.floor(f_hi * one + 0.5)
+            part += tl.fma(f_hi, one, -n)[None, :]
+            low += (f_hi * (C_LO * UNIT) + f_lo * one)[None, :]
+            if not FAST:
+                whole += (n - 4.0 * tl.floor(n * 0.25))[None, :]
+        theta = part + low
+        n = tl.floor(theta + 0.5)
+        theta = tl.where(m_g[:, None], theta - n, 0.0)
+        whole = tl.where(m_g[:, None], whole + n, 0.0)
+    return theta, whole
 
 
 @triton.jit
-def _cos_sin(theta, WIDE: tl.constexpr, FAST: tl.constexpr):
+def _cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
     """cos and sin of an angle from :func:`_angle`.
 
     FAST: the CUDA hardware's approximation, absolute error 2^-20.9 on [-π, π], under the rounding of a 16-bit
@@ -132,18 +152,30 @@ def _cos_sin(theta, WIDE: tl.constexpr, FAST: tl.constexpr):
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
-        quarter = tl.floor(theta * 4.0 + 0.5)
-        x = (theta - quarter * 0.25) * TAU  # exact but for the last product
+        x = theta * (TAU / 4.0)
         z = x * x
         s = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
         c = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
-        q = quarter.to(tl.int32) & 3
+        q = whole.to(tl.int32) & 3
         odd = (q & 1) == 1
         cos = tl.where(odd, s, c)
         sin = tl.where(odd, c, s)
         cos = tl.where((q == 1) | (q == 2), -cos, cos)
         sin = tl.where(q >= 2, -sin, sin)
     return cos, sin
+
+
+@triton.jit
+def _radians(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
+    """The angle in [-π, π] as float32, to be cached."""
+    if WIDE:
+        x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
+    elif FAST:
+        x = theta * TAU
+    else:
+        x = theta + (whole - 4.0 * tl.floor((whole + theta) * 0.25 + 0.5))
+        x = x * (TAU / 4.0)
+    return x.to(tl.float32)
 
 
 # --- activations -------------------------------------------------------------------------------------------
@@ -222,9 +254,7 @@ def _load(
 
 
 @triton.jit
-def _store(
-    p, value, o_n, m_n, stride_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _store(p, value, o_n, m_n, stride_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = tl.arange(0, BLOCK_D)
     mask = m_n[:, None] & (o_d < n_d)[None, :]
     tl.store(p + _tile(o_n, stride_n, lo + o_d, 1, ALIGNED, LONG), value.to(p.dtype.element_ty), mask=mask)
@@ -276,12 +306,20 @@ def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
     return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], tl.exp(x - top[:, None]), 0.0)
 
 
+@triton.jit
+def _add(total, lost, value):
+    """Kahan's sum: a long walk over samples and heads loses nothing. The sum is total - lost."""
+    value = value - lost
+    longer = total + value
+    return longer, (longer - total) - value
+
+
 # --- the two maps ------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _cosine_row(
-    p_x, p_dy, p_o, p_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, o_n, m_n,
+    p_x, p_dy, p_o, p_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, lost, o_n, m_n,
     D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
     NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -301,7 +339,7 @@ def _cosine_row(
         dy_sin = _load(p_dy, o_n, m_n, dy_n, D, D, dy_d, ALIGNED, LONG, WIDE, BLOCK_C)
         dx = dy_cos * cos + dy_sin * sin
         if NEED_DTHETA:
-            dtheta += x_bar * (dy_sin * cos - dy_cos * sin)
+            dtheta, lost = _add(dtheta, lost, x_bar * (dy_sin * cos - dy_cos * sin))
         if DIM == -1:
             dx = x_bar * (dx - tl.sum(x_bar * dx, axis=1)[:, None])
         elif ACT != "none":
@@ -310,12 +348,12 @@ def _cosine_row(
     else:
         _store(p_o, x_bar * cos, o_n, m_n, o_stride, 0, D, ALIGNED, LONG, BLOCK_C)
         _store(p_o, x_bar * sin, o_n, m_n, o_stride, D, D, ALIGNED, LONG, BLOCK_C)
-    return dtheta
+    return dtheta, lost
 
 
 @triton.jit
 def _rotate_row(
-    p_x, p_dy, p_o, p_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, o_n, m_n,
+    p_x, p_dy, p_o, p_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, lost, o_n, m_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
@@ -329,9 +367,7 @@ def _rotate_row(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     B_LO: tl.constexpr = START + 1 if INTERLEAVED else START + C
     if LOAD_X:
-        xa, xb = _load_pairs(
-            p_x, o_n, m_n, x_n, START, C, x_d, INTERLEAVED, ALIGNED, LONG, WIDE, BLOCK_N, BLOCK_C
-        )
+        xa, xb = _load_pairs(p_x, o_n, m_n, x_n, START, C, x_d, INTERLEAVED, ALIGNED, LONG, WIDE, BLOCK_N, BLOCK_C)
         if BLOCK_HEAD > 0:
             xh = _load(p_x, o_n, m_n, x_n, 0, START, x_d, ALIGNED, LONG, WIDE, BLOCK_HEAD)
         if BLOCK_TAIL > 0:
@@ -372,13 +408,11 @@ def _rotate_row(
             if BLOCK_TAIL > 0:
                 t_bar = _activate(xt, ACT)
     if BACKWARD:
-        ga, gb = _load_pairs(
-            p_dy, o_n, m_n, dy_n, START, C, dy_d, INTERLEAVED, ALIGNED, LONG, WIDE, BLOCK_N, BLOCK_C
-        )
+        ga, gb = _load_pairs(p_dy, o_n, m_n, dy_n, START, C, dy_d, INTERLEAVED, ALIGNED, LONG, WIDE, BLOCK_N, BLOCK_C)
         a = ga * cos + gb * sin
         b = gb * cos - ga * sin
         if NEED_DTHETA:
-            dtheta += a_bar * b - b_bar * a
+            dtheta, lost = _add(dtheta, lost, a_bar * b - b_bar * a)
         if BLOCK_HEAD > 0:
             h = _load(p_dy, o_n, m_n, dy_n, 0, START, dy_d, ALIGNED, LONG, WIDE, BLOCK_HEAD)
         if BLOCK_TAIL > 0:
@@ -414,13 +448,13 @@ def _rotate_row(
         _store(p_o, h, o_n, m_n, o_stride, 0, START, ALIGNED, LONG, BLOCK_HEAD)
     if BLOCK_TAIL > 0:
         _store(p_o, t, o_n, m_n, o_stride, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
-    return dtheta
+    return dtheta, lost
 
 
 @triton.jit
 def _walk_heads(
     p_x, p_dy, p_o, p_stat, x_b, x_h, x_n, x_d, dy_b, dy_h, dy_n, dy_d, o_b, o_h, o_stride,
-    b, h_lo, h_hi, n0, B, H, cos, sin, dtheta, o_n, m_n,
+    b, h_lo, h_hi, n0, B, H, cos, sin, dtheta, lost, o_n, m_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
@@ -440,17 +474,17 @@ def _walk_heads(
         if DIM == -2:
             q_stat = p_stat + (b * H + h) * D
         if COSINE:
-            dtheta = _cosine_row(
-                q_x, q_dy, q_o, q_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, o_n, m_n,
+            dtheta, lost = _cosine_row(
+                q_x, q_dy, q_o, q_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, lost, o_n, m_n,
                 D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, WIDE, BLOCK_C,
             )  # fmt: skip
         else:
-            dtheta = _rotate_row(
-                q_x, q_dy, q_o, q_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, o_n, m_n,
+            dtheta, lost = _rotate_row(
+                q_x, q_dy, q_o, q_stat, num_stats, x_n, x_d, dy_n, dy_d, o_stride, cos, sin, dtheta, lost, o_n, m_n,
                 D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, WIDE,
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
-    return dtheta
+    return dtheta, lost
 
 
 # --- kernels -----------------------------------------------------------------------------------------------
@@ -494,7 +528,7 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
-    theta (G, N, C) cached angles in radians, partial (PH, PB, T, G, J, C) sums of s_j dΘ for dω and dφ.
+    theta (G, N, C) cached angles in radians, partial (PH, PB, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
@@ -524,7 +558,7 @@ def lrpe_kernel(
     m_c = o_c < C
     o_j = tl.arange(0, BLOCK_J)
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    partial = tl.zeros([BLOCK_J, BLOCK_C], dtype=ACC)
+    partial = tl.zeros([BLOCK_J, BLOCK_C], dtype=tl.float64)
 
     for block in range(t, num_blocks, T):
         n0 = tl.cast(block, tl.int64) * BLOCK_N
@@ -534,52 +568,65 @@ def lrpe_kernel(
         o_g = tl.where(m_g, o_g, 0)
         o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
         dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)
+        lost = tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)
         if not BY_SAMPLE:
-            theta = _angle(
+            theta, whole = _angle(
                 p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, n1, n2, n3,
-                C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, BLOCK_N, BLOCK_C,
+                C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
             )  # fmt: skip
-            cos, sin = _cos_sin(theta, WIDE, FAST)
+            cos, sin = _cos_sin(theta, whole, WIDE, FAST)
             if STORE_THETA:
                 if part == 0:
-                    radians = theta
-                    if WIDE:
-                        radians = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
-                    else:
-                        radians = theta * TAU
+                    radians = _radians(theta, whole, WIDE, FAST)
                     m_theta = m_n[:, None] & m_c[None, :]
-                    tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians.to(tl.float32), mask=m_theta)
+                    tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians, mask=m_theta)
         for i in range(b_lo, b_hi):
             b = tl.cast(i, tl.int64)
             q_coords = p_coords
             if BY_SAMPLE:
                 q_coords = p_coords + b * coords_b
-                theta = _angle(
+                theta, whole = _angle(
                     p_omega, p_phase, q_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, n1, n2, n3,
-                    C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, BLOCK_N, BLOCK_C,
+                    C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
                 )  # fmt: skip
-                cos, sin = _cos_sin(theta, WIDE, FAST)
+                cos, sin = _cos_sin(theta, whole, WIDE, FAST)
                 dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)
-            dtheta = _walk_heads(
+                lost = tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)
+            dtheta, lost = _walk_heads(
                 p_x0, p_dy0, p_o0, p_stat0, x0_b, x0_h, x0_n, x0_d, dy0_b, dy0_h, dy0_n, dy0_d, o0_b, o0_h, o0_n,
-                b, h0_lo, h0_hi, n0, B, H0, cos, sin, dtheta, o_n, m_n,
+                b, h0_lo, h0_hi, n0, B, H0, cos, sin, dtheta, lost, o_n, m_n,
                 D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, WIDE,
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
             if HAS_K:
-                dtheta = _walk_heads(
+                dtheta, lost = _walk_heads(
                     p_x1, p_dy1, p_o1, p_stat1, x1_b, x1_h, x1_n, x1_d, dy1_b, dy1_h, dy1_n, dy1_d, o1_b, o1_h, o1_n,
-                    b, h1_lo, h1_hi, n0, B, H1, cos, sin, dtheta, o_n, m_n,
+                    b, h1_lo, h1_hi, n0, B, H1, cos, sin, dtheta, lost, o_n, m_n,
                     D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, WIDE,
                     BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
             if NEED_DTHETA and BY_SAMPLE:
                 partial = _weigh(
-                    partial, dtheta, o_j, o_g, m_g, p_phase, q_coords, p_affine, n1, n2, n3, K, EXPLICIT, AFFINE, WIDE
+                    partial,
+                    dtheta,
+                    lost,
+                    o_j,
+                    o_g,
+                    m_g,
+                    p_phase,
+                    q_coords,
+                    p_affine,
+                    n1,
+                    n2,
+                    n3,
+                    K,
+                    EXPLICIT,
+                    AFFINE,
+                    WIDE,
                 )
         if NEED_DTHETA and not BY_SAMPLE:
             partial = _weigh(
-                partial, dtheta, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3, K, EXPLICIT, AFFINE, WIDE
+                partial, dtheta, lost, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3, K, EXPLICIT, AFFINE, WIDE
             )
 
     if NEED_DTHETA:
@@ -592,13 +639,14 @@ def lrpe_kernel(
 
 @triton.jit
 def _weigh(
-    partial, dtheta, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3,
+    partial, dtheta, lost, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3,
     K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add Σ_n s_j dΘ to row j, and Σ_n dΘ (the phase's gradient) to row K."""
-    dtheta = tl.where(m_g[:, None], dtheta, 0.0)
+    """Add Σ_n s_j dΘ to row j, and Σ_n dΘ (the phase's gradient) to row K; float64, once for a block of tokens."""
+    dtheta = tl.where(m_g[:, None], dtheta.to(tl.float64) - lost.to(tl.float64), 0.0)
     for j in tl.static_range(K):
-        s, _ = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
+        s_hi, s_lo = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
+        s = s_hi.to(tl.float64) + s_lo.to(tl.float64)
         row = tl.sum(s[:, None] * dtheta, axis=0)
         partial += tl.where((o_j == j)[:, None], row[None, :], 0.0)
     if p_phase is not None:
@@ -649,9 +697,7 @@ def reduce_partial_kernel(
 _SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "dx_b", "dx_h", "dx_n", "g_b", "g_h", "g_n", "B", "H", "N"]
 
 
-@triton.jit(
-    do_not_specialize=_SEQUENCE_SIZES, do_not_specialize_on_alignment=["p_x", "p_g", "p_dx", "p_stat"]
-)
+@triton.jit(do_not_specialize=_SEQUENCE_SIZES, do_not_specialize_on_alignment=["p_x", "p_g", "p_dx", "p_stat"])
 def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
     dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32",
@@ -680,7 +726,17 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             m_n = n0 + o_n < N
             x = _load(
-                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED), o_n, m_n, x_n, lo, D - lo, x_d, ALIGNED, LONG, WIDE, BLOCK_D
+                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED),
+                o_n,
+                m_n,
+                x_n,
+                lo,
+                D - lo,
+                x_d,
+                ALIGNED,
+                LONG,
+                WIDE,
+                BLOCK_D,
             )
             g = _load(
                 _row(p_g, b, h, n0, g_b, g_h, g_n, ALIGNED), o_n, m_n, g_n, lo, D - lo, 1, ALIGNED, LONG, WIDE, BLOCK_D
@@ -689,7 +745,17 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             m_n = n0 + o_n < N
             x = _load(
-                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED), o_n, m_n, x_n, lo, D - lo, x_d, ALIGNED, LONG, WIDE, BLOCK_D
+                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED),
+                o_n,
+                m_n,
+                x_n,
+                lo,
+                D - lo,
+                x_d,
+                ALIGNED,
+                LONG,
+                WIDE,
+                BLOCK_D,
             )
             g = _load(
                 _row(p_g, b, h, n0, g_b, g_h, g_n, ALIGNED), o_n, m_n, g_n, lo, D - lo, 1, ALIGNED, LONG, WIDE, BLOCK_D
@@ -704,7 +770,17 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             m_n = n0 + o_n < N
             x = _load(
-                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED), o_n, m_n, x_n, lo, D - lo, x_d, ALIGNED, LONG, WIDE, BLOCK_D
+                _row(p_x, b, h, n0, x_b, x_h, x_n, ALIGNED),
+                o_n,
+                m_n,
+                x_n,
+                lo,
+                D - lo,
+                x_d,
+                ALIGNED,
+                LONG,
+                WIDE,
+                BLOCK_D,
             )
             x = tl.where(m_n[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))

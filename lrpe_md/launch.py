@@ -29,9 +29,7 @@ class Plan(NamedTuple):
     head_parts: int  # PH: parts of the heads that share frequencies
 
 
-def plan(
-    num_tokens: int, batch: int, groups: int, heads: int, width: int, itemsize: int, need_dtheta: bool
-) -> Plan:
+def plan(num_tokens: int, batch: int, groups: int, heads: int, width: int, itemsize: int, need_dtheta: bool) -> Plan:
     """Cut the work: ``groups`` of ``heads`` heads (the larger of q and k), tiles ``width`` channels wide.
 
     The tile depends on width, itemsize and need_dtheta alone: sizes never choose another compiled kernel.
@@ -121,9 +119,7 @@ def _run(
     if need_dtheta:
         slots = num_axes + (phase is not None)
         parts = cut.batch_parts * cut.head_parts * token_programs
-        partial = torch.empty(
-            (parts, groups, slots, channels), dtype=accumulator(out0.dtype), device=out0.device
-        )
+        partial = torch.empty((parts, groups, slots, channels), dtype=torch.float64, device=out0.device)
 
     args = []
     strides = []
@@ -216,7 +212,9 @@ def backward(
     head_dims = [g.shape[3] // 2 if spec.map == "cosine" else g.shape[3] for g in grads]
     dxs = [like_in_memory(g, d) for g, d in zip(grads, head_dims, strict=True)]
     # Softmax over the sequence needs all of dx̄ before any of dx: it waits in the accumulator's dtype.
-    outs = [like_in_memory(g, d, accumulator(g.dtype)) for g, d in zip(grads, head_dims, strict=True)] if sequence else dxs
+    outs = (
+        [like_in_memory(g, d, accumulator(g.dtype)) for g, d in zip(grads, head_dims, strict=True)] if sequence else dxs
+    )
     domega = torch.empty_like(call.omega) if need_omega else None
     dphase = torch.empty_like(call.phase) if need_phase and call.phase is not None else None
     if sum(g.numel() for g in grads):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .frequencies import AxisOrder, axial_omega, geometric_theta, mixed_omega
 from .functional import Act, Impl, Pairs, Positions, cosine, rotate
-from .positions import Grid
+from .positions import offset_positions
 
 __all__ = ["CosineMd", "Rotate1d", "RotateMd"]
 
@@ -235,15 +235,3 @@ class Rotate1d(RotateMd):
 
     def forward(self, *xs: Tensor, offset: int | Tensor = 0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(*xs, positions=offset_positions(xs[0].shape[-2], offset, xs[0].device))
-
-
-def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid | Tensor:
-    """Tokens t = 0 .. N - 1 at t + offset: a grid for an int, coordinates (B, N, 1) for a tensor (B,)."""
-    if isinstance(offset, Tensor):
-        if offset.ndim > 1 or offset.is_floating_point():
-            raise ValueError(f"offset: expected an int or integers (B,), got {offset.dtype} {tuple(offset.shape)}")
-        steps = torch.arange(num_tokens, device=device)
-        return (steps + offset.to(device)[..., None])[..., None]
-    if offset < 0:
-        return Grid((num_tokens,), shift=offset)
-    return Grid((num_tokens + offset,), start=offset)

@@ -254,9 +254,7 @@ class _Encode(torch.autograd.Function):
             found = _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx)
             return None, None, None, None, None, None, *found
         if direct and _plain(grads):
-            out = backward(
-                grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
-            )
+            out = backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase)
         else:
             out = torch.ops.lrpe_md.backward(
                 list(grads), list(xs), list(stats), omega, phase, coords, affine, theta,

@@ -15,7 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-__all__ = ["Coordinates", "Grid", "grid_coordinates"]
+__all__ = ["Coordinates", "Grid", "grid_coordinates", "offset_positions"]
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,18 @@ def grid_coordinates(
     if affine is not None:
         coords = coords.to(affine.dtype) * affine[:, 0] + affine[:, 1]
     return torch.where(rotated[:, None], coords, 0).to(dtype), rotated
+
+
+def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid | Tensor:
+    """Tokens t = 0 .. N - 1 at t + offset: a grid for an int, coordinates (B, N, 1) for a tensor (B,)."""
+    if isinstance(offset, Tensor):
+        if offset.ndim > 1 or offset.is_floating_point():
+            raise ValueError(f"offset: expected an int or integers (B,), got {offset.dtype} {tuple(offset.shape)}")
+        steps = torch.arange(num_tokens, device=device)
+        return (steps + offset.to(device)[..., None])[..., None]
+    if offset < 0:
+        return Grid((num_tokens,), shift=offset)
+    return Grid((num_tokens + offset,), start=offset)
 
 
 def _per_axis(name: str, value: object, num_axes: int) -> tuple[float, ...] | Tensor | None:

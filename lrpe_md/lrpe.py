@@ -1,0 +1,215 @@
+"""The names of the LRPE document: thin, over :mod:`lrpe_md.functional`.
+
+X (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first; ``l`` condition tokens in front keep Θ = 0.
+``*_torch`` is the reference, ``*_triton`` the kernels; ``*_fwd_triton`` and ``*_bwd_triton`` are their two passes
+without autograd; ``*_cache_*`` keeps Θ (H, N, D) in float32, modulo 2π, and reads it in the backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .frequencies import AxisOrder, axial_omega
+from .functional import Act, Impl, Pairs, Positions, cosine, prepare, rotate, rotary_slice, use_triton
+from .positions import Grid, offset_positions
+
+__all__ = [
+    "lrpe_cosine_md",
+    "lrpe_cosine_md_bwd_triton",
+    "lrpe_cosine_md_cache_bwd_triton",
+    "lrpe_cosine_md_cache_fwd_triton",
+    "lrpe_cosine_md_cache_triton",
+    "lrpe_cosine_md_fwd_triton",
+    "lrpe_cosine_md_torch",
+    "lrpe_cosine_md_triton",
+    "lrpe_rotate_1d",
+    "lrpe_rotate_1d_bwd_triton",
+    "lrpe_rotate_1d_fwd_triton",
+    "lrpe_rotate_1d_torch",
+    "lrpe_rotate_1d_triton",
+    "lrpe_rotate_md",
+]
+
+
+def lrpe_cosine_md(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    shape: tuple[int, ...],
+    l: int = 0,  # noqa: E741  the document's name
+    act: Act = "none",
+    dim: int | None = None,
+    axis_order: AxisOrder = "minor_first",
+    impl: Impl = "auto",
+) -> Tensor:
+    """LRPE cosine on a grid: (B, H, l + Π shape, D) → (B, H, l + Π shape, 2D).
+
+    Args:
+        theta: (E,) or (H, E), K · E ≥ D; Θ = concat(s_1 θ, .., s_k θ)[:D] with s_1 the fastest axis, or the
+            slowest with ``axis_order="major_first"``.
+        l: number of condition tokens in front.
+
+    The rest, differentiability and errors as for :func:`lrpe_md.cosine`.
+    """
+    return cosine(x, impl=impl, act=act, dim=dim, **_cosine_md(x, theta, shape, l, axis_order))
+
+
+lrpe_cosine_md_torch = partial(lrpe_cosine_md, impl="reference")
+lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
+
+
+def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """The forward pass alone; arguments of :func:`lrpe_cosine_md`."""
+    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs))[0]
+
+
+def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The backward pass alone: (dx, dtheta)."""
+    return _backward("cosine", do, x, theta, _cosine_call, kwargs)
+
+
+def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """:func:`lrpe_cosine_md` with Θ kept between forward and backward: H · N · D floats more of memory."""
+    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True, differentiable=True)[0]
+
+
+def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
+    o, *_, theta_cache = _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True)
+    return o, theta_cache
+
+
+def lrpe_cosine_md_cache_bwd_triton(
+    do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
+) -> tuple[Tensor, Tensor]:
+    """The backward pass alone, with the angles of the forward: (dx, dtheta)."""
+    return _backward("cosine", do, x, theta, _cosine_call, kwargs, theta_cache)
+
+
+def lrpe_rotate_1d(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    act: Act = "none",
+    dim: int | None = None,
+    rotary_dim: int | slice | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """RoPE on a sequence in the half layout: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
+
+    Args:
+        theta: (H, R/2), (R/2,) or (H,), one frequency a head; R the rotated width. A theta of length R/2 is
+            (R/2,) also where H = R/2.
+        offset: position of the first token, or a tensor (B,) of one for each sample.
+        rotary_dim: rotate the first R channels (an int) or a slice of them.
+
+    The rest, differentiability and errors as for :func:`lrpe_md.rotate`.
+    """
+    kwargs = _rotate_1d(x, theta, offset, rotary_dim)
+    return rotate(x, impl=impl, act=act, dim=dim, rotary_dim=rotary_dim, **kwargs)
+
+
+lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")
+lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
+
+
+def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """The forward pass alone; arguments of :func:`lrpe_rotate_1d`."""
+    return _forward("rotate", x, *_rotate_call(x, theta, **kwargs))[0]
+
+
+def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The backward pass alone: (dx, dtheta)."""
+    return _backward("rotate", do, x, theta, _rotate_call, kwargs)
+
+
+def lrpe_rotate_md(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    shape: tuple[int, ...],
+    l: int = 0,  # noqa: E741  the document's name
+    act: Act = "none",
+    dim: int | None = None,
+    axis_order: AxisOrder = "minor_first",
+    pairs: Pairs = "half",
+    impl: Impl = "auto",
+) -> Tensor:
+    """RoPE on a grid: (B, H, l + Π shape, D) → the same; theta (E,) or (H, E) with K · E ≥ D/2.
+
+    The rest as for :func:`lrpe_cosine_md`; source: RoPE-ViT's axial form (arXiv 2403.13298).
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: rotation needs an even head_dim, got {tuple(x.shape)}")
+    grid = Grid(shape, prefix=l)
+    omega = axial_omega(theta, x.shape[-1] // 2, grid.num_axes, axis_order=axis_order)
+    return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, impl=impl)
+
+
+def _cosine_md(
+    x: Tensor, theta: Tensor, shape: tuple[int, ...], l: int, axis_order: AxisOrder  # noqa: E741
+) -> dict:  # fmt: skip
+    grid = Grid(shape, prefix=l)
+    return {"omega": axial_omega(theta, x.shape[-1], grid.num_axes, axis_order=axis_order), "positions": grid}
+
+
+def _rotate_1d(x: Tensor, theta: Tensor, offset: int | Tensor, rotary_dim: int | slice | None) -> dict:
+    num_heads, half = x.shape[1], rotary_slice(rotary_dim, x.shape[-1])[1] // 2
+    shape = tuple(theta.shape)
+    if shape == (half,):
+        omega = theta[None, :, None]
+    elif shape == (num_heads,):
+        omega = theta[:, None, None].expand(num_heads, half, 1)
+    elif shape == (num_heads, half):
+        omega = theta[:, :, None]
+    else:
+        raise ValueError(
+            f"theta: expected shape ({half},), ({num_heads},) or ({num_heads}, {half}) for {num_heads} heads and "
+            f"{half} pairs, got {shape}"
+        )
+    return {"omega": omega, "positions": offset_positions(x.shape[2], offset, x.device)}
+
+
+def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order="minor_first"):  # noqa: E741
+    kwargs = _cosine_md(x, theta, shape, l, axis_order)
+    return kwargs["omega"], kwargs["positions"], act, dim, None
+
+
+def _rotate_call(x, theta, *, offset=0, act="none", dim=None, rotary_dim=None):
+    kwargs = _rotate_1d(x, theta, offset, rotary_dim)
+    return kwargs["omega"], kwargs["positions"], act, dim, rotary_dim
+
+
+def _forward(
+    map: str, x: Tensor, omega: Tensor, positions: Positions, act: str, dim: int | None,
+    rotary_dim: int | slice | None, *, cache: bool = False, differentiable: bool = False,
+):  # fmt: skip
+    spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+    use_triton("triton", (x,), coords)
+    if differentiable:
+        return ops.encode(spec, layout, coords, affine, omega, None, (x,), cache)
+    return ops.forward((x,), omega, None, coords, affine, spec, layout, cache)
+
+
+def _backward(
+    map: str, do: Tensor, x: Tensor, theta: Tensor, call, kwargs: dict, theta_cache: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    theta = theta.detach().requires_grad_()
+    with torch.enable_grad():
+        omega, positions, act, dim, rotary_dim = call(x, theta, **kwargs)
+    spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+    use_triton("triton", (x,), coords)
+    expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
+    if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
+        raise ValueError(
+            f"do: expected shape {expected}, {x.dtype} on {x.device}, got {tuple(do.shape)}, {do.dtype} on {do.device}"
+        )
+    stats = ops.forward((x,), omega, None, coords, affine, spec, layout)[1:] if dim == -2 else []
+    dx, domega = ops.backward([do], [x], stats, omega, None, coords, affine, theta_cache, spec, layout, True, False)
+    (dtheta,) = torch.autograd.grad(omega, theta, domega)
+    return dx, dtheta

@@ -1,0 +1,244 @@
+"""What tests and benchmarks share: inputs, runs, and the error budget.
+
+An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
+times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
+whichever is larger. No tolerance is chosen by hand. For float64 inputs, which nothing more exact judges, the
+reference's error is that of its float32 run scaled by the ratio of the units in the last place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .functional import Positions, cosine, rotate
+from .positions import Coordinates, Grid
+
+__all__ = ["Case", "Inputs", "Violation", "budget_violation", "check", "make_inputs", "run"]
+
+RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: everything that the result depends on, small enough to print."""
+
+    map: Literal["cosine", "rotate"] = "cosine"
+    shape: tuple[int, ...] = (3, 5)
+    prefix: int = 1
+    suffix: int = 0
+    scale: tuple[float, ...] | float | None = None
+    shift: tuple[float, ...] | float | None = None
+    start: int = 0
+    length: int | None = None
+    coords: Literal["grid", "shared", "by_sample"] = "grid"
+    coords_dtype: torch.dtype = torch.float32
+    coords_scale: float = 20.0
+    batch: int = 2
+    heads: tuple[int, ...] = (4, 2)  # of q, or of q and k
+    omega_heads: int = 1
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    omega_dtype: torch.dtype = torch.float32
+    act: str = "none"
+    dim: int | None = None
+    pairs: str = "half"
+    rotary_dim: int | slice | None = None
+    phase: bool = False
+    layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
+    grad_layout: Literal["bhnd", "bnhd", "odd", "expanded"] = "bhnd"
+    base: float = 100.0
+    seed: int = 0
+
+    @property
+    def channels(self) -> int:
+        if self.map == "cosine":
+            return self.head_dim
+        cut = self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)
+        return len(range(self.head_dim)[cut]) // 2
+
+    @property
+    def out_dim(self) -> int:
+        return 2 * self.head_dim if self.map == "cosine" else self.head_dim
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ", ".join(f"{k}={v}" for k, v in changed.items()) or "default"
+
+
+@dataclass
+class Inputs:
+    xs: list[Tensor]
+    grads: list[Tensor]
+    omega: Tensor
+    phase: Tensor | None
+    positions: Positions
+    case: Case = field(default_factory=Case)
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same inputs with every floating-point tensor in another dtype."""
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if t.is_floating_point() else t.double() if dtype == torch.float64 else t
+
+        positions = self.positions
+        if isinstance(positions, Coordinates):
+            positions = replace(positions, coords=cast(positions.coords))
+        elif isinstance(positions, Tensor):
+            positions = cast(positions)
+        phase = None if self.phase is None else cast(self.phase)
+        return Inputs([*map(cast, self.xs)], [*map(cast, self.grads)], cast(self.omega), phase, positions, self.case)
+
+
+def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
+    """The values (B, H, N, D) in a chosen place in memory; what lies between is NaN."""
+    b, h, n, d = values.shape
+    if layout == "bhnd":
+        return values.contiguous()
+    if layout == "bnhd":
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":  # the middle slice of a projection (B, N, 3, H, D)
+        packed = values.new_full((b, n, 3, h, d), float("nan"))
+        packed[:, :, width] = values.transpose(1, 2)
+        return packed[:, :, width].transpose(1, 2)
+    if layout == "odd":  # no stride of 1, nothing aligned
+        place = values.new_full((n + 1, b, d, h, 3), float("nan"))
+        view = place[1:, :, :, :, width].permute(1, 3, 0, 2)
+        view.copy_(values)
+        return view
+    assert layout == "expanded", layout
+    return values[:1].expand(b, h, n, d)
+
+
+def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
+    if case.coords == "grid":
+        return Grid(case.shape, case.prefix, case.suffix, case.scale, case.shift, case.start, case.length)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    num = torch.Size(case.shape).numel()
+    size = (case.batch, num, len(case.shape)) if case.coords == "by_sample" else (num, len(case.shape))
+    coords = torch.randn(size, generator=generator, dtype=torch.float64) * case.coords_scale
+    if not case.coords_dtype.is_floating_point:
+        coords = coords.round()
+    return Coordinates(coords.to(device, case.coords_dtype), case.prefix, case.suffix)
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """Random inputs; the same on every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+    positions = make_positions(case, device)
+    assert not isinstance(positions, Tensor)
+    num_tokens = positions.num_tokens
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32)
+
+    xs, grads = [], []
+    for i, heads in enumerate(case.heads):
+        x = randn(case.batch, heads, num_tokens, case.head_dim).to(device, case.dtype)
+        g = randn(case.batch, heads, num_tokens, case.out_dim).to(device, case.dtype)
+        xs.append(_strided(x, case.layout, i))
+        grads.append(_strided(g, case.grad_layout, i))
+    num_axes = len(case.shape)
+    exponent = torch.arange(case.channels, dtype=torch.float64) / max(case.channels, 1)
+    direction = randn(case.omega_heads, case.channels, num_axes).double()
+    omega = (direction * case.base ** -exponent[:, None]).to(device, case.omega_dtype)
+    phase = randn(case.omega_heads, case.channels).mul(3).to(device) if case.phase else None
+    return Inputs(xs, grads, omega, phase, positions, case)
+
+
+def run(inputs: Inputs, impl: str, *, frequencies: bool = True, **kwargs: Any) -> dict[str, Tensor]:
+    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase."""
+    case = inputs.case
+    xs = [x.detach().requires_grad_() for x in inputs.xs]
+    omega = inputs.omega.detach().requires_grad_(frequencies)
+    phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
+    kwargs = {"omega": omega, "phase": phase, "positions": inputs.positions, "impl": impl, **kwargs}
+    kwargs |= {"act": case.act, "dim": case.dim}
+    if case.map == "rotate":
+        kwargs |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
+    ys = (cosine if case.map == "cosine" else rotate)(*xs, **kwargs)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    wanted = {f"dx{i}": x for i, x in enumerate(xs)}
+    if frequencies:
+        wanted["domega"] = omega
+        if phase is not None:
+            wanted["dphase"] = phase
+    found = torch.autograd.grad(ys, list(wanted.values()), inputs.grads)
+    return {**{f"y{i}": y.detach() for i, y in enumerate(ys)}, **dict(zip(wanted, found, strict=True))}
+
+
+@dataclass
+class Violation:
+    name: str
+    rms: float
+    rms_budget: float
+    max: float
+    max_budget: float
+    case: Case
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: RMS error {self.rms:.3e} (budget {self.rms_budget:.3e}), maximum {self.max:.3e} "
+            f"(budget {self.max_budget:.3e}) for {self.case}"
+        )
+
+
+def budget_violation(
+    name: str, actual: Tensor, same: Tensor, exact: Tensor, case: Case | None = None, *, ulps: float = 0.0
+) -> Violation | None:
+    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype) and ``exact`` (float64).
+
+    ``ulps`` units in the last place are taken off each error: for Triton's interpreter, whose bfloat16 stores
+    truncate.
+    """
+    assert actual.dtype == same.dtype, (name, actual.dtype, same.dtype)
+    return _judge(name, actual, (same.double() - exact).abs(), exact, case, ulps)
+
+
+def _judge(
+    name: str, actual: Tensor, reference_error: Tensor, exact: Tensor, case: Case | None, ulps: float
+) -> Violation | None:
+    assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
+    assert exact.dtype == torch.float64
+    if actual.numel() == 0:
+        return None
+    error = (actual.double() - exact).abs()
+    error = (error - ulps * torch.finfo(actual.dtype).eps * exact.abs()).clamp_min(0) if ulps else error
+    rounding_error = (exact.to(actual.dtype).double() - exact).abs()
+    allowed = torch.stack([reference_error, rounding_error])
+    rms = error.square().mean().sqrt().item()
+    rms_budget = RMS_FACTOR * allowed.square().flatten(1).mean(1).sqrt().max().item()
+    top, max_budget = error.max().item(), MAX_FACTOR * allowed.max().item()
+    if rms <= rms_budget and top <= max_budget:  # NaN is not
+        return None
+    return Violation(name, rms, rms_budget, top, max_budget, case or Case())
+
+
+def check(
+    case: Case,
+    impl: str = "triton",
+    device: torch.device | str = "cpu",
+    *,
+    frequencies: bool = True,
+    ulps: float = 0.0,
+) -> list[Violation]:
+    """Run a case by ``impl`` and say where it leaves the budget."""
+    inputs = make_inputs(case, device)
+    actual = run(inputs, impl, frequencies=frequencies)
+    exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
+    scale, judged = 1.0, inputs
+    if case.dtype == torch.float64:
+        scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
+    same = run(judged, "reference", frequencies=frequencies)
+    judge = run(judged.to(torch.float64), "reference", frequencies=frequencies) if scale != 1 else exact
+    found = []
+    for name in exact:
+        assert scale != 1 or actual[name].dtype == same[name].dtype, name
+        error = scale * (same[name].double() - judge[name]).abs()
+        slack = 0.0 if name in ("domega", "dphase") else ulps
+        found.append(_judge(name, actual[name], error, exact[name], case, slack))
+    return [violation for violation in found if violation is not None]

@@ -1,0 +1,183 @@
+"""Compile the kernels ahead of time, without a GPU: ``python tests/aot.py TARGET [--part I/N]``.
+
+Calls the launcher on meta tensors and compiles what it would have launched. The cases cover every pair
+of values of everything a compiled kernel depends on. Prints one JSON line a kernel; tests/test_aot.py reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
+
+import torch
+import triton
+from allpairspy import AllPairs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lrpe_md import Coordinates, Grid, cosine, functional, launch, ops, rotate
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+AXES: dict[str, list[Any]] = {
+    "map": ["cosine", "half", "interleaved"],
+    "act": ["none", "relu", "sigmoid", "silu", "softplus", "softmax -1", "softmax -2"],
+    "run": ["forward", "backward", "backward omega"],
+    "positions": ["grid", "affine", "coords", "coords by sample", "integer coords"],
+    "axes": [1, 2, 3, 4],
+    "dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
+    "head_dim": [64, 24, 72, 20, 128],
+    "rotary": ["all", "first", "slice"],
+    "tensors": [2, 1],
+    "phase": [False, True],
+    "omega": [torch.float32, torch.float64],
+    "cache": [False, True],
+    "long": [False, True],
+}
+
+
+def valid(row: list[Any]) -> bool:
+    case = dict(zip(AXES, row, strict=False))
+    if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
+        return False
+    # The cached angles replace the positions of a grid or of coordinates shared by the batch.
+    return not (case.get("cache") and case.get("positions") == "coords by sample")
+
+
+def cases() -> list[SimpleNamespace]:
+    return [SimpleNamespace(**dict(zip(AXES, row, strict=True))) for row in AllPairs(list(AXES.values()), valid)]
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was called with."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.calls = fn, []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.calls.append((args, kwargs))
+
+    def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
+        found = []
+        for args, kwargs in self.calls:
+            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages")}
+            values = dict(zip(self.fn.arg_names, args, strict=False))
+            values |= {k: v for k, v in kwargs.items() if k not in options}
+            signature, constexprs = {}, {}
+            for i, param in enumerate(self.fn.params):
+                value = values[param.name]
+                if param.is_constexpr or value is None:
+                    signature[param.name], constexprs[(i,)] = "constexpr", value
+                elif isinstance(value, torch.Tensor):
+                    signature[param.name] = "*" + DTYPES[value.dtype]
+                else:
+                    assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
+                    signature[param.name] = param.annotation_type
+            found.append((self.fn.__name__, ASTSource(self.fn, signature, constexprs), options))
+        return found
+
+
+def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
+    """What the launcher runs for a case."""
+    names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
+    saved = {name: getattr(launch, name) for name in names}
+    recorders = {name: Recorder(fn) for name, fn in saved.items()}
+    fast, launch._fast = launch._fast, lambda out: out.element_size() == 2 and case.cuda
+    try:
+        for name, recorder in recorders.items():
+            setattr(launch, name, recorder)
+        call(case)
+    finally:
+        launch._fast = fast
+        for name, fn in saved.items():
+            setattr(launch, name, fn)
+    return [source for recorder in recorders.values() for source in recorder.sources()]
+
+
+def call(case: SimpleNamespace) -> None:
+    shape = (2, 3, 2, 2)[: case.axes]
+    num_tokens = torch.Size(shape).numel() + 1
+    xs = [torch.randn(2, heads, num_tokens, case.head_dim, dtype=case.dtype) for heads in (4, 2)[: case.tensors]]
+    if case.long:
+        step = 2**31
+        xs = [torch.empty_strided(x.shape, (8, 8, step, 1), dtype=x.dtype) for x in xs]
+    heads = xs[-1].shape[1]
+    if case.positions in ("grid", "affine"):
+        positions = Grid(shape, prefix=1, scale=0.5 if case.positions == "affine" else None)
+    else:
+        coords = torch.randn(*((2,) if "sample" in case.positions else ()), num_tokens - 1, case.axes)
+        positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1)
+    rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
+    channels = (
+        case.head_dim
+        if case.map == "cosine"
+        else len(
+            range(case.head_dim)[rotary or slice(None)]
+            if isinstance(rotary, slice) or rotary is None
+            else range(rotary)
+        )
+        // 2
+    )
+    omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
+    phase = torch.randn(1, channels) if case.phase else None
+    act, _, dim = case.act.partition(" ")
+    spec, layout, coords, affine = functional.prepare(
+        "cosine" if case.map == "cosine" else "rotate", tuple(xs), omega, positions, act, int(dim) if dim else None,
+        phase, "half" if case.map == "cosine" else case.map, rotary,
+    )  # fmt: skip
+    if case.run == "forward":
+        launch.forward(xs, omega, phase, coords, affine, spec, layout, case.cache)
+        return
+    grads = [torch.randn(*x.shape[:3], spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
+    stats = [torch.zeros(2, *x.shape[:2], case.head_dim) for x in xs]
+    theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
+    need = case.run == "backward omega"
+    launch.backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need, need and case.phase)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--part", default="0/1")
+    args = parser.parse_args()
+    target = TARGETS[args.target]
+    torch.set_default_device("meta")
+    launch.INTERPRETING = False
+    unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
+    for case in cases():
+        case.cuda = target.backend == "cuda"
+        for name, source, options in record(case):
+            unique.setdefault(source.hash() + str(options), (name, source, options, case))
+    index, parts = map(int, args.part.split("/"))
+    work = list(unique.values())[index::parts]
+    for name, source, options, case in work:
+        begin = time.perf_counter()
+        error, text = None, ""
+        try:
+            kernel = triton.compile(source, target=target, options=options)
+            text = kernel.asm.get("ptx", "")
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error,
+               "seconds": round(time.perf_counter() - begin, 2), "ptx_fma": len(re.findall("fma.rn.f32", text)),
+               "constants": {str(source.fn.arg_names[k[0]]): repr(v) for k, v in source.constants.items()}}  # fmt: skip
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

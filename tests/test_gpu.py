@@ -1,0 +1,160 @@
+"""The kernels on a real GPU: ``pytest -m gpu``."""
+
+import math
+
+import pytest
+import torch
+
+from lrpe_md import Grid, cosine, rotate
+from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
+
+pytestmark = pytest.mark.gpu
+ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
+ACTS += [("softmax", -1), ("softmax", -2)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("act", "dim"), ACTS)
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_values_and_gradients(map, act, dim, dtype, nan_filled):
+    case = Case(map, (14, 14), act=act, dim=dim, dtype=dtype, head_dim=64, heads=(4, 2), omega_heads=2, phase=True)
+    assert not check(case, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "packed", "odd"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (127,), "prefix": 0, "head_dim": 24},
+        {"shape": (3, 7, 9), "head_dim": 72, "prefix": 5, "suffix": 2},
+        {"shape": (2, 3, 4, 5), "head_dim": 80, "act": "silu"},
+        {"shape": (1,), "prefix": 0, "heads": (1,)},
+        {"shape": (9, 16), "coords": "by_sample", "omega_heads": 2, "phase": True},
+        {"shape": (9, 16), "coords": "shared", "prefix": 4, "suffix": 3, "phase": True},
+        {"shape": (9, 16), "scale": (0.5, 1.7), "shift": (3.0, -2.0), "start": 5, "length": 100},
+        {"shape": (33, 5), "head_dim": 20, "omega_dtype": torch.float64},
+        {"shape": (2, 1, 3, 2, 2), "head_dim": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_shapes_and_strides(map, change, layout, dtype, nan_filled):
+    case = Case(map, dtype=dtype, layout=layout, grad_layout="odd" if layout == "odd" else "bnhd", **change)
+    assert not check(case, device="cuda")
+    assert not check(case, device="cuda", frequencies=False)
+
+
+@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [None, 16, slice(8, 40), slice(4, 64)])
+@pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)])
+def test_partial_rotation(pairs, rotary_dim, act, dim, nan_filled):
+    case = Case("rotate", (5, 13), head_dim=64, pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim)
+    assert not check(case, device="cuda")
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
+@pytest.mark.parametrize("omega_dtype", [torch.float32, torch.float64], ids=str)
+def test_angle_error_at_far_positions(num_axes, omega_dtype):
+    """Positions to 2^20 on each axis: the angle, read back from a rotation of (1, 0), is within 1e-6 rad."""
+    num, channels = 4096, 32
+    generator = torch.Generator().manual_seed(0)
+    coords = torch.randint(0, 2**20, (num, num_axes), generator=generator, dtype=torch.int32)
+    coords[0] = 2**20
+    omega = torch.rand(1, channels, num_axes, generator=generator, dtype=torch.float64)
+    omega = omega.to(omega_dtype)
+    x = torch.zeros(1, 1, num, 2 * channels)
+    x[..., :channels] = 1
+    y = rotate(x.cuda(), omega=omega.cuda(), positions=coords.cuda()).cpu().double()
+    cos, sin = y[0, 0, :, :channels], y[0, 0, :, channels:]
+    exact = (coords.double()[:, None, :] * omega.double()[0]).sum(-1)
+    error = torch.atan2(sin, cos) - exact
+    error = (error - 2 * math.pi * (error / (2 * math.pi)).round()).abs()
+    print(f"{num_axes} axes, {omega_dtype}: largest angle error {error.max():.2e} rad")
+    assert error.max() <= 1e-6
+
+
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_frequency_gradient_is_deterministic(map):
+    case = Case(map, (30, 31), batch=3, heads=(8, 4), omega_heads=4, head_dim=64, dtype=torch.bfloat16, phase=True)
+    inputs = make_inputs(case, "cuda")
+    first = run(inputs, "triton")
+    for _ in range(10):
+        again = run(inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_large_tensor(map):
+    """More than 2^31 elements: the last rows equal those of a small call."""
+    out_dim = 128 if map == "cosine" else 64
+    batch = 2**31 // (16 * 4096 * out_dim) + 1
+    if torch.cuda.mem_get_info()[0] < 2.5 * batch * 16 * 4096 * (64 + out_dim):
+        pytest.skip("needs more memory")
+    call = cosine if map == "cosine" else rotate
+    x = torch.empty(batch, 16, 4096, 64, dtype=torch.bfloat16, device="cuda").normal_()
+    omega = torch.rand(1, 64 if map == "cosine" else 32, 2, device="cuda")
+    y = call(x, omega=omega, positions=Grid((64, 64)))
+    assert y.numel() > 2**31
+    assert torch.equal(y[-1:], call(x[-1:], omega=omega, positions=Grid((64, 64))))
+
+
+def test_many_tokens():
+    """Past 65,535 × 64 tokens, right at the last ones."""
+    num = 65_536 * 64 + 37
+    x = torch.randn(1, 1, num, 8, device="cuda")
+    omega = torch.rand(1, 4, 1, device="cuda", dtype=torch.float64)
+    y = rotate(x, omega=omega, positions=Grid((num,)))
+    tail = slice(num - 100, num)
+    positions = torch.arange(num, device="cuda")[tail, None]
+    exact = rotate(x[:, :, tail].double(), omega=omega, positions=positions, impl="reference")
+    same = rotate(x[:, :, tail], omega=omega, positions=positions.double(), impl="reference")
+    assert budget_violation("y", y[:, :, tail], same, exact) is None
+
+
+def test_autocast_keeps_dtype():
+    x = torch.randn(1, 2, 9, 16, device="cuda")
+    omega = torch.rand(1, 8, 1, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert rotate(x, omega=omega, positions=Grid((9,))).dtype == torch.float32
+
+
+def test_compiles_with_real_kernels():
+    omega = torch.rand(2, 16, 2, device="cuda", requires_grad=True)
+
+    def f(q, k, omega, grid):
+        q, k = cosine(q, k, omega=omega, positions=grid, act="silu")
+        return (q * q).sum() + (k * k * k).sum()
+
+    q, k = (torch.randn(2, h, 31, 16, device="cuda", requires_grad=True) for h in (4, 2))
+    grid = Grid((5, 6), prefix=1)
+    expected = torch.autograd.grad(f(q, k, omega, grid), (q, k, omega))
+    compiled = torch.compile(f, fullgraph=True)
+    for a, b in zip(torch.autograd.grad(compiled(q, k, omega, grid), (q, k, omega)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_cuda_graph():
+    x = torch.randn(2, 4, 31, 16, device="cuda", requires_grad=True)
+    omega = torch.rand(1, 16, 2, device="cuda", requires_grad=True)
+    grid = Grid((5, 6), prefix=1, scale=0.5)
+
+    def step():
+        y = cosine(x, omega=omega, positions=grid)
+        return y, *torch.autograd.grad(y.square().sum(), (x, omega))
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        x.normal_()
+    expected = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

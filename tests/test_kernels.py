@@ -1,0 +1,129 @@
+"""The kernels against float64, in Triton's interpreter (tests/test_gpu.py has the GPU's turn)."""
+
+import pytest
+import torch
+
+from lrpe_md import cosine, launch
+from lrpe_md.testing import Case, check, make_inputs, run
+
+ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
+ACTS += [("softmax", -1), ("softmax", -2)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def violations(case: Case, **kwargs) -> list[str]:
+    # The interpreter truncates what it stores as bfloat16.
+    ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
+    return [str(v) for v in check(case, ulps=ulps, **kwargs)]
+
+
+@pytest.fixture(autouse=True)
+def poison(nan_filled):
+    assert torch.empty(3).isnan().all()
+
+
+@pytest.mark.parametrize(("act", "dim"), ACTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_activations(map, dtype, act, dim):
+    assert not violations(Case(map, (5, 7), act=act, dim=dim, dtype=dtype, omega_heads=2, phase=True))
+
+
+SHAPES = [
+    {"shape": (127,), "prefix": 0, "head_dim": 24},
+    {"shape": (3, 5), "prefix": 0, "suffix": 4, "head_dim": 72},
+    {"shape": (2, 3, 4), "prefix": 5, "head_dim": 80, "omega_heads": 2},
+    {"shape": (2, 3, 2, 2), "head_dim": 20},
+    {"shape": (2, 1, 2, 2, 2), "head_dim": 12, "scale": 0.5},
+    {"shape": (1,), "prefix": 0, "heads": (1,), "batch": 1},
+    {"shape": (0,), "prefix": 3},
+    {"shape": (4, 4), "batch": 0},
+    {"shape": (4, 6), "scale": (0.5, 1.7), "shift": (3.0, -2.0), "phase": True},
+    {"shape": (4, 6), "prefix": 2, "suffix": 2, "start": 5, "length": 11, "phase": True},
+    {"shape": (4, 6), "prefix": 2, "start": 1, "length": 1},
+    {"shape": (4, 6), "coords": "shared", "prefix": 2, "suffix": 1, "phase": True, "omega_heads": 2},
+    {"shape": (4, 6), "coords": "by_sample", "prefix": 1, "phase": True},
+    {"shape": (4, 6), "coords": "by_sample", "coords_dtype": torch.float64, "coords_scale": 1e4},
+    {"shape": (30,), "coords": "shared", "coords_dtype": torch.int64, "coords_scale": 1e6, "prefix": 0},
+    {"shape": (30,), "coords": "shared", "coords_dtype": torch.float16, "prefix": 0},
+    {"shape": (4, 6), "omega_dtype": torch.float64, "phase": True},
+    {"shape": (4, 6), "heads": (6, 3), "omega_heads": 3, "act": "silu"},
+    {"shape": (4, 6), "heads": (6, 1)},
+]
+
+
+@pytest.mark.parametrize("change", SHAPES, ids=str)
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_shapes_and_positions(map, change):
+    case = Case(map, **change)
+    assert not violations(case)
+    assert not violations(case, frequencies=False)
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "packed", "odd"])
+@pytest.mark.parametrize("grad_layout", ["bnhd", "odd", "expanded"])
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_strides(map, layout, grad_layout):
+    if grad_layout == "expanded":
+        layout = "bhnd"
+    assert not violations(Case(map, layout=layout, grad_layout=grad_layout, act="silu"))
+
+
+@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [10, slice(3, 13), slice(4, 16), 16])
+@pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)])
+def test_partial_rotation(pairs, rotary_dim, act, dim):
+    assert not violations(Case("rotate", pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=True))
+
+
+@pytest.mark.parametrize("coords", ["grid", "by_sample"])
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+@pytest.mark.parametrize(
+    "cut",
+    [launch.Plan(8, 4, 1, 2, 1), launch.Plan(8, 4, 3, 1, 2), launch.Plan(16, 4, 2, 3, 3)],
+    ids=["token loop", "head parts", "all"],
+)
+def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
+    """Programs that loop over blocks of tokens, samples and heads, with parts that don't divide evenly."""
+    monkeypatch.setattr(launch, "plan", lambda *args: cut)
+    case = Case(map, (5, 6), coords=coords, batch=4, heads=(8, 4), omega_heads=2, head_dim=8, phase=True)
+    assert not violations(case)
+
+
+def test_result_keeps_memory_order():
+    for layout in ("bhnd", "bnhd", "packed"):
+        inputs = make_inputs(Case(layout=layout))
+        q, k = cosine(*inputs.xs, omega=inputs.omega, positions=inputs.positions, impl="triton")
+        for y in (q, k):
+            assert (y if layout == "bhnd" else y.transpose(1, 2)).is_contiguous()
+
+
+def test_inputs_stay_untouched():
+    inputs = make_inputs(Case())
+    before = [x.clone() for x in (*inputs.xs, *inputs.grads, inputs.omega)]
+    run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(before, (*inputs.xs, *inputs.grads, inputs.omega), strict=True))
+
+
+def test_budget_can_fail(monkeypatch):
+    """A phase that the kernel forgets, a sign, an unwritten row: each leaves the budget."""
+    from lrpe_md import ops
+
+    real = ops.forward
+
+    def no_phase(xs, omega, phase, *rest):
+        return real(xs, omega, None, *rest)
+
+    def unwritten(*args):
+        out = real(*args)
+        out[0][0, 0, -1] = float("nan")
+        return out
+
+    def one_part_in_a_million(*args):
+        out = real(*args)
+        out[0].mul_(1 + 2e-6)
+        return out
+
+    for broken in (no_phase, unwritten, one_part_in_a_million):
+        monkeypatch.setattr(ops, "forward", broken)
+        assert violations(Case(phase=True)), broken
