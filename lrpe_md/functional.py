@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
-from functools import cache
 from typing import Any, Literal, overload
 
 import torch
@@ -25,6 +25,9 @@ Positions = Grid | Coordinates | Tensor
 ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softplus", "softmax")
 PAIRS = ("half", "interleaved")
 IMPLS = ("auto", "triton", "reference")
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @overload
@@ -287,14 +290,14 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None) -> bool
     if impl == "reference":
         return False
     asked = impl == "triton"
-    if not xs[0].is_cuda and not (asked and _interpreting()):
+    if not xs[0].is_cuda and not (asked and INTERPRETING):
         if asked:
             raise ValueError(
                 f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before start), got "
                 f"{xs[0].device}; use impl='auto' or 'reference'"
             )
         return False
-    if not _has_triton():
+    if not HAS_TRITON:
         if asked:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
         warnings.warn(
@@ -317,18 +320,4 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None) -> bool
 
 def _transforming() -> bool:
     """A torch.func transform or a dual level is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _interpreting() -> bool:
-    if not _has_triton():
-        return False
-    from . import launch
-
-    return launch.INTERPRETING
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -147,7 +147,7 @@ def _run(
         BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None,
         BY_SAMPLE=coords is not None and coords.ndim == 3, AFFINE=affine is not None and coords is None,
         LOAD_THETA=load_theta, STORE_THETA=theta is not None and not load_theta,
-        ALIGNED=aligned, LONG=long, WIDE=wide, FAST=_fast(out0),
+        ALIGNED=aligned, LONG=long, WIDE=wide, FAST=_fast(out0, need_dtheta),
         BLOCK_N=cut.block_n, BLOCK_C=block_c, BLOCK_J=triton.next_power_of_2(num_axes + 1),
         BLOCK_HEAD=triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         BLOCK_TAIL=triton.next_power_of_2(tail) if tail else 0,
@@ -156,9 +156,9 @@ def _run(
     return partial
 
 
-def _fast(out: Tensor) -> bool:
-    """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs."""
-    return out.dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
+def _fast(out: Tensor, need_dtheta: bool) -> bool:
+    """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs, but not of dω."""
+    return not need_dtheta and out.dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
 
 
 def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
