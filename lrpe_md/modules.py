@@ -81,7 +81,7 @@ class _Frequencies(nn.Module):
         return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self._owned()
+        before = {name: t.detach() for name, t in self._owned().items()}  # a parameter's cast replaces its .data
         super()._apply(fn, recurse)
         for name, after in self._owned().items():
             old = before[name]
@@ -89,7 +89,9 @@ class _Frequencies(nn.Module):
                 values = torch.zeros(old.shape) if name == "phase" else self._initial(name, after.device)
                 after.data = values.to(after.device, self.dtype)
             elif after.dtype != old.dtype:
-                after.data = old.detach().to(after.device)
+                after.data = old.to(after.device)
+                if after.grad is not None:
+                    after.grad.data = after.grad.data.to(old.dtype)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

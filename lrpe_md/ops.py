@@ -69,13 +69,11 @@ def encode_reference(
 ) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
     s, rotated = layout.positions(coords, affine, omega.device)
-    return tuple(
-        reference.encode(
-            x, s, rotated, omega, phase,
-            map=spec.map, act=spec.act, dim=spec.dim or None, pairs=spec.pairs, start=spec.rotary_start,
-        )
-        for x in xs
-    )  # fmt: skip
+    return tuple(reference.encode(x, s, rotated, omega, phase, **_options(spec)) for x in xs)
+
+
+def _options(spec: Spec) -> dict[str, Any]:
+    return {"map": spec.map, "act": spec.act, "dim": spec.dim or None, "pairs": spec.pairs, "start": spec.rotary_start}
 
 
 # --- operators -------------------------------------------------------------------------------------------
@@ -167,19 +165,15 @@ def _forward_reference(xs, omega, phase, coords, affine, *args):
 def _backward_reference(grads, xs, stats, omega, phase, coords, affine, theta, *args):
     spec, layout = _split(args)
     need_omega, need_phase = args[11:]
-    with torch.enable_grad():
-        if not xs:  # linear in x: any x will do
-            xs = [g.new_empty((*g.shape[:3], _head_dim(spec, g))).zero_() for g in grads]
-        inputs = [x.detach().requires_grad_() for x in xs]
-        omega = omega.detach().requires_grad_(need_omega)
-        phase = None if phase is None else phase.detach().requires_grad_(need_phase)
-        ys = encode_reference(spec, layout, coords, affine, omega, phase, tuple(inputs))
-        inputs += [omega] * need_omega
-        if need_phase and phase is not None:
-            inputs.append(phase)
-        found = torch.autograd.grad(ys, inputs, list(grads), materialize_grads=True)
-    out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, found, strict=False)]
-    return out + [d.detach() for d in found[len(grads) :]]
+    s, rotated = layout.positions(coords, affine, omega.device)
+    out, domega, dphase = [], torch.zeros_like(omega), None if phase is None else torch.zeros_like(phase)
+    for i, g in enumerate(grads):
+        dx, dw, df = reference.encode_backward(g, xs[i] if xs else None, s, rotated, omega, phase, **_options(spec))
+        out.append(like_in_memory(g, dx.shape[3]).copy_(dx))
+        domega += dw
+        if dphase is not None:
+            dphase += df
+    return out + ([domega] if need_omega else []) + ([dphase] if need_phase and dphase is not None else [])
 
 
 def _forward_fake(xs, omega, phase, coords, affine, *args):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["activate", "angles", "cosine", "encode", "rotate"]
+__all__ = ["activate", "activate_backward", "angles", "cosine", "encode", "encode_backward", "rotate"]
 
 
 def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: Tensor | None = None) -> Tensor:
@@ -40,6 +40,20 @@ def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
     if act == "softplus":
         return F.softplus(x, threshold=40.0)  # the default threshold, 20, is off by 2e-9 in float64
     return {"relu": torch.relu, "sigmoid": torch.sigmoid, "silu": F.silu}[act](x)
+
+
+def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: int | None = None) -> Tensor:
+    """dx from dx̄."""
+    aten = torch.ops.aten
+    if act == "none":
+        return dx_bar
+    if act == "softmax":
+        return x_bar * (dx_bar - (x_bar * dx_bar).sum(dim, keepdim=True))
+    if act == "relu":
+        return aten.threshold_backward(dx_bar, x, 0)
+    if act == "sigmoid":
+        return aten.sigmoid_backward(dx_bar, x_bar)
+    return aten.silu_backward(dx_bar, x) if act == "silu" else aten.softplus_backward(dx_bar, x, 1, 40)
 
 
 def cosine(x: Tensor, theta: Tensor) -> Tensor:
@@ -80,3 +94,59 @@ def encode(
         x_bar = activate(x.to(dtype), act, dim)
         y = cosine(x_bar, theta) if map == "cosine" else rotate(x_bar, theta, pairs, start)
         return y.to(x.dtype)
+
+
+def encode_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    coords: Tensor,
+    rotated: Tensor | None,
+    omega: Tensor,
+    phase: Tensor | None = None,
+    *,
+    map: str,
+    act: str = "none",
+    dim: int | None = None,
+    pairs: str = "half",
+    start: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, in closed form, for where autograd can't record.
+
+        cosine   dx̄ = dy_cos ⊙ cos Θ + dy_sin ⊙ sin Θ        dΘ = x̄ ⊙ (dy_sin ⊙ cos Θ - dy_cos ⊙ sin Θ)
+        rotate   dx̄ = dy rotated by -Θ                        dΘ = ā db̄ - b̄ dā
+        dω[h, c, j] = Σ s_j dΘ                                 dx = act'(dx̄)
+
+    x may be None for act "none": dx needs none, and dω and dφ are then zero.
+    """
+    with torch.autocast(dy.device.type, enabled=False):
+        dtype = torch.promote_types(dy.dtype, torch.float32)
+        theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
+        groups = theta.shape[-3]
+        theta = theta.repeat_interleave(dy.shape[1] // groups, dim=-3)
+        cos, sin = theta.cos().to(dtype), theta.sin().to(dtype)
+        g = dy.to(dtype)
+        head_dim = g.shape[-1] // 2 if map == "cosine" else g.shape[-1]
+        x = g.new_zeros((*g.shape[:3], head_dim)) if x is None else x.to(dtype)
+        x_bar = activate(x, act, dim)
+        if map == "cosine":
+            g_cos, g_sin = g.chunk(2, dim=-1)
+            dx_bar = g_cos * cos + g_sin * sin
+            dtheta = x_bar * (g_sin * cos - g_cos * sin)
+        else:
+            dx_bar = rotate(g, -theta, pairs, start)
+            channels = theta.shape[-1]
+            step = (slice(start, start + 2 * channels, 2), slice(start + 1, start + 2 * channels, 2))
+            half = (slice(start, start + channels), slice(start + channels, start + 2 * channels))
+            a, b = half if pairs == "half" else step
+            dtheta = x_bar[..., a] * dx_bar[..., b] - x_bar[..., b] * dx_bar[..., a]
+        dx = activate_backward(dx_bar, x, x_bar, act, dim).to(dy.dtype)
+        if rotated is not None:
+            dtheta = torch.where(rotated[:, None], dtheta, 0)
+        # Sum over the heads that share a frequency in at least omega's dtype: (B, G, N, C).
+        dtheta = dtheta.to(torch.promote_types(dtype, omega.dtype)).unflatten(1, (groups, -1)).sum(2)
+        columns = [(dtheta * coords[..., None, :, None, j]).sum((0, 2)) for j in range(coords.shape[-1])]
+        domega, dphase = torch.stack(columns, dim=-1), dtheta.sum((0, 2))
+        domega = domega.sum(0, keepdim=True) if omega.shape[0] < groups else domega
+        if phase is not None and phase.shape[0] < groups:
+            dphase = dphase.sum(0, keepdim=True)
+        return dx, domega, dphase

@@ -1,0 +1,574 @@
+"""Vision transformers with relative positions, on timm's VisionTransformer.
+
+``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="cosine")`` builds one, ``adapt(model, "cosine")`` turns a
+model of timm's into one. The weights and their names are timm's; learned frequencies (``encoding.*``) are the only
+additional keys of the state_dict.
+
+The backbone owns the encoding, computes the positions once a forward, and hands both to its blocks as an argument:
+timm's blocks pass ``attn_mask`` on to their attention untouched, so a :class:`Context` travels there, the mask inside.
+Nothing of a forward is kept on a module, so that activation checkpointing recomputes with the positions of its own.
+
+Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from einops import rearrange
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.layers.attention import Attention, maybe_add_mask, resolve_self_attn_mask
+from timm.layers.format import nchw_to
+from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models import vision_transformer as timm_vit
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
+from lrpe_md.functional import ACTIVATIONS
+from lrpe_md.reference import activate
+
+__all__ = ["Activation", "LrpeAttention", "LrpeVisionTransformer", "adapt", "linear_attention", "softmax_attention"]
+
+Encoding: TypeAlias = Literal["cosine", "rotate", "mixed"] | nn.Module | Callable[..., nn.Module] | None
+Normalizer = Literal["unrotated", "none"]
+
+NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
+BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  # those that pass attn_mask on
+
+
+class Context(NamedTuple):
+    """What a forward of the backbone tells each attention, through its ``attn_mask`` argument."""
+
+    encoding: nn.Module | None
+    positions: Grid | Coordinates
+    attn_mask: Tensor | None
+
+
+class Activation(nn.Module):
+    """``encoding=None`` with an activation: q, k → act(q), act(k), whatever the positions."""
+
+    def __init__(self, act: str = "none", dim: int | None = None) -> None:
+        super().__init__()
+        if act not in ACTIVATIONS:
+            raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
+        if (act == "softmax") != (dim in (-1, -2)) or dim not in (None, -1, -2):
+            raise ValueError(f"dim: expected -1 or -2 for act='softmax' and None otherwise, got {dim!r} for {act!r}")
+        self.act, self.dim = act, dim
+
+    def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
+        return tuple(activate(x, self.act, self.dim) for x in xs)
+
+    def extra_repr(self) -> str:
+        return f"act={self.act!r}"
+
+
+def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
+    """The SDPA backends to try, in order, or None for PyTorch's own choice.
+
+    The cosine map makes q and k 2D wide and leaves v D wide. Flash attention refuses unequal widths, and by default
+    PyTorch then prefers the memory-efficient kernel. On Hopper cuDNN takes them 3.7 to 4.9 times as fast (H200, bf16,
+    forward, D 64 and 128), so there, and in 16 bits, it comes first; where it refuses (a mask, a width) the next is
+    taken. Everything else, other devices and equal widths among it, is left to PyTorch.
+    """
+    if q.shape[-1] == v.shape[-1] or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if torch.version.hip or torch.cuda.get_device_capability(q.device)[0] < 9:
+        return None
+    return [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D), on the backends of :func:`sdpa_backends`.
+
+    ``scale`` is D**-0.5 of the head_dim before any map, so that zero frequencies are no encoding.
+    """
+    backends = sdpa_backends(q, v)
+    with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+        )
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    encoding: nn.Module | None = None,
+    positions: Grid | Coordinates | None = None,
+    normalizer: Normalizer = "unrotated",
+    is_causal: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Linear attention: q̂ (k̂ᵀ v) / z, where q̂, k̂ are encoded and q̄, k̄ only activated.
+
+    Args:
+        q, k, v: (B, H, N, D), raw, any strides.
+        encoding: called as ``encoding(q, k, positions=positions)``; its ``act`` and ``dim`` (default: none) say how
+            q̄ = act(q) is formed. None: q̂ = q.
+        normalizer: "unrotated" takes z = q̄ · Σ k̄, at least ``eps``, a sum of positive weights as the encoded product
+            is not; "none" takes z = 1 (put a norm behind it: timm's ``scale_attn_norm=True``).
+        is_causal: token n attends to tokens up to n. This is the quadratic form.
+
+    Returns:
+        (B, H, N, D) in v's dtype. Sums are formed in float32 at least, also under autocast.
+
+    Raises:
+        ValueError: "unrotated" with an activation that can be negative; causal with a softmax over the sequence.
+
+    Source: RoFormer (arXiv 2104.09864, eq. 19); LRPE (arXiv 2307.09270).
+    """
+    act, dim = getattr(encoding, "act", "none"), getattr(encoding, "dim", None)
+    _check_linear(act, normalizer)
+    if is_causal:
+        _check_causal(encoding)
+    q_hat, k_hat = (q, k) if encoding is None else encoding(q, k, positions=positions)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        q_hat, k_hat, v_wide = q_hat.to(dtype), k_hat.to(dtype), v.to(dtype)
+        out = (q_hat @ k_hat.mT).tril() @ v_wide if is_causal else q_hat @ (k_hat.mT @ v_wide)
+        if normalizer == "unrotated":
+            q_bar, k_bar = activate(q.to(dtype), act, dim), activate(k.to(dtype), act, dim)
+            total = k_bar.cumsum(-2) if is_causal else k_bar.sum(-2, keepdim=True)
+            out = out / (q_bar * total).sum(-1, keepdim=True).clamp_min(eps)
+    return out.to(v.dtype)
+
+
+def _check_linear(act: str, normalizer: str) -> None:
+    if normalizer not in ("unrotated", "none"):
+        raise ValueError(f"normalizer: expected 'unrotated' or 'none', got {normalizer!r}")
+    if normalizer == "unrotated" and act not in NON_NEGATIVE:
+        raise ValueError(
+            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
+            f"one of {NON_NEGATIVE}, got act={act!r}; choose one (encoding_kwargs={{'act': 'relu'}}) or "
+            f"normalizer='none'"
+        )
+
+
+def _check_causal(encoding: nn.Module | None) -> None:
+    if getattr(encoding, "dim", None) == -2:
+        raise ValueError("is_causal: a softmax over the sequence (dim=-2) lets a token see later ones; use dim=-1")
+
+
+class LrpeAttention(Attention):
+    """timm's attention, with its parameters and their names, encoding q and k as the :class:`Context` says.
+
+    Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
+    ``normalizer`` that of :func:`linear_attention`.
+    """
+
+    attention: Literal["softmax", "linear"] = "softmax"
+    normalizer: Normalizer = "unrotated"
+
+    def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, N, C) → (B, N, C)."""
+        encoding, positions, mask = attn_mask if isinstance(attn_mask, Context) else (None, None, attn_mask)
+        gate = None if self.gate is None else self.gate(x).sigmoid()
+        # Strided views of the projection: the encoding reads them as they are.
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.attention == "linear":
+            if mask is not None:
+                raise ValueError(
+                    "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
+                    f"got a mask of shape {tuple(mask.shape)}; use attention='softmax'"
+                )
+            x = linear_attention(
+                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, is_causal=is_causal
+            )
+        else:
+            if encoding is not None:
+                if is_causal:
+                    _check_causal(encoding)
+                q, k = encoding(q, k, positions=positions)
+            x = self._softmax(q, k, v, mask, is_causal)
+        x = self.norm(rearrange(x, "b h n d -> b n (h d)"))
+        if gate is not None:
+            x = x * gate
+        return self.proj_drop(self.proj(x))
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        if self.fused_attn:
+            dropout_p = self.attn_drop.p if self.training else 0.0
+            return softmax_attention(
+                q, k, v, scale=self.scale, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p
+            )
+        # timm.layers.set_fused_attn(False): for export and for hooks on the weights.
+        weights = (q * self.scale) @ k.mT
+        weights = maybe_add_mask(weights, resolve_self_attn_mask(q.shape[-2], weights, mask, is_causal))
+        return self.attn_drop(weights.softmax(dim=-1)) @ v
+
+    def extra_repr(self) -> str:
+        return f"attention={self.attention!r}" + (
+            f", normalizer={self.normalizer!r}" if self.attention == "linear" else ""
+        )
+
+
+class LrpePatchEmbed(PatchEmbed):
+    """timm's patch embedding, which compiles into one graph for all sizes.
+
+    timm's own check of the size formats it into a message, which makes a graph for each size.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() or self.strict_img_size or self.dynamic_img_pad:
+            return super().forward(x)
+        patch_size: Any = self.patch_size
+        if x.shape[-2] % patch_size[0] or x.shape[-1] % patch_size[1]:
+            raise ValueError("x: expected a height and width divisible by patch_size")
+        x = self.proj(x)
+        return self.norm(x.flatten(2).mT if self.flatten else nchw_to(x, self.output_fmt))
+
+
+class LrpeVisionTransformer(timm_vit.VisionTransformer):
+    """timm's VisionTransformer with an encoding of q and k.
+
+    Args:
+        encoding: "cosine" or "rotate": fixed axial frequencies shared by all layers. "mixed": RoPE-ViT's (arXiv
+            2403.13298), rotate with learned frequencies for each layer and head, base 10. An ``nn.Module``, called as
+            ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers. A factory
+            ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default (create_model drops
+            arguments that are None): no encoding.
+        encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
+        absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
+        attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
+        normalizer: of linear attention.
+        dynamic_img_size: any input size that the patch size divides, on by default.
+        args, kwargs: timm's.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+    """
+
+    encoding: nn.Module | None
+    absolute: Literal["none", "learned", "sincos"]
+    grad_checkpointing: bool
+    blocks: Any
+    patch_embed: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        encoding: Encoding = None,
+        encoding_kwargs: dict[str, Any] | None = None,
+        absolute: Literal["none", "learned", "sincos"] = "none",
+        attention: Literal["softmax", "linear"] = "softmax",
+        normalizer: Normalizer = "unrotated",
+        dynamic_img_size: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if absolute not in ("none", "learned", "sincos"):
+            raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}")
+        if "pos_embed" in kwargs:
+            raise ValueError(f"pos_embed: expected it to be left out, got {kwargs['pos_embed']!r}; use absolute")
+        pos_embed = "learn" if absolute == "learned" else "none"
+        super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)
+        if absolute == "sincos" and self.embed_dim % 4:
+            raise ValueError(f"absolute: 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}")
+        self.absolute = absolute
+        adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, in_chans, height, width) → tokens (B, N, C)."""
+        x, positions = self._embed(x)
+        for i in range(len(self.blocks)):
+            x = self._block(i, x, positions, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """Arguments and result as timm's ``forward_intermediates``."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        h, w = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        prefixes, patches = [], []
+        x, positions = self._embed(x)
+        if output_fmt == "NCHW" and isinstance(positions, Coordinates):
+            raise ValueError(
+                "output_fmt: 'NCHW' needs all patches, but patch_drop_rate dropped some; use 'NLC' or eval()"
+            )
+        for i in range(last + 1 if stop_early else len(self.blocks)):
+            x = self._block(i, x, positions, attn_mask, is_causal)
+            if i in taken:
+                y = self.norm(x) if norm else x
+                prefixes.append(y[:, : self.num_prefix_tokens])
+                y = y[:, self.num_prefix_tokens :]
+                if output_fmt == "NCHW":
+                    y = rearrange(y, "b (h w) c -> b c h w", h=h, w=w).contiguous()
+                patches.append(y)
+        with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if with_prefix:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        intermediates = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
+        """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
+        grid = Grid(tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:])), prefix=self.num_prefix_tokens)
+        x = self.patch_embed(x)
+        if self.absolute == "sincos":
+            x = x + build_sincos2d_pos_embed(
+                list(grid.shape), self.embed_dim, device=x.device, dtype=x.dtype
+            ).reshape(x.shape[1:])  # fmt: skip
+        x = self._pos_embed(x)
+        if self.absolute == "sincos":
+            x = self.pos_drop(x)
+        kept, drop = None, self.patch_drop
+        if isinstance(drop, PatchDropout):
+            x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
+        x = self.norm_pre(x)
+        if kept is None:
+            return x, grid
+        patches = Grid(grid.shape).coordinates(x.device, torch.float32)
+        return x, Coordinates(patches[kept], prefix=grid.prefix)
+
+    def _block(
+        self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        encoding = self.encoding[i] if isinstance(self.encoding, nn.ModuleList) else self.encoding
+        args = x, Context(encoding, positions, attn_mask), is_causal
+        return checkpoint(self.blocks[i], *args) if self.grad_checkpointing else self.blocks[i](*args)
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's names, and the frequencies and phases."""
+        names = super().no_weight_decay()
+        for path, module in self.named_modules():
+            if path.split(".")[0] == "encoding" and hasattr(module, "no_weight_decay"):
+                names |= {f"{path}.{name}" for name in module.no_weight_decay()}
+        return names
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's groups; a layer's frequencies go with their block, shared ones with the stem."""
+        groups = super().group_matcher(coarse)
+        return {
+            **groups,
+            "stem": rf"{groups['stem']}|^encoding\.(?!\d)",
+            "blocks": [(r"^encoding\.(\d+)", None), *groups["blocks"]],
+        }
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        if isinstance(self.encoding, nn.ModuleList):
+            self.encoding = self.encoding[: len(self.blocks)]
+        return taken
+
+
+def adapt(
+    model: nn.Module,
+    encoding: Encoding,
+    absolute: Literal["keep", "drop"] = "keep",
+    *,
+    encoding_kwargs: dict[str, Any] | None = None,
+    attention: Literal["softmax", "linear"] = "softmax",
+    normalizer: Normalizer = "unrotated",
+) -> LrpeVisionTransformer:
+    """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.
+
+    Parameters, hooks and the optimizers that hold them stay as they are; only the classes of the model, its patch
+    embedding and its attentions change. An adapted model may be adapted again. The input size stays what timm made it:
+    create the model with ``dynamic_img_size=True`` for any resolution.
+
+    Args:
+        model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
+            ParallelThingsBlock blocks and timm's Attention.
+        encoding, encoding_kwargs, attention, normalizer: see :class:`LrpeVisionTransformer`. A module is moved to the
+            model's device.
+        absolute: "keep" the learned absolute embedding, or "drop" it.
+
+    Raises:
+        TypeError, ValueError: a model or an argument that does not fit; the model is as it was.
+    """
+    if absolute not in ("keep", "drop"):
+        raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
+    if attention not in ("softmax", "linear"):
+        raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
+    attentions = _attentions(model)
+    vit: Any = model
+    kwargs = dict(encoding_kwargs or {})
+    if attention == "linear" and (encoding is None or isinstance(encoding, str)):
+        kwargs.setdefault("act", "relu")
+    built = _build_encoding(encoding, kwargs, attentions[0], len(vit.blocks))
+    if attention == "linear":
+        for module in built if isinstance(built, nn.ModuleList) else [built]:
+            _check_linear(getattr(module, "act", "none"), normalizer)
+        if any(m.attn_drop.p > 0 for m in attentions):
+            raise ValueError("attn_drop_rate: linear attention forms no weights to drop, expected 0")
+    if built is not None:
+        built.to(next(vit.parameters()).device)
+
+    # Nothing below can fail.
+    if not isinstance(vit, LrpeVisionTransformer):
+        vit.__class__ = LrpeVisionTransformer
+        vit.absolute = "none" if vit.pos_embed is None else "learned"
+    if type(vit.patch_embed) is PatchEmbed:
+        vit.patch_embed.__class__ = LrpePatchEmbed
+    for module in attentions:
+        if not isinstance(module, LrpeAttention):
+            module.__class__ = LrpeAttention
+        module.attention, module.normalizer = attention, normalizer
+    vit.encoding = built
+    if absolute == "drop":
+        vit.pos_embed, vit.absolute = None, "none"
+    return vit
+
+
+def _attentions(model: Any) -> list[Any]:
+    """The attentions of a model that can be adapted, otherwise an error."""
+    if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
+        raise TypeError(
+            f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
+            "(subclasses and other families bring a forward of their own)"
+        )
+    found: list[Attention] = []
+    for i, block in enumerate(model.blocks):
+        inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
+        if type(block) not in BLOCKS or not inside:
+            raise ValueError(
+                f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
+                f"blocks[{i}] of {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
+            )
+        found += inside
+    if len({(m.num_heads, m.head_dim) for m in found}) != 1:
+        raise ValueError(
+            "model: expected one number of heads and one head_dim in all blocks, got (num_heads, head_dim) = "
+            f"{[(m.num_heads, m.head_dim) for m in found]}"
+        )
+    if type(model.patch_drop) not in (nn.Identity, PatchDropout):
+        raise ValueError(f"model: expected timm's PatchDropout as patch_drop, got {type(model.patch_drop).__name__}")
+    return found
+
+
+def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int) -> nn.Module | None:
+    """One module for all layers, a ModuleList of one a layer, or None."""
+    head_dim, num_heads = attn.head_dim, attn.num_heads
+    if encoding is None:
+        if kwargs.keys() - {"act", "dim"}:
+            raise ValueError(f"encoding_kwargs: expected act and dim alone with encoding=None, got {kwargs}")
+        return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
+    if isinstance(encoding, nn.Module):
+        if kwargs:
+            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}")
+        return encoding
+    if encoding == "cosine":
+        return CosineMd(head_dim, 2, **kwargs)
+    if encoding == "rotate":
+        return RotateMd(head_dim, 2, **kwargs)
+    if encoding == "mixed":
+        kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, "num_heads": num_heads, **kwargs}
+        seed = kwargs.pop("seed", 0)
+        return nn.ModuleList(RotateMd(head_dim, 2, seed=seed + i, **kwargs) for i in range(depth))
+    if isinstance(encoding, str) or not callable(encoding):
+        raise ValueError(
+            "encoding: expected 'cosine', 'rotate', 'mixed', None, an nn.Module or a factory "
+            f"(head_dim, num_heads) -> nn.Module, got {encoding!r}"
+        )
+    if isinstance(encoding, type):  # by name: the second positional argument of CosineMd is num_axes
+        modules: list[Any] = [encoding(head_dim=head_dim, num_heads=num_heads, **kwargs) for _ in range(depth)]
+    else:
+        modules = [encoding(head_dim, num_heads, **kwargs) for _ in range(depth)]
+    if not all(isinstance(m, nn.Module) for m in modules):
+        raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(modules[0]).__name__}")
+    return nn.ModuleList(modules)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """timm's filter, so that timm's ViT weights load: the absolute table is dropped or resampled as the model has one,
+    and learned frequencies that the checkpoint lacks keep their initial values."""
+    if getattr(model, "pos_embed", None) is None:
+        state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
+    state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
+    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
+    return {**own, **state_dict}
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.9,
+        "interpolation": "bicubic", "fixed_input_size": False, "mean": IMAGENET_INCEPTION_MEAN,
+        "std": IMAGENET_INCEPTION_STD, "first_conv": "patch_embed.proj", "classifier": "head", **kwargs,
+    }  # fmt: skip
+
+
+default_cfgs = generate_default_cfgs(
+    {f"lrpe_vit_{size}_patch16_224.untrained": _cfg() for size in ("tiny", "small", "base")}
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransformer:
+    out_indices: int | Sequence[int] = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        LrpeVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
+    """ViT-Ti/16: 5.5 M parameters without an absolute embedding."""
+    return _create(
+        "lrpe_vit_tiny_patch16_224",
+        pretrained,
+        **{"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3, **kwargs},
+    )
+
+
+@register_model
+def lrpe_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
+    """ViT-S/16."""
+    return _create(
+        "lrpe_vit_small_patch16_224",
+        pretrained,
+        **{"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, **kwargs},
+    )
+
+
+@register_model
+def lrpe_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
+    """ViT-B/16."""
+    return _create(
+        "lrpe_vit_base_patch16_224",
+        pretrained,
+        **{"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12, **kwargs},
+    )

@@ -1,0 +1,797 @@
+"""models/vit.py: what timm's ViT users rely on must survive the encoding, and the encoding must act."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
+
+timm = pytest.importorskip("timm")
+
+from timm.layers import set_fused_attn  # noqa: E402
+from timm.layers.attention import Attention  # noqa: E402
+from timm.models.vision_transformer import DiffAttention, ParallelScalingBlock, ParallelThingsBlock, ResPostBlock  # noqa: E402
+
+from models import vit  # noqa: E402
+from models.vit import LrpeAttention, LrpeVisionTransformer, adapt, linear_attention  # noqa: E402
+
+TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+ENCODINGS = ("cosine", "rotate", "mixed")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def timm_vit(**kwargs):
+    return randomize(timm.create_model("vit_tiny_patch16_224", **{**TINY, **kwargs})).eval()
+
+
+def lrpe_vit(**kwargs):
+    return randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})).eval()
+
+
+def randomize(model):
+    """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not name.startswith("encoding"):
+                p.add_(torch.randn_like(p), alpha=0.3)
+    return model
+
+
+def image(*size, batch=2):
+    return torch.randn(batch, 3, *(size or (16, 16)))
+
+
+def zeroed(encoding):
+    """Frequencies that are all zero: no encoding."""
+    for module in encoding.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.detach().zero_()
+    return encoding
+
+
+def silent_encodings(head_dim=16):
+    return {
+        "none": None,
+        "cosine": zeroed(CosineMd(head_dim, 2)),
+        "rotate": zeroed(RotateMd(head_dim, 2)),
+        "mixed": lambda d, h: zeroed(RotateMd(d, 2, frequencies="mixed", num_heads=h, learnable=True)),
+    }
+
+
+class GatedAttention(Attention):
+    pass
+
+
+def gate(model):
+    """timm's gate is an argument of Attention that VisionTransformer does not pass on."""
+    for block in model.blocks:
+        old = block.attn
+        block.attn = randomize(Attention(old.qkv.in_features, old.num_heads, qkv_bias=True, gated=True))
+    return model.eval()
+
+
+VARIANTS = {
+    "plain": ({}, None),
+    "registers": ({"reg_tokens": 3}, None),
+    "no_embed_class": ({"reg_tokens": 2, "no_embed_class": True, "dynamic_img_size": True}, None),
+    "no_class_token": ({"class_token": False, "global_pool": "avg"}, None),
+    "qk_norm": ({"qk_norm": True, "scale_attn_norm": True}, None),
+    "gated": ({}, gate),
+    "res_post": ({"block_fn": ResPostBlock, "init_values": 1e-1}, None),
+    "parallel": ({"block_fn": ParallelThingsBlock}, None),
+    "map": ({"class_token": False, "global_pool": "map"}, None),
+    "layer_scale": ({"init_values": 0.1, "pre_norm": True}, None),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adapt_without_encoding_is_timm(variant):
+    kwargs, change = VARIANTS[variant]
+    model = timm_vit(**kwargs)
+    model = model if change is None else change(model)
+    x, expected = image(), None
+    expected = model(x)
+    features = model.forward_intermediates(x, norm=True)
+    for name, encoding in silent_encodings().items():
+        adapted = adapt(copy.deepcopy(model), encoding)
+        assert isinstance(adapted, LrpeVisionTransformer)
+        assert all(type(m) is LrpeAttention for m in adapted.modules() if isinstance(m, Attention)), name
+        torch.testing.assert_close(adapted(x), expected, rtol=1e-5, atol=1e-5, msg=name)
+        last, between = adapted.forward_intermediates(x, norm=True)
+        torch.testing.assert_close(last, features[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(between, features[1], rtol=1e-5, atol=1e-5)
+    # and a live one differs, so that the above is not vacuous
+    assert (adapt(model, "cosine")(x) - expected).abs().max() > 1e-3
+
+
+def test_adapt_full_size():
+    model = timm.create_model("vit_tiny_patch16_224").eval()
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = model(x)
+        for encoding in (None, zeroed(CosineMd(64, 2)), zeroed(RotateMd(64, 2))):
+            torch.testing.assert_close(adapt(model, encoding)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("encoding", ["none", "cosine", "rotate"])
+def test_masks(encoding, fused):
+    set_fused_attn(fused)
+    try:
+        model = timm_vit()
+    finally:
+        set_fused_attn(True)
+    x, n = image(), 17
+    adapted = adapt(copy.deepcopy(model), silent_encodings()[encoding])
+    live = adapt(copy.deepcopy(model), "rotate")
+    keep = torch.rand(n, n) > 0.4
+    keep.fill_diagonal_(True)
+    bias = torch.randn(2, 2, n, n)
+    for kwargs in ({"attn_mask": keep}, {"attn_mask": bias}, {"is_causal": True}, {}):
+        torch.testing.assert_close(adapted(x, **kwargs), model(x, **kwargs), rtol=1e-5, atol=1e-5)
+        if kwargs:
+            assert (adapted(x, **kwargs) - adapted(x)).abs().max() > 1e-3
+        for a, b in zip(
+            adapted.forward_intermediates(x, intermediates_only=True, **kwargs),
+            model.forward_intermediates(x, intermediates_only=True, **kwargs),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # causal is the mask of the causal pattern, with an encoding too
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    torch.testing.assert_close(live(x, is_causal=True), live(x, attn_mask=causal), rtol=1e-5, atol=1e-5)
+
+
+def test_fused_and_explicit_attention_agree():
+    model, x = lrpe_vit(encoding="cosine"), image()
+    expected = model(x)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_intermediates_forms():
+    model = timm_vit(reg_tokens=1)
+    adapted, x = adapt(copy.deepcopy(model), None), image()
+    for kwargs in (
+        {"indices": [0], "stop_early": True, "intermediates_only": True},
+        {"indices": 1, "return_prefix_tokens": True, "output_fmt": "NLC"},
+        {"output_dict": True, "return_prefix_tokens": True, "norm": True},
+        {"output_dict": True, "intermediates_only": True},
+    ):
+        ours, theirs = (m.forward_intermediates(x, **kwargs) for m in (adapted, model))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        adapted.get_intermediate_layers(x, 2, reshape=True), model.get_intermediate_layers(x, 2, reshape=True)
+    )
+    with pytest.raises(ValueError, match="output_fmt"):
+        adapted.forward_intermediates(x, output_fmt="NHWC")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_state_dict_round_trip(encoding):
+    model = timm_vit(reg_tokens=1, qk_norm=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    adapted = adapt(model, encoding)
+    state = adapted.state_dict()
+    extra = {name for name in state if name not in before}
+    expected = {f"encoding.{i}.omega" for i in range(2)} if encoding == "mixed" else set()
+    assert extra == expected
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    fresh = timm_vit(reg_tokens=1, qk_norm=True)
+    fresh.load_state_dict({name: value for name, value in state.items() if name not in extra}, strict=True)
+    # and back, into another one of ours
+    other = adapt(fresh, encoding, encoding_kwargs={"seed": 9} if encoding == "mixed" else None)
+    x = image()
+    if encoding == "mixed":
+        assert not torch.equal(other(x), adapted(x))
+    other.load_state_dict(state, strict=True)
+    torch.testing.assert_close(other(x), adapted(x), rtol=0, atol=0)
+
+
+def test_dropped_absolute_loads_into_timm_without_one():
+    adapted = adapt(timm_vit(), "cosine", "drop")
+    timm_vit(pos_embed="none").load_state_dict(adapted.state_dict(), strict=True)
+    assert adapted.pos_embed is None
+
+
+def test_learned_frequencies():
+    model = lrpe_vit(encoding="mixed")
+    names = {"encoding.0.omega", "encoding.1.omega"}
+    assert names <= model.no_weight_decay()
+    assert {"cls_token", "pos_embed"} <= model.no_weight_decay()
+    omegas = [model.get_parameter(name) for name in sorted(names)]
+    assert omegas[0].shape == (2, 8, 2)
+    assert not torch.equal(omegas[0], omegas[1])  # a seed of its own for each layer
+    model(image()).square().sum().backward()
+    assert all(omega.grad is not None and omega.grad.abs().max() > 0 for omega in omegas)
+
+    shared = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True})
+    assert {"encoding.theta", "encoding.phase"} <= shared.no_weight_decay()
+    shared(image()).square().sum().backward()
+    assert shared.encoding.theta.grad.abs().max() > 0
+
+    from timm.optim import create_optimizer_v2
+
+    groups = create_optimizer_v2(model, opt="adamw", weight_decay=0.1).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] > 0 for p in group["params"]}
+    assert decayed
+    assert not decayed & {id(omega) for omega in omegas}
+
+
+def test_layer_groups():
+    from timm.models import group_parameters
+
+    groups = group_parameters(model := lrpe_vit(encoding="mixed"), model.group_matcher(), reverse=True)
+    assert groups["encoding.1.omega"] == groups["blocks.1.attn.qkv.weight"] != groups["encoding.0.omega"]
+    model = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True})
+    groups = group_parameters(model, model.group_matcher(), reverse=True)
+    assert groups["encoding.theta"] == groups["patch_embed.proj.weight"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kwargs", [{"encoding": "mixed"}, {"encoding": "cosine", "patch_drop_rate": 0.5}])
+def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
+    monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
+    model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
+    # With another size in between, the recomputation must see the positions of its own forward.
+    x, other = image(16, 24), image(12, 8)
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        torch.manual_seed(1)
+        y = (
+            model(x).square().sum()
+            + model.forward_intermediates(x, intermediates_only=True, output_fmt="NLC")[-1].sum()
+        )
+        with torch.no_grad():
+            model(other)
+        y.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name in grads[0]:  # reentrant adds the two gradients up in another order
+        torch.testing.assert_close(
+            grads[1][name], grads[0][name], rtol=0 if not reentrant else 1e-4, atol=0 if not reentrant else 1e-3
+        )
+
+
+def test_checkpointing_is_used_with_a_mask_too(monkeypatch):
+    calls = []
+    plain = vit.checkpoint
+    monkeypatch.setattr(vit, "checkpoint", lambda *args: calls.append(1) or plain(*args))
+    model = lrpe_vit(encoding="rotate").train()
+    model.set_grad_checkpointing()
+    model(image(), is_causal=True).sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("prefix", [{"reg_tokens": 2}, {"class_token": False, "global_pool": "avg"}])
+def test_patch_dropout_gathers_positions(prefix, monkeypatch):
+    model = lrpe_vit(encoding="rotate", patch_drop_rate=0.6, **prefix).train()
+    x = image(16, 24, batch=3)
+    kept = []
+    drop = vit.patch_dropout_forward
+
+    def spy(*args):
+        y, keep = drop(*args)
+        kept.append(keep)
+        return y, keep
+
+    monkeypatch.setattr(vit, "patch_dropout_forward", spy)
+    tokens, positions = model._embed(x)
+    p = model.num_prefix_tokens
+    assert isinstance(positions, Coordinates)
+    assert positions.prefix == p
+    keep = kept[0]
+    assert positions.coords.shape == (3, keep.shape[1], 2)
+    assert tokens.shape[1] == p + keep.shape[1] < p + 24
+    h, w = keep // 6, keep % 6
+    torch.testing.assert_close(positions.coords, torch.stack([h, w], -1).float(), rtol=0, atol=0)
+    assert len({tuple(row.tolist()) for row in keep}) == 3  # each sample drops its own
+
+    # The same tokens under the whole grid with the dropped ones masked away give the same tokens out.
+    y, context = tokens, vit.Context(model.encoding, positions, None)
+    for block in model.blocks:
+        y = block(y, context)
+    model.eval()
+    z, grid = model._embed(x)
+    index = torch.cat([torch.arange(p).expand(3, p), keep + p], 1)
+    mask = torch.zeros(3, 1, 1, p + 24, dtype=torch.bool).scatter(-1, index[:, None, None], True)
+    context = vit.Context(model.encoding, grid, mask)
+    for block in model.blocks:
+        z = block(z, context)
+    torch.testing.assert_close(y, z.gather(1, index[..., None].expand(-1, -1, 32)), rtol=1e-5, atol=1e-5)
+
+
+def test_patch_dropout_draws_as_timm():
+    model = timm_vit(patch_drop_rate=0.5).train()
+    adapted, x = adapt(copy.deepcopy(model), silent_encodings()["cosine"]), image()
+    torch.manual_seed(3)
+    expected = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(adapted(x), expected, rtol=1e-5, atol=1e-5)
+    assert adapted.eval()(x).shape == (2, 5)
+
+
+@pytest.mark.parametrize("encoding", [None, *ENCODINGS])
+def test_encoding_acts(encoding):
+    """Permuted patches: the mean of all tokens notices only with an encoding."""
+    model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg")
+    x = image()
+    patches = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 3, 16, 4, 4)
+    shuffled = (
+        patches[:, :, torch.randperm(16)].reshape(2, 3, 4, 4, 4, 4).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 16, 16)
+    )
+    difference = (model(shuffled) - model(x)).abs().max()
+    assert difference < 1e-4 if encoding is None else difference > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed"])
+def test_only_differences_of_positions_count(encoding, attention):
+    """Relative: shifted coordinates leave the output as it is, where there are no prefix tokens; others do not."""
+    model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg", attention=attention)
+    tokens, grid = model._embed(image(16, 24))
+    coords = grid.coordinates(dtype=torch.float32)
+
+    def run(positions):
+        y = tokens
+        for i in range(2):
+            y = model._block(i, y, positions, None, False)
+        return y
+
+    expected = run(grid)
+    torch.testing.assert_close(run(Coordinates(coords)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(Coordinates(coords + torch.tensor([3.0, 7.0]))), expected, rtol=1e-4, atol=1e-4)
+    assert (run(Coordinates(coords.flip(-1))) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("absolute", ["none", "learned", "sincos"])
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_any_resolution(absolute, attention):
+    model = lrpe_vit(encoding="cosine", absolute=absolute, attention=attention, reg_tokens=1)
+    for size in ((16, 16), (24, 12), (8, 32)):
+        y = model(image(*size))
+        assert y.shape == (2, 5)
+        assert y.isfinite().all()
+    features = model.forward_intermediates(image(24, 12), intermediates_only=True)
+    assert features[0].shape == (2, 32, 6, 3)
+    assert model.absolute == absolute
+    assert (model.pos_embed is not None) == (absolute == "learned")
+
+
+def test_learned_absolute_is_resampled_as_timm_does():
+    model = timm_vit(dynamic_img_size=True)
+    adapted, x = adapt(copy.deepcopy(model), zeroed(RotateMd(16, 2))), image(24, 12)
+    torch.testing.assert_close(adapted(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_sincos_is_computed_for_the_grid(dynamic):
+    model = lrpe_vit(absolute="sincos", img_size=(16, 24), reg_tokens=2, dynamic_img_size=dynamic)
+    x = image(16, 24)
+    plain = copy.deepcopy(model)
+    plain.absolute = "none"
+    table = (model._embed(x)[0] - plain._embed(x)[0])[0].detach()
+    assert table[:3].abs().max() == 0  # prefix tokens have no place
+    h, w = (t.flatten()[:, None] for t in torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij"))
+    band = 10000.0 ** (-torch.arange(8) / 8)
+    # timm's order: for each band sin then cos, by axis
+    expected = {round(float(v), 4) for v in torch.cat([t * band for t in (h, w)], 1).sin()[9]}
+    assert expected <= {round(float(v), 4) for v in table[3 + 9]}
+    assert len(torch.unique(table[3:].mul(1e4).round(), dim=0)) == 24
+
+
+def naive_linear(q, k, v, encoding, positions, normalizer, is_causal):
+    q, k, v = q.double(), k.double(), v.double()
+    act = torch.relu if encoding.act == "relu" else nn.functional.softplus
+    q_hat, k_hat = encoding(q, k, positions=positions)
+    weights = torch.einsum("bhnd,bhmd->bhnm", q_hat, k_hat)
+    plain = torch.einsum("bhnd,bhmd->bhnm", act(q), act(k))
+    if is_causal:
+        keep = torch.ones(plain.shape[-2:]).tril().double()
+        weights, plain = weights * keep, plain * keep
+    out = torch.einsum("bhnm,bhmd->bhnd", weights, v)
+    return out / plain.sum(-1, keepdim=True) if normalizer == "unrotated" else out
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("normalizer", ["unrotated", "none"])
+@pytest.mark.parametrize("cls", [CosineMd, RotateMd])
+def test_linear_attention(cls, normalizer, is_causal):
+    encoding, grid = cls(8, 2, act="softplus", base=10.0), Grid((3, 4), prefix=1)
+    q, k, v = torch.randn(2, 13, 3, 3, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    kwargs = {"encoding": encoding, "positions": grid, "normalizer": normalizer, "is_causal": is_causal}
+    expected = naive_linear(q, k, v, **kwargs)
+    out = linear_attention(q, k, v, **kwargs)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(linear_attention(q.double(), k.double(), v.double(), **kwargs), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(linear_attention(q, k, v, **kwargs), out)
+    # 16 bits: sums are formed in float32, so that only the encoded q and k are rounded
+    low = [t.bfloat16() for t in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = linear_attention(*low, **kwargs)
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - naive_linear(*low, **kwargs)).norm() < 1e-2 * expected.norm()
+
+
+def test_linear_attention_accumulates_in_float32():
+    n = 4096
+    q = k = torch.ones(1, 1, n, 4, dtype=torch.float16)
+    v = torch.full((1, 1, n, 4), 5.0, dtype=torch.float16)
+    out = linear_attention(q, k, v, encoding=vit.Activation("relu"))  # Σ is 20,480 · 4: beyond float16
+    torch.testing.assert_close(out, v)
+
+
+def test_linear_attention_survives_tokens_that_relu_silences():
+    q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
+    out = linear_attention(-q.abs(), k, v, encoding=vit.Activation("relu"))
+    assert (out == 0).all()
+
+
+def test_linear_without_encoding_applies_the_act():
+    model, x = lrpe_vit(attention="linear", encoding_kwargs={"act": "softplus"}, dynamic_img_size=True), image()
+    assert model.encoding.act == "softplus"
+    expected = model(x)
+    silent = lrpe_vit(attention="linear", encoding="cosine", encoding_kwargs={"act": "softplus"})
+    silent.load_state_dict(model.state_dict())
+    zeroed(silent.encoding)
+    torch.testing.assert_close(silent(x), expected, rtol=1e-5, atol=1e-5)
+    assert lrpe_vit(attention="linear").encoding.act == "relu"
+    assert lrpe_vit(attention="linear", encoding="rotate").encoding.act == "relu"
+
+
+def test_act_without_encoding_in_softmax_attention():
+    model, x = lrpe_vit(encoding_kwargs={"act": "silu"}), image()
+    silent = lrpe_vit(encoding="rotate", encoding_kwargs={"act": "silu"})
+    silent.load_state_dict(model.state_dict())
+    zeroed(silent.encoding)
+    torch.testing.assert_close(silent(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_linear_is_causal():
+    model, x = lrpe_vit(encoding="cosine", attention="linear"), image()
+    tokens, grid = model._embed(x)
+    y = model._block(0, tokens, grid, None, True)
+    changed = tokens.clone()
+    changed[:, 9:] += 1.0
+    z = model._block(0, changed, grid, None, True)
+    torch.testing.assert_close(z[:, :9], y[:, :9], rtol=1e-5, atol=1e-5)
+    assert (z[:, 9:] - y[:, 9:]).abs().max() > 0.1
+
+
+def test_linear_errors():
+    with pytest.raises(ValueError, match=r"normalizer.*never negative.*'silu'"):
+        lrpe_vit(encoding="cosine", encoding_kwargs={"act": "silu"}, attention="linear")
+    with pytest.raises(ValueError, match=r"normalizer.*'none'"):
+        adapt(timm_vit(), RotateMd(16, 2), attention="linear")
+    with pytest.raises(ValueError, match=r"normalizer: expected 'unrotated' or 'none', got 'mean'"):
+        lrpe_vit(encoding="cosine", attention="linear", normalizer="mean")
+    with pytest.raises(ValueError, match="attn_drop_rate"):
+        lrpe_vit(encoding="cosine", attention="linear", attn_drop_rate=0.1)
+    model = lrpe_vit(encoding="cosine", encoding_kwargs={"act": "silu"}, attention="linear", normalizer="none")
+    assert model(image()).isfinite().all()
+    with pytest.raises(ValueError, match=r"attn_mask: linear attention"):
+        model(image(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="normalizer"):
+        linear_attention(q, q, q)
+    for attention in ("softmax", "linear"):
+        kwargs = {"act": "softmax", "dim": -2}
+        model = lrpe_vit(encoding="rotate", encoding_kwargs=kwargs, attention=attention)
+        with pytest.raises(ValueError, match=r"is_causal.*dim=-2"):
+            model(image(), is_causal=True)
+
+
+class Custom(nn.Module):
+    """What the docstring asks of a module: called with q, k and positions."""
+
+    def __init__(self, head_dim, num_heads):
+        super().__init__()
+        self.size = (head_dim, num_heads)
+
+    def forward(self, q, k, *, positions):
+        assert positions.num_tokens == q.shape[2]
+        return q, -k
+
+
+def test_encodings_of_users():
+    x, module = image(), CosineMd(16, 2, act="relu")
+    assert lrpe_vit(encoding=module).encoding is module
+    model = lrpe_vit(encoding=lambda d, h: RotateMd(d, 2, num_heads=h, learnable=True))
+    assert [e.num_heads for e in model.encoding] == [2, 2]
+    assert model.encoding[0] is not model.encoding[1]
+    for cls in (Custom, CosineMd):
+        assert len(lrpe_vit(encoding=cls).encoding) == 2
+    assert lrpe_vit(encoding=Custom).encoding[1].size == (16, 2)
+    assert lrpe_vit(encoding=CosineMd, encoding_kwargs={"act": "silu"}).encoding[1].act == "silu"
+    plain = lrpe_vit()
+    expected = plain(x)
+    assert (adapt(plain, Custom)(x) - expected).abs().max() > 1e-3
+    model = lrpe_vit(encoding="rotate", encoding_kwargs={"axis_order": "major_first", "base": 100.0})
+    assert (model.encoding.axis_order, model.encoding.base) == ("major_first", 100.0)
+
+
+@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate", "drop_path_rate", "pos_drop_rate", "drop_rate"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_dropout_runs_in_training_alone(rate, fused):
+    model, x = lrpe_vit(encoding="cosine", absolute="sincos", **{rate: 0.5}), image()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+        block.mlp = nn.Identity()  # whose dropout has the rate of the attention's projection
+    torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
+    model.train()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_the_qkv_projection_is_not_copied():
+    class Spy(RotateMd):
+        def forward(self, *xs, positions):
+            assert all(x._base is not None and x.stride(-2) == 3 * 32 for x in xs)
+            assert xs[0].untyped_storage().data_ptr() == xs[1].untyped_storage().data_ptr()
+            return super().forward(*xs, positions=positions)
+
+    assert lrpe_vit(encoding=Spy(16, 2))(image()).isfinite().all()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_casts_keep_frequencies(encoding):
+    model = lrpe_vit(encoding=encoding)
+    before = [t.clone() for t in (*model.encoding.parameters(), *model.encoding.buffers())]
+    model = model.to(torch.bfloat16)
+    after = [*model.encoding.parameters(), *model.encoding.buffers()]
+    assert before
+    for old, new in zip(before, after, strict=True):
+        assert new.dtype == torch.float32
+        assert torch.equal(old, new)
+    y = model(image().bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("encoding", [None, *ENCODINGS])
+def test_copies(encoding):
+    model, x = lrpe_vit(encoding=encoding, absolute="sincos"), image()
+    expected = model(x)
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, rtol=0, atol=0)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), expected, rtol=0, atol=0)
+    adapted = copy.deepcopy(adapt(timm_vit(), encoding))
+    assert type(adapted) is LrpeVisionTransformer
+
+
+@pytest.mark.parametrize("encoding", ["cosine", "mixed"])
+def test_meta_device(encoding):
+    with torch.device("meta"):
+        model = timm.create_model("lrpe_vit_tiny_patch16_224", **TINY, encoding=encoding)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    model = model.to_empty(device="cpu")
+    model.init_weights(needs_reset=True)
+    fresh = lrpe_vit(encoding=encoding)
+    fresh.load_state_dict(model.state_dict())
+    x = image()
+    torch.testing.assert_close(model.eval()(x), fresh(x), rtol=0, atol=0)
+    for a, b in zip(model.encoding.buffers(), fresh.encoding.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_timm_surface():
+    model = lrpe_vit(encoding="mixed")
+    model.reset_classifier(7)
+    assert model(image()).shape == (2, 7)
+    model.set_input_size(img_size=(24, 16), patch_size=(8, 8))
+    assert model(image(24, 16)).shape == (2, 7)
+    model.prune_intermediate_layers([0])
+    assert len(model.encoding) == len(model.blocks) == 1
+    assert model.forward_intermediates(image(24, 16), intermediates_only=True)[0].shape == (2, 32, 3, 2)
+    features = timm.create_model(
+        "lrpe_vit_tiny_patch16_224", **TINY, encoding="cosine", features_only=True, out_indices=[0, 1]
+    )
+    assert [f.shape[1:] for f in features(image())] == [(32, 4, 4), (32, 4, 4)]
+    assert set(timm.list_models("lrpe_vit_*")) >= {f"lrpe_vit_{s}_patch16_224" for s in ("tiny", "small", "base")}
+    with torch.device("meta"):
+        sizes = {
+            s: sum(p.numel() for p in timm.create_model(f"lrpe_vit_{s}_patch16_224", encoding="cosine").parameters())
+            for s in ("tiny", "small", "base")
+        }
+        for s, n in sizes.items():
+            other = timm.create_model(f"vit_{s}_patch16_224", pos_embed="none")
+            assert n == sum(p.numel() for p in other.parameters())
+
+
+@pytest.mark.parametrize("encoding", [None, "cosine", "mixed"])
+@pytest.mark.parametrize("absolute", ["none", "learned"])
+def test_checkpoints_of_timm_load(encoding, absolute, tmp_path):
+    """pretrained=True with a file: frequencies that it lacks stay, the table is dropped or resampled."""
+    source = timm_vit()
+    torch.save(source.state_dict(), tmp_path / "vit.pth")
+    kwargs = {**TINY, "encoding": encoding, "absolute": absolute, "img_size": 32}
+    model = timm.create_model(
+        "lrpe_vit_tiny_patch16_224",
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(tmp_path / "vit.pth"), "num_classes": 5},
+        **kwargs,
+    )
+    assert torch.equal(model.blocks[1].attn.qkv.weight, source.blocks[1].attn.qkv.weight)
+    if absolute == "learned":
+        assert model.pos_embed.shape == (1, 65, 32)
+        assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
+    assert model(image(32, 32)).isfinite().all()
+
+
+def test_argument_errors():
+    for kwargs, match in (
+        ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
+        ({"encoding": 3}, r"encoding: expected"),
+        ({"encoding": lambda d, h: d}, r"encoding: expected a factory that returns an nn.Module, got a int"),
+        ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
+        ({"encoding": "cosine", "attention": "flash"}, r"attention: expected 'softmax' or 'linear', got 'flash'"),
+        ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
+        ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected act and dim"),
+        ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
+        ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1 or -2"),
+        ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),
+        ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: .*use absolute"),
+        ({"absolute": "sincos", "embed_dim": 30}, r"absolute: 'sincos' needs an embed_dim divisible by 4, got 30"),
+        ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of ParallelScalingBlock"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=match):
+            timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})
+
+
+def snapshot(model):
+    return {
+        name: (type(m), dict(m.__dict__), dict(m._modules), dict(m._parameters)) for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "call", "match"),
+    [
+        ({"block_fn": ParallelScalingBlock}, {"encoding": "cosine"}, r"model: expected blocks of Block"),
+        ({"attn_layer": DiffAttention}, {"encoding": "cosine"}, r"DiffAttention"),
+        ({"attn_layer": GatedAttention}, {"encoding": "cosine"}, r"GatedAttention"),
+        ({}, {"encoding": "rope"}, r"encoding: expected"),
+        ({}, {"encoding": "cosine", "absolute": "sincos"}, r"absolute: expected 'keep' or 'drop'"),
+        ({}, {"encoding": "cosine", "attention": "linear", "normalizer": "x"}, r"normalizer"),
+        ({}, {"encoding": "cosine", "encoding_kwargs": {"act": "silu"}, "attention": "linear"}, r"normalizer"),
+        ({"num_heads": 32}, {"encoding": "rotate"}, r"even"),
+        ({"attn_drop_rate": 0.1}, {"encoding": "cosine", "attention": "linear"}, r"attn_drop_rate"),
+    ],
+)
+def test_a_failed_adapt_changes_nothing(kwargs, call, match):
+    model = timm_vit(**kwargs)
+    before, names = snapshot(model), list(model.state_dict())
+    with pytest.raises((ValueError, TypeError), match=match):
+        adapt(model, **call)
+    after = snapshot(model)
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name][0] is after[name][0]
+        assert before[name][1].keys() == after[name][1].keys()
+        assert before[name][2] == after[name][2]
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "vit_relpos_small_patch16_224", "resnet18", "eva02_tiny_patch14_224"]
+)
+def test_other_families_are_refused(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(TypeError, match=r"model: expected a timm VisionTransformer"):
+        adapt(model, "cosine")
+
+
+def test_adapt_again():
+    model, x = timm_vit(), image()
+    expected = model(x)
+    adapt(model, "mixed", attention="linear")
+    assert (model(x) - expected).abs().max() > 1e-3
+    adapt(model, None)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert not any(name.startswith("encoding") for name in model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"encoding": "cosine"},
+        {"encoding": "mixed", "attention": "linear"},
+        {"encoding": "rotate", "absolute": "sincos"},
+    ],
+)
+def test_compile_takes_every_size_in_one_graph(kwargs):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = lrpe_vit(**kwargs)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for size in ((16, 24), (24, 20), (32, 40)):
+        x = image(*size)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_compile_training_with_checkpointing():
+    torch._dynamo.reset()
+    model = lrpe_vit(encoding="mixed", patch_drop_rate=0.5).train()
+    x = image()
+    grads = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        for enable in (False, True):
+            model.set_grad_checkpointing(enable)
+            model.zero_grad()
+            torch.manual_seed(1)
+            run(x).square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kwargs", [{"encoding": "cosine"}, {"encoding": "mixed", "absolute": "sincos"}])
+def test_export(kwargs):
+    model, x = lrpe_vit(**kwargs), image(16, 24)
+    h, w = (4 * torch.export.Dim(name, min=2, max=64) for name in ("h", "w"))
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {2: h, 3: w}})
+    for size in ((16, 24), (32, 20)):
+        x = image(*size)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_alone_is_timm():
+    torch.manual_seed(1)
+    ours, theirs = LrpeAttention(32, 2, qkv_bias=True), Attention(32, 2, qkv_bias=True)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    mask = torch.randn(9, 9)
+    torch.testing.assert_close(ours(x, attn_mask=mask), theirs(x, attn_mask=mask), rtol=1e-5, atol=1e-5)
+
+
+def test_backends_by_capability():
+    """On the CPU, and for equal widths, PyTorch chooses."""
+    q, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 8)
+    assert vit.sdpa_backends(q, v) is None
+    assert vit.sdpa_backends(v, v) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_wide_attention_on_gpu(dtype, head_dim):
+    q, k = torch.randn(2, 2, 4, 197, 2 * head_dim, device="cuda", dtype=dtype).unbind(0)
+    v = torch.randn(2, 4, 197, head_dim, device="cuda", dtype=dtype)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    scale = head_dim**-0.5
+    for mask in (None, torch.rand(197, 197, device="cuda") > 0.3):
+        out = vit.softmax_attention(*inputs, scale=scale, attn_mask=mask)
+        expected = nn.functional.scaled_dot_product_attention(*wide, scale=scale, attn_mask=mask)
+        grad = torch.randn_like(out)
+        results = (out, *torch.autograd.grad(out, inputs, grad))
+        references = (expected, *torch.autograd.grad(expected, wide, grad.double()))
+        bound = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-3}[dtype]
+        for a, b in zip(results, references, strict=True):
+            assert (a.double() - b).norm() < bound * b.norm()
