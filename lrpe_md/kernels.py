@@ -17,6 +17,7 @@ C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
 TAU = tl.constexpr(6.283185307179586)
+QUARTER_LO = tl.constexpr(-4.371139006309477e-08)  # π/2 less its float32
 
 
 # --- positions and angles ----------------------------------------------------------------------------------
@@ -152,9 +153,11 @@ def _cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
-        x = theta * (TAU / 4.0)
+        quarter = tl.full(theta.shape, TAU / 4.0, tl.float32)
+        x = theta * quarter
+        x_lo = tl.fma(theta, quarter, -x) + theta * QUARTER_LO  # what rounding takes from x
         z = x * x
-        s = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
+        s = (((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x_lo) + x
         c = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
         q = whole.to(tl.int32) & 3
         odd = (q & 1) == 1

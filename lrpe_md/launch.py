@@ -158,7 +158,12 @@ def _run(
 
 def _fast(out: Tensor, need_dtheta: bool) -> bool:
     """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs, but not of dω."""
-    return not need_dtheta and out.dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
+    return (
+        not need_dtheta
+        and out.dtype in (torch.float16, torch.bfloat16)
+        and torch.version.hip is None
+        and not INTERPRETING
+    )
 
 
 def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:

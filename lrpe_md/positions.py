@@ -180,7 +180,16 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         return (steps + offset.to(device)[..., None])[..., None]
     if offset < 0:
         return Grid((num_tokens,), shift=offset)
-    return Grid((num_tokens + offset,), start=offset)
+    return _Offset((num_tokens + offset,), start=offset)
+
+
+@dataclass(frozen=True)
+class _Offset(Grid):
+    """Tokens at offset, offset + 1, ..: a sequence of its own, where a grid with a start is a shard of one."""
+
+    @property
+    def whole(self) -> bool:
+        return True
 
 
 def _per_axis(name: str, value: object, num_axes: int) -> tuple[float, ...] | Tensor | None:

@@ -45,7 +45,9 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
 
     def call(*args, impl="auto"):
         *xs, omega, phase = args
-        return MAPS[map](*xs, omega=omega, phase=phase, positions=inputs.positions, act=case.act, dim=case.dim, impl=impl)
+        return MAPS[map](
+            *xs, omega=omega, phase=phase, positions=inputs.positions, act=case.act, dim=case.dim, impl=impl
+        )
 
     return call, [a.detach().requires_grad_() for a in args]
 
@@ -351,7 +353,9 @@ def test_functional_call_of_a_module(device):
     x = torch.randn(1, 2, 12, 8, device=device)
 
     def loss(params):
-        return functional_call(module, params, (x,), {"positions": Grid((3, 4))}).square().mul(x.repeat(1, 1, 1, 2)).sum()
+        return (
+            functional_call(module, params, (x,), {"positions": Grid((3, 4))}).square().mul(x.repeat(1, 1, 1, 2)).sum()
+        )
 
     found = grad(loss)({"theta": module.theta.detach()})["theta"]
     (expected,) = torch.autograd.grad(loss({"theta": module.theta}), module.theta)
