@@ -1,0 +1,35 @@
+# On a fresh machine `make ablate` and `make test` do all the set-up themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: help install ablate lint types unit test clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(READY)  ## .venv with the package and all its extras (PYTHON=python3.12 chooses the Python)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, about 5 minutes (ARGS="--seeds 1")
+	$(BIN)/python -m scripts.ablate $(ARGS)
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## pyright
+	$(BIN)/pyright
+
+unit: $(READY)  ## pytest (ARGS="-k cosine")
+	$(BIN)/python -m pytest $(ARGS)
+
+test: lint types unit  ## everything that CI runs
+
+clean:  ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

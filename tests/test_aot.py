@@ -1,0 +1,49 @@
+"""The kernels compile for real targets, without a GPU: the interpreter accepts what the compiler refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AOT = Path(__file__).parent / "aot.py"
+TARGETS = ["sm_80", "sm_90", "gfx942"]
+
+
+def start(*args: str) -> subprocess.Popen:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, str(AOT), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def finish(process: subprocess.Popen) -> list[dict]:
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target):
+    rows = finish(start(target))
+    failed = [f"{row['kernel']} {row['case']}: {row['error']}" for row in rows if row["error"]]
+    assert not failed, "\n".join(failed)
+    assert 30 <= len(rows) <= 60
+    if target.startswith("sm"):
+        angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
+        angles = [row for row in angles if row["case"]["cache"] == "False" or row["case"]["run"] == "forward"]
+        assert len(angles) > 10
+        for row in angles:
+            assert row["remainders"] >= int(row["case"]["axes"]), row
+            assert row["counted_twice"] == 0, row
+
+
+def test_the_residue_check_can_fail():
+    (found,) = finish(start("wrong"))
+    assert found == {"remainders": 1, "counted_twice": 1}
+
+
+def test_cases_cover_every_pair():
+    assert finish(start("coverage")) == [[]]

@@ -1,0 +1,153 @@
+"""Modules that own frequencies: what must survive casting, copying, saving and materialising."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, rotate
+
+KINDS = [
+    {},
+    {"learnable": True},
+    {"frequencies": "mixed", "base": 10.0, "num_heads": 4},
+    {"frequencies": "mixed", "base": 10.0, "num_heads": 4, "learnable": True},
+    {"num_heads": 4, "learnable": True, "phase": True},
+    {"dtype": torch.float64, "phase": True},
+]
+GRID = Grid((3, 4), prefix=1)
+
+
+@pytest.fixture(params=[CosineMd, RotateMd])
+def cls(request):
+    return request.param
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kwargs(request):
+    return request.param
+
+
+def tensors(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def test_module_is_the_function(cls, kwargs):
+    module, function = cls(8, 2, act="silu", **kwargs), cosine if cls is CosineMd else rotate
+    q, k = torch.randn(2, 8, 13, 8), torch.randn(2, 4, 13, 8)
+    found = module(q, k, positions=GRID)
+    expected = function(q, k, omega=module.get_omega(), phase=module.phase, positions=GRID, act="silu")
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(module(q, positions=GRID), found[0])
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
+def test_frequencies_keep_their_precision(cls, kwargs, cast):
+    model = nn.Sequential(nn.Linear(8, 8), cls(8, 2, **kwargs))
+    before = {name: t.detach().clone() for name, t in tensors(model[1]).items()}
+    assert before
+    loss = model[1](torch.randn(1, 4, 13, 8), positions=GRID).square().mean()
+    if loss.requires_grad:
+        loss.backward()
+    cast(model)
+    assert model[0].weight.dtype != torch.float32
+    for name, t in tensors(model[1]).items():
+        assert t.dtype == before[name].dtype
+        assert torch.equal(t, before[name])
+        assert t.grad is None or t.grad.dtype == t.dtype
+
+
+def test_meta_device(cls, kwargs):
+    real = cls(8, 2, **kwargs)
+    with torch.device("meta"):
+        module = cls(8, 2, **kwargs)
+    assert all(t.is_meta for t in tensors(module).values())
+    module.to_empty(device="cpu")
+    for name, t in tensors(module).items():
+        assert torch.equal(t, tensors(real)[name]), name
+
+
+def test_meta_device_then_assigned_state_dict(cls, kwargs):
+    real = nn.Sequential(nn.Linear(8, 8), cls(8, 2, **kwargs))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), cls(8, 2, **kwargs))
+    model.load_state_dict(real.state_dict(), assign=True)
+    for name, t in tensors(model).items():
+        assert torch.equal(t, tensors(real)[name]), name
+
+
+def test_reset_parameters(cls, kwargs):
+    module, real = cls(8, 2, **kwargs), cls(8, 2, **kwargs)
+    with torch.no_grad():
+        for t in tensors(module).values():
+            t.fill_(7)
+    module.reset_parameters()
+    for name, t in tensors(module).items():
+        assert torch.equal(t, tensors(real)[name])
+
+
+def test_state_dict_copy_pickle(cls, kwargs):
+    module = cls(8, 2, **kwargs)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1)
+    other = cls(8, 2, **kwargs)
+    other.load_state_dict(module.state_dict())
+    for copied in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for name, t in tensors(copied).items():
+            assert torch.equal(t, tensors(module)[name])
+    # A model with fixed frequencies has the state_dict of a model without an encoding.
+    assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
+
+
+def test_what_learns(cls, kwargs):
+    module = cls(8, 2, **kwargs)
+    names = {name for name, _ in module.named_parameters()}
+    expected = {"phase"} if kwargs.get("phase") else set()
+    if kwargs.get("learnable"):
+        expected.add("theta" if kwargs.get("frequencies") != "mixed" else "omega")
+    assert names == expected == module.no_weight_decay()
+    if names:
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        x = torch.randn(2, 4, 13, 8)
+        (module(x, positions=GRID) * torch.randn(2, 4, 13, 16 if cls is CosineMd else 8)).sum().backward()
+        optimizer.step()
+        assert all(not torch.equal(p, before[name]) for name, p in module.named_parameters())
+        if kwargs.get("learnable") and "theta" in names:  # an axial scheme stays axial
+            assert torch.equal(module.get_omega() != 0, cls(8, 2, **kwargs).get_omega() != 0)
+
+
+def test_fixed_omega_is_built_once(cls):
+    module = cls(8, 2)
+    assert module.get_omega() is module.omega
+
+
+def test_seed(cls):
+    a, b, c = (cls(8, 2, frequencies="mixed", seed=s).omega for s in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    before = torch.random.get_rng_state()
+    cls(8, 2, frequencies="mixed")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_extra_repr(cls):
+    text = repr(cls(8, 3, frequencies="mixed", num_heads=2, learnable=True, phase=True, act="silu"))
+    for part in ("head_dim=8", "num_axes=3", "'mixed'", "num_heads=2", "learnable=True", "phase=True", "'silu'"):
+        assert part in text
+
+
+def test_rotate_1d():
+    module = Rotate1d(8, base=100.0)
+    x = torch.randn(2, 3, 5, 8)
+    theta = module.omega[0, :, 0]
+    assert torch.equal(module(x, offset=4), lrpe_rotate_1d(x, theta, offset=4))
+    offsets = torch.tensor([4, 0])
+    y = module(x, offset=offsets)
+    for b in range(2):
+        torch.testing.assert_close(y[b : b + 1], module(x[b : b + 1], offset=int(offsets[b])))
+    torch.testing.assert_close(module(module(x, offset=3), offset=-3)[:, :, 0], x[:, :, 0])

@@ -1,0 +1,95 @@
+"""Imports: what is public, what stays out, who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lrpe_md
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lrpe_md"
+
+LAYERS = {  # each file and what of ours it may import
+    "kernels": set(),
+    "reference": set(),
+    "positions": set(),
+    "frequencies": set(),
+    "ops": {"reference", "positions", "launch"},
+    "launch": {"kernels", "ops", "positions"},
+    "functional": {"ops", "positions"},
+    "lrpe": {"functional", "frequencies", "ops", "positions"},
+    "modules": {"functional", "frequencies", "positions"},
+    "testing": {"functional", "positions"},
+}
+
+
+def imports(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("lrpe_md")):
+            module = (node.module or "").removeprefix("lrpe_md").strip(".")
+            found |= {module} if module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("lrpe_md.") for a in node.names if a.name.startswith("lrpe_md")}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__"))
+def test_layers(name):
+    assert imports((PACKAGE / f"{name}.py").read_text()) <= LAYERS[name]
+
+
+def test_the_layer_test_can_fail():
+    assert imports("from .kernels import x") == {"kernels"}
+    assert imports("from . import launch") == {"launch"}
+    assert imports("def f():\n    import lrpe_md.ops") == {"ops"}
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_cold_import():
+    """The library is light: no triton, timm, plotting or learning toolkits behind `import lrpe_md`."""
+    heavy = ["triton", "timm", "matplotlib", "sklearn", "pandas", "torchvision", "accelerate"]
+    code = f"import sys, torch; before = set(sys.modules); import lrpe_md; print([m for m in {heavy} if m in sys.modules and m not in before])"  # fmt: skip
+    assert run(code).strip() == "[]"
+
+
+def test_without_triton():
+    """Everything public imports, the reference runs and learns, "triton" says what is missing."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name.split(".")[0] == "triton" else find(name, *a)
+import torch, lrpe_md
+from lrpe_md import Grid, CosineMd
+module = CosineMd(8, 2, learnable=True)
+x = torch.randn(1, 2, 12, 8)
+module(x, positions=Grid((3, 4))).square().sum().backward()
+assert module.theta.grad is not None
+try:
+    lrpe_md.lrpe_cosine_md_triton(x, module.theta[0], shape=(3, 4))
+except ValueError as e:
+    print(e)
+"""
+    assert "triton" in run(code)
+
+
+def test_public_names():
+    public = {name for name in vars(lrpe_md) if not name.startswith("_")}
+    expected = {"Grid", "Coordinates", "cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d"}
+    expected |= {"geometric_theta", "axial_omega", "mixed_omega"}
+    for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
+        expected |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
+    expected |= {f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton")} | {"lrpe_rotate_md"}
+    assert expected <= public
+    for name in expected:
+        assert getattr(lrpe_md, name).__doc__, name
