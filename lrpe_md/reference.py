@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["activate", "activate_backward", "angles", "cosine", "encode", "encode_backward", "rotate"]
+__all__ = ["activate", "activate_backward", "angles", "cosine", "encode", "encode_backward", "fold", "rotate"]
 
 
 def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: Tensor | None = None) -> Tensor:
@@ -28,6 +28,13 @@ def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: 
     if phase is not None:
         theta = theta + phase.to(dtype)[:, None, :]
     return theta if rotated is None else torch.where(rotated[:, None], theta, 0)
+
+
+def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Θ less whole turns, in the dtype of the arithmetic: float64 angles lose nothing but their turns."""
+    if theta.dtype == dtype:
+        return theta
+    return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
 def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
@@ -58,13 +65,13 @@ def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: i
 
 def cosine(x: Tensor, theta: Tensor) -> Tensor:
     """[x cos Θ, x sin Θ]: (B, H, N, D) -> (B, H, N, 2D)."""
-    return torch.cat([x * theta.cos().to(x.dtype), x * theta.sin().to(x.dtype)], dim=-1)
+    return torch.cat([x * theta.cos(), x * theta.sin()], dim=-1)
 
 
 def rotate(x: Tensor, theta: Tensor, pairs: str = "half", start: int = 0) -> Tensor:
     """Rotate the 2C channels from ``start`` on, paired (p, p + C) or (2p, 2p + 1); the rest pass."""
     width = 2 * theta.shape[-1]
-    cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
+    cos, sin = theta.cos(), theta.sin()
     before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     a, b = turned.chunk(2, dim=-1) if pairs == "half" else (turned[..., 0::2], turned[..., 1::2])
     a, b = a * cos - b * sin, a * sin + b * cos
@@ -90,7 +97,7 @@ def encode(
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         # Query head h takes the frequencies of head h // (H_q / H_k).
-        theta = theta.repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
+        theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         x_bar = activate(x.to(dtype), act, dim)
         y = cosine(x_bar, theta) if map == "cosine" else rotate(x_bar, theta, pairs, start)
         return y.to(x.dtype)
@@ -122,8 +129,8 @@ def encode_backward(
         dtype = torch.promote_types(dy.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         groups = theta.shape[-3]
-        theta = theta.repeat_interleave(dy.shape[1] // groups, dim=-3)
-        cos, sin = theta.cos().to(dtype), theta.sin().to(dtype)
+        theta = fold(theta, dtype).repeat_interleave(dy.shape[1] // groups, dim=-3)
+        cos, sin = theta.cos(), theta.sin()
         g = dy.to(dtype)
         head_dim = g.shape[-1] // 2 if map == "cosine" else g.shape[-1]
         x = g.new_zeros((*g.shape[:3], head_dim)) if x is None else x.to(dtype)

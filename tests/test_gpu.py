@@ -142,13 +142,13 @@ def test_cuda_graph():
 
     def step():
         y = cosine(x, omega=omega, positions=grid)
-        return y, *torch.autograd.grad(y.square().sum(), (x, omega))
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, omega))
 
-    expected = step()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step()
