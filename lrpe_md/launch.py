@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .kernels import lrpe_kernel, reduce_partial_kernel, softmax_sequence_kernel
+from . import kernels
 from .ops import Layout, Spec, accumulator, like_in_memory
 from .positions import grid_coordinates
 
 __all__ = ["INTERPRETING", "Plan", "backward", "forward"]
+
+lrpe_kernel: Any = kernels.lrpe_kernel
+reduce_partial_kernel: Any = kernels.reduce_partial_kernel
+softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
 
 INTERPRETING = not isinstance(lrpe_kernel, triton.JITFunction)
 

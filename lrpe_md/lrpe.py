@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .frequencies import AxisOrder, axial_omega
-from .functional import Act, Impl, Pairs, Positions, cosine, prepare, rotate, rotary_slice, use_triton
+from .functional import Act, Impl, Pairs, Positions, cosine, prepare, rotary_slice, rotate, use_triton
 from .positions import Grid, offset_positions
 
 __all__ = [
@@ -175,7 +175,7 @@ def _rotate_1d(x: Tensor, theta: Tensor, offset: int | Tensor, rotary_dim: int |
     return {"omega": omega, "positions": offset_positions(x.shape[2], offset, x.device)}
 
 
-def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order="minor_first"):  # noqa: E741
+def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order: AxisOrder = "minor_first"):  # noqa: E741
     kwargs = _cosine_md(x, theta, shape, l, axis_order)
     return kwargs["omega"], kwargs["positions"], act, dim, None
 

@@ -23,6 +23,10 @@ class _Frequencies(nn.Module):
     that of the model without an encoding.
     """
 
+    theta: Tensor
+    omega: Tensor
+    phase: nn.Parameter | None
+
     def __init__(
         self,
         num_channels: int,
@@ -44,7 +48,8 @@ class _Frequencies(nn.Module):
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
-        self.frequencies, self.base, self.axis_order, self.seed = frequencies, base, axis_order, seed
+        self.frequencies, self.base, self.seed = frequencies, base, seed
+        self.axis_order: AxisOrder = axis_order
         self.learnable, self.dtype = learnable, dtype
         # An axial scheme learns theta, so that the zeros of omega stay zero.
         name = "theta" if learnable and frequencies == "axial" else "omega"
@@ -101,7 +106,6 @@ class _Frequencies(nn.Module):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Frequencies and phases are not weights; timm's optimiser factory asks for this."""
         return {name for name, _ in self.named_parameters(recurse=False)}
@@ -162,10 +166,12 @@ class CosineMd(_Frequencies):
             head_dim, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
             axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
         )  # fmt: skip
-        self.head_dim, self.act, self.dim, self.impl = head_dim, act, dim, impl
+        self.head_dim, self.dim = head_dim, dim
+        self.act: Act = act
+        self.impl: Impl = impl
 
     def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return cosine(
+        return cosine(  # pyright: ignore[reportCallIssue]  one or two, checked there
             *xs, omega=self.get_omega(), positions=positions, act=self.act, dim=self.dim, phase=self.phase,
             impl=self.impl,
         )  # fmt: skip
@@ -211,11 +217,13 @@ class RotateMd(_Frequencies):
             width // 2, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
             axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
         )  # fmt: skip
-        self.head_dim, self.pairs, self.rotary_dim = head_dim, pairs, rotary_dim
-        self.act, self.dim, self.impl = act, dim, impl
+        self.head_dim, self.rotary_dim, self.dim = head_dim, rotary_dim, dim
+        self.pairs: Pairs = pairs
+        self.act: Act = act
+        self.impl: Impl = impl
 
     def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return rotate(
+        return rotate(  # pyright: ignore[reportCallIssue]  one or two, checked there
             *xs, omega=self.get_omega(), positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
             act=self.act, dim=self.dim, phase=self.phase, impl=self.impl,
         )  # fmt: skip

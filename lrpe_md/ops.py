@@ -128,7 +128,8 @@ def backward(
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Spec, Layout]:
-    return Spec(*args[5:11]), Layout(*args[:4], tuple(args[4]))
+    num_tokens, prefix, num_grid_tokens, start, sizes = args[:5]
+    return Spec(*args[5:11]), Layout(num_tokens, prefix, num_grid_tokens, start, tuple(sizes))
 
 
 def _forward_cuda(xs, omega, phase, coords, affine, *args):

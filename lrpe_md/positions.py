@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ class Grid:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        shape = self.shape
-        shape = (shape,) if isinstance(shape, (int, torch.SymInt)) else tuple(shape)
+        given: Any = self.shape
+        shape: tuple[Any, ...] = (given,) if isinstance(given, (int, torch.SymInt)) else tuple(given)
         if len(shape) == 0 or any(n < 0 for n in shape):
             raise ValueError(f"shape: expected one size of at least 0 for each axis, got {shape}")
         object.__setattr__(self, "shape", shape)
@@ -100,8 +101,8 @@ class Grid:
                 for value, default in ((self.scale, 1.0), (self.shift, 0.0))
             ]
             return torch.stack(columns, dim=-1)
-        scale = self.scale or (1.0,) * self.num_axes
-        shift = self.shift or (0.0,) * self.num_axes
+        scale: Any = self.scale or (1.0,) * self.num_axes
+        shift: Any = self.shift or (0.0,) * self.num_axes
         if torch.compiler.is_compiling():
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
         return _affine_on(scale, shift, device)
@@ -192,7 +193,7 @@ class _Offset(Grid):
         return True
 
 
-def _per_axis(name: str, value: object, num_axes: int) -> tuple[float, ...] | Tensor | None:
+def _per_axis(name: str, value: Any, num_axes: int) -> tuple[float, ...] | Tensor | None:
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -58,17 +58,30 @@ BAD = {
         lambda: cosine(x, omega=omega.to("meta"), positions=grid),
     ),
     "coords on another device": (
-        ValueError, r"coords on x's device", lambda: cosine(x, omega=omega, positions=torch.empty(12, 2, device="meta")),
+        ValueError, r"coords on x's device",
+        lambda: cosine(x, omega=omega, positions=torch.empty(12, 2, device="meta")),
     ),
     "integer x": (TypeError, r"x: expected float16.*int64", lambda: cosine(x.long(), omega=omega, positions=grid)),
-    "x of three dimensions": (ValueError, r"\(B, H, N, D\), got \(4, 12, 8\)", lambda: cosine(x[0], omega=omega, positions=grid)),
+    "x of three dimensions": (
+        ValueError, r"\(B, H, N, D\), got \(4, 12, 8\)",
+        lambda: cosine(x[0], omega=omega, positions=grid),
+    ),
     "x no tensor": (TypeError, r"x: expected a tensor", lambda: cosine([1.0], omega=omega, positions=grid)),
     "three tensors": (TypeError, r"one tensor or two", lambda: cosine(x, x, x, omega=omega, positions=grid)),
     "no tensor": (TypeError, r"one tensor or two", lambda: cosine(omega=omega, positions=grid)),
-    "k of another dtype": (ValueError, r"k: expected q's dtype", lambda: cosine(x, x.half(), omega=omega, positions=grid)),
-    "k of another length": (ValueError, r"k: expected q's batch", lambda: cosine(x, x[:, :, :5], omega=omega, positions=grid)),
+    "k of another dtype": (
+        ValueError, r"k: expected q's dtype",
+        lambda: cosine(x, x.half(), omega=omega, positions=grid),
+    ),
+    "k of another length": (
+        ValueError, r"k: expected q's batch",
+        lambda: cosine(x, x[:, :, :5], omega=omega, positions=grid),
+    ),
     "omega in bfloat16": (TypeError, r"omega: .*16 bits", lambda: cosine(x, omega=omega.bfloat16(), positions=grid)),
-    "omega of another width": (ValueError, r"omega: expected shape", lambda: cosine(x, omega=omega[:, :5], positions=grid)),
+    "omega of another width": (
+        ValueError, r"omega: expected shape",
+        lambda: cosine(x, omega=omega[:, :5], positions=grid),
+    ),
     "omega of another number of axes": (ValueError, r"omega", lambda: cosine(x, omega=omega[..., :1], positions=grid)),
     "omega of 3 heads for 4": (
         ValueError, r"omega: .*divisor of x's 4 heads", lambda: cosine(x, omega=torch.rand(3, 8, 2), positions=grid),
@@ -81,7 +94,10 @@ BAD = {
         ValueError, r"phase: expected 1 head or omega's 4",
         lambda: cosine(x, omega=torch.rand(4, 8, 2), positions=grid, phase=torch.rand(2, 8)),
     ),
-    "positions no positions": (TypeError, r"positions: expected a Grid", lambda: cosine(x, omega=omega, positions=(3, 4))),
+    "positions no positions": (
+        TypeError, r"positions: expected a Grid",
+        lambda: cosine(x, omega=omega, positions=(3, 4)),
+    ),
     "coords of another length": (
         ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
     ),
@@ -92,7 +108,10 @@ BAD = {
     "coords of bools": (TypeError, r"coords", lambda: Coordinates(torch.ones(12, 2, dtype=torch.bool))),
     "negative size": (ValueError, r"shape", lambda: Grid((3, -1))),
     "negative prefix": (ValueError, r"prefix", lambda: Grid((3, 4), prefix=-1)),
-    "scale of another length": (ValueError, r"scale: expected a number for each of 2", lambda: Grid((3, 4), scale=(1, 2, 3))),
+    "scale of another length": (
+        ValueError, r"scale: expected a number for each of 2",
+        lambda: Grid((3, 4), scale=(1, 2, 3)),
+    ),
     "shard beyond the end": (ValueError, r"start, length", lambda: Grid((3, 4), start=5, length=8)),
     "float offset": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=torch.rand(2))),
     "frequencies in bfloat16": (TypeError, r"dtype", lambda: CosineMd(8, 2, dtype=torch.bfloat16)),
@@ -118,7 +137,7 @@ def test_one_clear_error(name, monkeypatch):
 
 def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
     monkeypatch.setattr(functional, "INTERPRETING", False)
-    with pytest.raises(ValueError, match="impl: 'triton' needs tensors on a GPU.*cpu"):
+    with pytest.raises(ValueError, match=r"impl: 'triton' needs tensors on a GPU.*cpu"):
         cosine(x, omega=omega, positions=grid, impl="triton")
     with pytest.raises(ValueError, match="'triton' needs tensors on a GPU"):
         lrpe_md.lrpe_cosine_md_fwd_triton(x, theta, shape=(3, 4))
