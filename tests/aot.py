@@ -186,8 +186,8 @@ def call(case: SimpleNamespace) -> None:
     launch.backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need, need and case.phase)
 
 
-def remainders(ptx: str) -> dict[str, Any]:
-    """How angles lose their whole turns: products s·w whose remainder is fma(s, w, -floor(..)), and those of them
+def findings(ptx: str) -> dict[str, Any]:
+    """What the tests read in PTX: loads and stores of a single 16-bit element (narrow), and how angles lose their whole turns: products s·w whose remainder is fma(s, w, -floor(..)), and those of them
     whose rounding error fma(s, w, -s·w) is added as well, which counts it twice: what becomes of p - floor(p) once
     the compiler contracts it."""
     definitions = {}
@@ -206,7 +206,8 @@ def remainders(ptx: str) -> dict[str, Any]:
                 exact.add(tuple(sorted(factors)))
             elif op.startswith("mul") and sorted(operands) == sorted(factors):
                 residues.add(tuple(sorted(factors)))
-    return {"remainders": len(exact), "counted_twice": len(exact & residues)}
+    narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
+    return {"remainders": len(exact), "counted_twice": len(exact & residues), "narrow": narrow}
 
 
 @triton.jit
@@ -226,7 +227,7 @@ def main() -> None:
     if args.target == "wrong":
         signature = dict.fromkeys(("p_s", "p_w", "p_out"), "*fp32")
         kernel = triton.compile(ASTSource(subtracts_a_rounded_product, signature, {}), target=TARGETS["sm_90"])
-        print(json.dumps(remainders(kernel.asm["ptx"])))
+        print(json.dumps(findings(kernel.asm["ptx"])))
         return
     if args.target == "coverage":
         print(json.dumps(uncovered()))
@@ -250,7 +251,7 @@ def main() -> None:
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error,
-               "seconds": round(time.perf_counter() - begin, 2), **remainders(text)}  # fmt: skip
+               "seconds": round(time.perf_counter() - begin, 2), **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 
 
