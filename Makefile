@@ -26,7 +26,7 @@ types: $(READY)  ## pyright
 	$(BIN)/pyright
 
 unit: $(READY)  ## pytest (ARGS="-k cosine")
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test: lint types unit  ## everything that CI runs
 

@@ -159,16 +159,8 @@ def call(case: SimpleNamespace) -> None:
         coords = torch.randn(*((2,) if "sample" in case.positions else ()), num_tokens - 1, case.axes)
         positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1)
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
-    channels = (
-        case.head_dim
-        if case.map == "cosine"
-        else len(
-            range(case.head_dim)[rotary or slice(None)]
-            if isinstance(rotary, slice) or rotary is None
-            else range(rotary)
-        )
-        // 2
-    )
+    width = case.head_dim if case.map == "cosine" else functional.rotary_slice(rotary, case.head_dim)[1]
+    channels = width if case.map == "cosine" else width // 2
     omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
@@ -187,9 +179,12 @@ def call(case: SimpleNamespace) -> None:
 
 
 def findings(ptx: str) -> dict[str, Any]:
-    """What the tests read in PTX: loads and stores of a single 16-bit element (narrow), and how angles lose their whole turns: products s·w whose remainder is fma(s, w, -floor(..)), and those of them
-    whose rounding error fma(s, w, -s·w) is added as well, which counts it twice: what becomes of p - floor(p) once
-    the compiler contracts it."""
+    """What the tests read in PTX.
+
+    remainders: products s·w whose whole turns go by fma(s, w, -floor(..)). counted_twice: those of them whose rounding
+    error fma(s, w, -s·w) is added as well: what becomes of p - floor(p) once the compiler contracts it. narrow: loads
+    and stores of a single 16-bit element.
+    """
     definitions = {}
     for line in ptx.splitlines():
         if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
