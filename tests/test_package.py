@@ -95,3 +95,14 @@ def test_public_names():
     assert expected <= public
     for name in expected:
         assert getattr(lrpe_md, name).__doc__, name
+
+
+def test_readme_shows_the_table_that_the_run_wrote():
+    table = (ROOT / "scripts/results/ablate-digits/table.md").read_text(encoding="utf-8").strip()
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_snippet_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = readme.split("```python\n")[1].split("```")[0]
+    assert run(code).splitlines() == ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]

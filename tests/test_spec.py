@@ -106,6 +106,39 @@ def compare(call, loop, x, theta, dtype=torch.float32):
         assert violation is None, str(violation)
 
 
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+@pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1)])
+def test_phase(map, act, dim):
+    """Beyond the documents: φ[h, c] joins Θ on grid tokens. Here ω is dense, (H, C, K), and φ rides in its last column."""
+    channels = 6 if map == "cosine" else 3
+    x, packed = randn(1, 2, 9, 6), randn(2, channels, 3, seed=2)
+
+    def call(x, packed, impl):
+        f = lrpe_md.cosine if map == "cosine" else lrpe_md.rotate
+        omega, phase = packed[..., :2].contiguous(), packed[..., 2].contiguous()
+        return f(x, omega=omega, phase=phase, positions=lrpe_md.Grid((2, 3), 2, 1), act=act, dim=dim, impl=impl)
+
+    def loop(x, packed):
+        rows = []
+        for h in range(2):
+            x_bar = activation(x[0, h], act, dim)
+            for t in range(9):
+                s1, s2 = serial_to_coordinates(t - 2, (3, 2))
+                angles = [s2 * w[0] + s1 * w[1] + w[2] for w in packed[h]]
+                if not 2 <= t < 8:
+                    angles = [torch.zeros((), dtype=x.dtype)] * channels
+                if map == "cosine":
+                    row = [x_bar[t, c] * f(angles[c]) for f in (torch.cos, torch.sin) for c in range(6)]
+                else:
+                    a, b = x_bar[t, :3], x_bar[t, 3:]
+                    row = [a[c] * torch.cos(angles[c]) - b[c] * torch.sin(angles[c]) for c in range(3)]
+                    row += [a[c] * torch.sin(angles[c]) + b[c] * torch.cos(angles[c]) for c in range(3)]
+                rows.append(torch.stack(row))
+        return torch.stack(rows).reshape(1, 2, 9, -1)
+
+    compare(call, loop, x, packed)
+
+
 def randn(*size, seed=0):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
