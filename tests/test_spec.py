@@ -109,7 +109,7 @@ def compare(call, loop, x, theta, dtype=torch.float32):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1)])
 def test_phase(map, act, dim):
-    """Beyond the documents: φ[h, c] joins Θ on grid tokens. Here ω is dense, (H, C, K), and φ rides in its last column."""
+    """Beyond the documents: φ[h, c] joins Θ on grid tokens; ω is dense, (H, C, K), and φ rides in its last column."""
     channels = 6 if map == "cosine" else 3
     x, packed = randn(1, 2, 9, 6), randn(2, channels, 3, seed=2)
 
