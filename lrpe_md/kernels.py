@@ -17,6 +17,7 @@ C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
 TAU = tl.constexpr(6.283185307179586)
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: float32 near it are the integers
 QUARTER_LO = tl.constexpr(-4.371139006309477e-08)  # π/2 less its float32
 
 
@@ -24,9 +25,21 @@ QUARTER_LO = tl.constexpr(-4.371139006309477e-08)  # π/2 less its float32
 
 
 @triton.jit
+def _divide(o, magic, shift):
+    """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
+    return ((o.to(tl.int64) * magic) >> shift).to(tl.int32)
+
+
+@triton.jit
+def _round(x):
+    """The nearest integer for |x| < 2^22, an integer near x beyond: two additions where floor is a conversion."""
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
 def _coordinate(
-    o_g, m_g, p_coords, p_affine, n1, n2, n3, j: tl.constexpr, K: tl.constexpr,
-    EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
+    o_g, m_g, p_coords, p_affine, n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3,
+    j: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Position s_j of the tokens with index o_g on the grid, as hi + lo. n1 is the size of the fastest axis."""
     if EXPLICIT:
@@ -35,26 +48,29 @@ def _coordinate(
         FASTER: tl.constexpr = K - 1 - j
         s = o_g
         if FASTER >= 1:
-            s = s // n1
+            s = _divide(s, magic1, shift1)
         if FASTER >= 2:
-            s = s // n2
+            s = _divide(s, magic2, shift2)
         if FASTER >= 3:
-            s = s // n3
-        if j > 0:
+            s = _divide(s, magic3, shift3)
+        if j > 0:  # modulo
             if FASTER == 0:
-                s = s % n1
+                s = s - _divide(s, magic1, shift1) * n1
             elif FASTER == 1:
-                s = s % n2
+                s = s - _divide(s, magic2, shift2) * n2
             else:
-                s = s % n3
+                s = s - _divide(s, magic3, shift3) * n3
         if AFFINE:
             s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
     if WIDE:
         s_hi = s.to(tl.float64)
         s_lo = tl.zeros_like(s_hi)
-    else:
+    elif EXPLICIT or AFFINE:
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
+    else:
+        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as AFFINE
+        s_lo = tl.zeros_like(s_hi)
     return s_hi, s_lo
 
 
@@ -75,6 +91,7 @@ def _turns(w, UNIT: tl.constexpr):
 @triton.jit
 def _angle(
     p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, n1, n2, n3,
+    magic1, magic2, magic3, shift1, shift2, shift3,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -92,12 +109,31 @@ def _angle(
             theta = theta * INV_TAU
         else:
             theta = theta * (4.0 * INV_TAU)
-            whole = tl.floor(theta + 0.5)
+            whole = _round(theta)
             theta -= whole
     elif WIDE:
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
-            s, _ = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
+            s, _ = _coordinate(
+                o_g,
+                m_g,
+                p_coords,
+                p_affine,
+                n1,
+                n2,
+                n3,
+                magic1,
+                magic2,
+                magic3,
+                shift1,
+                shift2,
+                shift3,
+                j,
+                K,
+                EXPLICIT,
+                AFFINE,
+                WIDE,
+            )
             w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0).to(tl.float64)
             theta += s[:, None] * w[None, :]
         if p_phase is not None:
@@ -110,29 +146,48 @@ def _angle(
         part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
         for j in tl.static_range(K):
-            s_hi, s_lo = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
+            s_hi, s_lo = _coordinate(
+                o_g,
+                m_g,
+                p_coords,
+                p_affine,
+                n1,
+                n2,
+                n3,
+                magic1,
+                magic2,
+                magic3,
+                shift1,
+                shift2,
+                shift3,
+                j,
+                K,
+                EXPLICIT,
+                AFFINE,
+                WIDE,
+            )
             w_hi, w_lo = _turns(tl.load(p_omega + o_c * K + j, mask=m_c, other=0), UNIT)
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
-            n = tl.floor(s * w + 0.5)
+            n = _round(s * w)
             # An explicit fma: subtracting from the rounded product would count its residue twice once the
             # compiler contracts the two.
             part += tl.fma(s, w, -n)
             low += s_hi[:, None] * w_lo[None, :] + s_lo[:, None] * w_hi[None, :]
             if not FAST:
-                whole += n - 4.0 * tl.floor(n * 0.25)
+                whole += n - 4.0 * _round(n * 0.25)
         if p_phase is not None:  # one more axis: position φ, frequency 1
             phase = tl.load(p_phase + o_c, mask=m_c, other=0)
             f_hi = phase.to(tl.float32)
             f_lo = (phase - f_hi.to(phase.dtype)).to(tl.float32)
             one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
-            n = tl.floor(f_hi * one + 0.5)
+            n = _round(f_hi * one)
             part += tl.fma(f_hi, one, -n)[None, :]
             low += (f_hi * (C_LO * UNIT) + f_lo * one)[None, :]
             if not FAST:
-                whole += (n - 4.0 * tl.floor(n * 0.25))[None, :]
+                whole += (n - 4.0 * _round(n * 0.25))[None, :]
         theta = part + low
-        n = tl.floor(theta + 0.5)
+        n = _round(theta)
         theta = tl.where(m_g[:, None], theta - n, 0.0)
         whole = tl.where(m_g[:, None], whole + n, 0.0)
     return theta, whole
@@ -502,6 +557,7 @@ _STRIDES = [
 ]
 _SIZES = [
     "coords_b", "omega_h", "phase_h", "B", "H0", "H1", "N", "prefix", "num_grid", "start", "n1", "n2", "n3",
+    "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
     "num_blocks", "T", "G", "PB", "PH",
 ]  # fmt: skip
 
@@ -516,6 +572,7 @@ def lrpe_kernel(
     o1_b: "i64", o1_h: "i64", o1_n: "i64",
     coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
     num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
+    magic1: "i64", magic2: "i64", magic3: "i64", shift1: "i32", shift2: "i32", shift3: "i32",
     num_blocks: "i32", T: "i32", G: "i32", PB: "i32", PH: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
     COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
@@ -576,6 +633,7 @@ def lrpe_kernel(
         if not BY_SAMPLE:
             theta, whole = _angle(
                 p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, n1, n2, n3,
+                magic1, magic2, magic3, shift1, shift2, shift3,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
             )  # fmt: skip
             cos, sin = _cos_sin(theta, whole, WIDE, FAST)
@@ -591,6 +649,7 @@ def lrpe_kernel(
                 q_coords = p_coords + b * coords_b
                 theta, whole = _angle(
                     p_omega, p_phase, q_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, n1, n2, n3,
+                    magic1, magic2, magic3, shift1, shift2, shift3,
                     C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
                 )  # fmt: skip
                 cos, sin = _cos_sin(theta, whole, WIDE, FAST)
@@ -611,27 +670,14 @@ def lrpe_kernel(
                 )  # fmt: skip
             if NEED_DTHETA and BY_SAMPLE:
                 partial = _weigh(
-                    partial,
-                    dtheta,
-                    lost,
-                    o_j,
-                    o_g,
-                    m_g,
-                    p_phase,
-                    q_coords,
-                    p_affine,
-                    n1,
-                    n2,
-                    n3,
-                    K,
-                    EXPLICIT,
-                    AFFINE,
-                    WIDE,
-                )
+                    partial, dtheta, lost, o_j, o_g, m_g, p_phase, q_coords, p_affine, n1, n2, n3,
+                    magic1, magic2, magic3, shift1, shift2, shift3, K, EXPLICIT, AFFINE, WIDE,
+                )  # fmt: skip
         if NEED_DTHETA and not BY_SAMPLE:
             partial = _weigh(
-                partial, dtheta, lost, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3, K, EXPLICIT, AFFINE, WIDE
-            )
+                partial, dtheta, lost, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3,
+                magic1, magic2, magic3, shift1, shift2, shift3, K, EXPLICIT, AFFINE, WIDE,
+            )  # fmt: skip
 
     if NEED_DTHETA:
         J: tl.constexpr = K if p_phase is None else K + 1
@@ -644,12 +690,32 @@ def lrpe_kernel(
 @triton.jit
 def _weigh(
     partial, dtheta, lost, o_j, o_g, m_g, p_phase, p_coords, p_affine, n1, n2, n3,
+    magic1, magic2, magic3, shift1, shift2, shift3,
     K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add Σ_n s_j dΘ to row j, and Σ_n dΘ (the phase's gradient) to row K; float64, once for a block of tokens."""
     dtheta = tl.where(m_g[:, None], dtheta.to(tl.float64) - lost.to(tl.float64), 0.0)
     for j in tl.static_range(K):
-        s_hi, s_lo = _coordinate(o_g, m_g, p_coords, p_affine, n1, n2, n3, j, K, EXPLICIT, AFFINE, WIDE)
+        s_hi, s_lo = _coordinate(
+            o_g,
+            m_g,
+            p_coords,
+            p_affine,
+            n1,
+            n2,
+            n3,
+            magic1,
+            magic2,
+            magic3,
+            shift1,
+            shift2,
+            shift3,
+            j,
+            K,
+            EXPLICIT,
+            AFFINE,
+            WIDE,
+        )
         s = s_hi.to(tl.float64) + s_lo.to(tl.float64)
         row = tl.sum(s[:, None] * dtheta, axis=0)
         partial += tl.where((o_j == j)[:, None], row[None, :], 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,8 @@ def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
         )
         affine = None
+    if coords is None and affine is None and max(layout.sizes) > 2**24:  # beyond float32's integers
+        affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
     if coords is not None:
         coords = coords.detach().contiguous()
     phase = None if phase is None else phase.detach().contiguous()
@@ -138,6 +141,7 @@ def _run(
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
+    (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
     lrpe_kernel[(token_programs * groups * cut.batch_parts * cut.head_parts,)](
         *args, omega, phase, coords, affine, theta, partial, *strides,
@@ -145,6 +149,7 @@ def _run(
         channels * num_axes if omega.shape[0] > 1 else 0,
         channels if phase is not None and phase.shape[0] > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
+        magic1, magic2, magic3, shift1, shift2, shift3,
         num_blocks, token_programs, groups, cut.batch_parts, cut.head_parts,
         D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
         COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
@@ -158,6 +163,13 @@ def _run(
         num_warps=cut.num_warps,
     )  # fmt: skip
     return partial
+
+
+@lru_cache(maxsize=4096)
+def _magic(n: int) -> tuple[int, int]:
+    """(m, s) with o // n = o · m >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
+    bits = max(n - 1, 0).bit_length()
+    return ((1 << (31 + bits)) // max(n, 1)) + 1, 31 + bits
 
 
 def _fast(out: Tensor, need_dtheta: bool) -> bool:
