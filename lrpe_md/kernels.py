@@ -558,7 +558,8 @@ _STRIDES = [
 _SIZES = [
     "coords_b", "omega_h", "phase_h", "B", "H0", "H1", "N", "prefix", "num_grid", "start", "n1", "n2", "n3",
     "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
-    "num_blocks", "T", "G", "PB", "PH",
+    "num_blocks", "T", "G", "PB", "per_b", "group0", "group1", "per_h0", "per_h1",
+    "magic_t", "magic_g", "magic_b", "shift_t", "shift_g", "shift_b",
 ]  # fmt: skip
 
 
@@ -573,7 +574,9 @@ def lrpe_kernel(
     coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
     num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
     magic1: "i64", magic2: "i64", magic3: "i64", shift1: "i32", shift2: "i32", shift3: "i32",
-    num_blocks: "i32", T: "i32", G: "i32", PB: "i32", PH: "i32",
+    num_blocks: "i32", T: "i32", G: "i32", PB: "i32", per_b: "i32",
+    group0: "i32", group1: "i32", per_h0: "i32", per_h1: "i32",
+    magic_t: "i64", magic_g: "i64", magic_b: "i64", shift_t: "i32", shift_g: "i32", shift_b: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
     COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
     BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
@@ -585,7 +588,8 @@ def lrpe_kernel(
     """Both maps, forward and backward, for one tensor or for q and k.
 
     Programs: T over the token blocks, G groups of heads that share frequencies, PB × PH parts of the samples
-    and of a group's heads; all on the x axis of the launch grid, the tokens fastest.
+    and of a group's heads; all on the x axis of the launch grid, the tokens fastest. A part has per_b samples and
+    per_h0, per_h1 of the group0, group1 heads of q and k in a group.
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
@@ -594,20 +598,16 @@ def lrpe_kernel(
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
     pid = tl.program_id(0)
-    t = pid % T
-    part = pid // T
-    g = part % G
-    part = part // G
-    per_b = tl.cdiv(B, PB)
-    b_lo = (part % PB) * per_b
+    part = _divide(pid, magic_t, shift_t)
+    t = pid - part * T
+    g = part
+    part = _divide(part, magic_g, shift_g)
+    g -= part * G
+    ph = _divide(part, magic_b, shift_b)
+    b_lo = (part - ph * PB) * per_b
     b_hi = tl.minimum(b_lo + per_b, B)
-    ph = part // PB
-    group0 = H0 // G
-    per_h0 = tl.cdiv(group0, PH)
     h0_lo = g * group0 + ph * per_h0
     h0_hi = tl.minimum(h0_lo + per_h0, (g + 1) * group0)
-    group1 = H1 // G
-    per_h1 = tl.cdiv(group1, PH)
     h1_lo = g * group1 + ph * per_h1
     h1_hi = tl.minimum(h1_lo + per_h1, (g + 1) * group1)
 

@@ -141,6 +141,9 @@ def _run(
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
+    group0, group1 = heads0 // groups, heads1 // groups
+    (magic_t, shift_t), (magic_g, shift_g) = _magic(token_programs), _magic(groups)
+    magic_b, shift_b = _magic(cut.batch_parts)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
     lrpe_kernel[(token_programs * groups * cut.batch_parts * cut.head_parts,)](
@@ -150,7 +153,9 @@ def _run(
         channels if phase is not None and phase.shape[0] > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
-        num_blocks, token_programs, groups, cut.batch_parts, cut.head_parts,
+        num_blocks, token_programs, groups, cut.batch_parts, triton.cdiv(batch, cut.batch_parts), group0, group1,
+        triton.cdiv(group0, cut.head_parts), triton.cdiv(group1, cut.head_parts), magic_t, magic_g, magic_b,
+        shift_t, shift_g, shift_b,
         D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
         COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
         BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None,

@@ -185,8 +185,8 @@ def call(case: SimpleNamespace) -> None:
 def findings(ptx: str) -> dict[str, Any]:
     """What the tests read in PTX.
 
-    remainders: products s·w whose whole turns go by fma(s, w, -floor(..)). counted_twice: those of them whose rounding
-    error fma(s, w, -s·w) is added as well: what becomes of p - floor(p) once the compiler contracts it. narrow: loads
+    remainders: products s·w whose whole turns go by fma(s, w, -n), n whole. counted_twice: those of them whose rounding
+    error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. narrow: loads
     and stores of a single 16-bit element.
     """
     definitions = {}
@@ -201,7 +201,7 @@ def findings(ptx: str) -> dict[str, Any]:
         op, (addend, *_) = definitions.get(addend, ("", [addend]))
         if op == "neg.f32":
             op, operands = definitions.get(addend, ("", []))
-            if op.startswith("cvt.rmi"):  # floor
+            if op.startswith("cvt.rmi") or "0fCB400000" in operands:  # floor, or less 1.5 · 2^23
                 exact.add(tuple(sorted(factors)))
             elif op.startswith("mul") and sorted(operands) == sorted(factors):
                 residues.add(tuple(sorted(factors)))
