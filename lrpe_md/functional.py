@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import ops
 from .ops import Layout, Spec
@@ -141,7 +140,7 @@ def _encode(
     impl: str,
 ) -> Any:
     call = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim)
-    if use_triton(impl, xs, call[2]):
+    if use_triton(impl, xs, call[2], call[3]):
         ys = ops.encode(*call, omega, phase, xs)
     else:
         ys = ops.encode_reference(*call, omega, phase, xs)
@@ -187,6 +186,10 @@ def prepare(
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
 
     num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
+    if num_axes < 1:
+        raise ValueError(
+            f"positions: expected at least one axis, got coords {tuple(coords.shape) if coords is not None else ()}"
+        )
     _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
     if phase is not None:
         _check_omega("phase", phase, x, (channels,), "(H or 1, channels or pairs)", xs)
@@ -283,7 +286,7 @@ def _layout(
     return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None
 
 
-def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None) -> bool:
+def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None, affine: Tensor | None = None) -> bool:
     """The path that ``impl`` and the inputs ask for."""
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
@@ -304,20 +307,17 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None) -> bool
             "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=4
         )
         return False
-    if _transforming():
+    if ops.transforming():
         if asked:
             raise ValueError(
                 "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "
                 "active; use impl='auto'"
             )
         return False
-    if coords is not None and coords.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (coords, affine)):
         if asked:
-            raise ValueError("positions: the kernels give no gradient to coords; use impl='auto' or detach them")
+            raise ValueError(
+                "positions: the kernels give no gradient to coords, scale or shift; use impl='auto' or detach them"
+            )
         return False
     return True
-
-
-def _transforming() -> bool:
-    """A torch.func transform or a dual level is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -1,7 +1,7 @@
 """Triton kernels: one for both maps, forward and backward; helpers for softmax over the sequence and for dω.
 
-The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask, b_ a tile in registers is left
-unmarked; s position, w frequency, BLOCK_N tokens and BLOCK_C channels (cosine) or pairs (rotate) a tile.
+The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no
+prefix; s position, w frequency, BLOCK_N tokens and BLOCK_C channels (cosine) or pairs (rotate) a tile.
 
 A program owns a block of tokens and a group of heads that share frequencies. It forms the angles of the block
 once, and walks over its samples and heads, of q and then of k, with cos Θ and sin Θ in registers. Sizes are
@@ -854,7 +854,8 @@ def softmax_sequence_kernel(
             )
             x = tl.where(m_n[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[None, :]), axis=0)
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
             top = higher
         tl.store(p_stat + o_d, top, mask=m_d)
         tl.store(p_stat + num_stats + o_d, total, mask=m_d)

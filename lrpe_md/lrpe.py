@@ -190,10 +190,11 @@ def _forward(
     rotary_dim: int | slice | None, *, cache: bool = False, differentiable: bool = False,
 ):  # fmt: skip
     spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
-    use_triton("triton", (x,), coords)
+    use_triton("triton", (x,), coords, affine)
     if differentiable:
         return ops.encode(spec, layout, coords, affine, omega, None, (x,), cache)
-    return ops.forward((x,), omega, None, coords, affine, spec, layout, cache)
+    direct = ops.is_direct(x, omega, coords, affine)
+    return ops.call_forward(direct, (x,), omega, None, coords, affine, spec, layout, cache)
 
 
 def _backward(
@@ -203,13 +204,26 @@ def _backward(
     with torch.enable_grad():
         omega, positions, act, dim, rotary_dim = call(x, theta, **kwargs)
     spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
-    use_triton("triton", (x,), coords)
+    use_triton("triton", (x,), coords, affine)
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
         raise ValueError(
             f"do: expected shape {expected}, {x.dtype} on {x.device}, got {tuple(do.shape)}, {do.dtype} on {do.device}"
         )
-    stats = ops.forward((x,), omega, None, coords, affine, spec, layout)[1:] if dim == -2 else []
-    dx, domega = ops.backward([do], [x], stats, omega, None, coords, affine, theta_cache, spec, layout, True, False)
+    cached = (omega.shape[0], x.shape[2], omega.shape[1])
+    if theta_cache is not None and (
+        tuple(theta_cache.shape) != cached or theta_cache.dtype != torch.float32 or theta_cache.device != x.device
+    ):
+        raise ValueError(
+            f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
+            f"{theta_cache.dtype} on {theta_cache.device}"
+        )
+    direct = ops.is_direct(do, x, omega, coords, affine, theta_cache)
+    stats = []
+    if dim == -2:
+        stats = ops.call_forward(direct, (x,), omega, None, coords, affine, spec, layout, False)[1:]
+    dx, domega = ops.call_backward(
+        direct, [do], [x], stats, omega, None, coords, affine, theta_cache, spec, layout, True, False
+    )
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta

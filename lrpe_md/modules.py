@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .frequencies import AxisOrder, axial_omega, geometric_theta, mixed_omega
-from .functional import Act, Impl, Pairs, Positions, cosine, rotate
+from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
+from .functional import Act, Impl, Pairs, Positions, cosine, rotary_slice, rotate
 from .positions import offset_positions
 
 __all__ = ["CosineMd", "Rotate1d", "RotateMd"]
@@ -45,6 +45,10 @@ class _Frequencies(nn.Module):
         super().__init__()
         if frequencies not in ("axial", "mixed"):
             raise ValueError(f"frequencies: expected 'axial' or 'mixed', got {frequencies!r}")
+        if axis_order not in AXIS_ORDERS:
+            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+        if num_heads < 1:
+            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
@@ -78,36 +82,47 @@ class _Frequencies(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set frequencies and phase to their initial values, in place."""
+        for name, tensor in self._owned().items():
+            self._reset(name, tensor)
+
+    def _reset(self, name: str, tensor: Tensor) -> None:
+        values = torch.zeros(tensor.shape) if name == "phase" else self._initial(name, "cpu")
+        values = values.to(tensor.device, self.dtype)
+        if hasattr(tensor, "placements"):  # a DTensor: FSDP2's shards
+            from torch.distributed.tensor import distribute_tensor
+
+            tensor_: Any = tensor
+            values = distribute_tensor(values, tensor_.device_mesh, tensor_.placements)
         with torch.no_grad():
-            for name, tensor in self._owned().items():
-                tensor.copy_(torch.zeros_like(tensor) if name == "phase" else self._initial(name, tensor.device))
+            tensor.copy_(values)
 
     def _owned(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = {name: t.detach() for name, t in self._owned().items()}  # a parameter's cast replaces its .data
-        super()._apply(fn, recurse)
-        for name, after in self._owned().items():
-            old = before[name]
-            if old.is_meta and not after.is_meta:
-                values = torch.zeros(old.shape) if name == "phase" else self._initial(name, after.device)
-                after.data = values.to(after.device, self.dtype)
-            elif after.dtype != old.dtype:
-                after.data = old.to(after.device)
-                if after.grad is not None:
-                    after.grad.data = after.grad.data.to(old.dtype)
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = {name for name, t in self._owned().items() if t.is_meta}
+        super()._apply(exact, recurse)
+        for name, tensor in self._owned().items():
+            if name in was_meta and not tensor.is_meta:
+                self._reset(name, tensor)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dtype != self.dtype:  # assign=True takes what the state_dict has
+                setattr(self, name, nn.Parameter(parameter.detach().to(self.dtype), parameter.requires_grad))
         # load_state_dict(assign=True) materialises a meta model without its non-persistent buffers.
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
 
     def no_weight_decay(self) -> set[str]:
-        """Frequencies and phases are not weights; timm's optimiser factory asks for this."""
+        """Frequencies and phases are not weights: a model that says so to its optimiser can ask here."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:
@@ -210,9 +225,7 @@ class RotateMd(_Frequencies):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        width = len(range(head_dim)[rotary_dim if isinstance(rotary_dim, slice) else slice(rotary_dim)])
-        if width < 2 or width % 2:
-            raise ValueError(f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r}")
+        _, width = rotary_slice(rotary_dim, head_dim)
         super().__init__(
             width // 2, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
             axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import reference
 from .positions import grid_coordinates
 
-__all__ = ["Layout", "Spec", "backward", "encode", "encode_reference", "forward"]
+__all__ = ["Layout", "Spec", "backward", "encode", "encode_reference", "forward", "transforming"]
 
 
 class Spec(NamedTuple):
@@ -47,8 +48,8 @@ class Layout(NamedTuple):
             coords, rotated = grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, affine, device=device, dtype=torch.float64
             )
-            # Without scale and shift coordinates are integers, which float32 holds.
-            return (coords.float() if affine is None else coords), rotated
+            # Without scale and shift coordinates are integers, which float32 holds up to 2^24.
+            return (coords.float() if affine is None and max(self.sizes) <= 2**24 else coords), rotated
         coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
         suffix = self.num_tokens - self.prefix - self.num_grid_tokens
         if self.prefix == 0 and suffix == 0:
@@ -69,7 +70,15 @@ def encode_reference(
 ) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
     s, rotated = layout.positions(coords, affine, omega.device)
-    return tuple(reference.encode(x, s, rotated, omega, phase, **_options(spec)) for x in xs)
+    ys = (reference.encode(x, s, rotated, omega, phase, **_options(spec)) for x in xs)
+    return tuple(_arrange(y, memory_order(x)) for x, y in zip(xs, ys, strict=True))
+
+
+def _arrange(y: Tensor, order: tuple[int, int, int]) -> Tensor:
+    if order == (0, 1, 2):
+        return y
+    first, second, third = (order.index(i) for i in range(3))
+    return y.permute(*order, 3).contiguous().permute(first, second, third, 3)
 
 
 def _options(spec: Spec) -> dict[str, Any]:
@@ -93,17 +102,24 @@ _lib.define(
 )
 
 
+def memory_order(x: Tensor) -> tuple[int, int, int]:
+    """The first three dimensions of x (B, H, N, D), outermost in memory first."""
+    b, h, n, _ = x.stride()
+    if b >= h >= n:
+        return (0, 1, 2)
+    if b >= n >= h:
+        return (0, 2, 1)
+    first, second, third = sorted(range(3), key=lambda i: -x.stride(i))
+    return first, second, third
+
+
 def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, H, N, last) with the memory order of x (B, H, N, D); a permuted result stays permuted."""
-    b, h, n, _ = x.shape
-    order = sorted(range(3), key=lambda i: -x.stride(i)) if x.stride(0) < x.stride(1) else (
-        (0, 1, 2) if x.stride(1) >= x.stride(2) else (0, 2, 1)
-    )  # fmt: skip
-    sizes = (b, h, n)
-    if tuple(order) == (0, 1, 2):
-        return torch.empty((b, h, n, last), dtype=dtype or x.dtype, device=x.device)
-    flat = torch.empty([*(sizes[i] for i in order), last], dtype=dtype or x.dtype, device=x.device)
-    return flat.permute(*(list(order).index(i) for i in range(3)), 3)
+    """An empty dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    strides, step = [0, 0, 0], last
+    for i in reversed(memory_order(x)):
+        strides[i] = step
+        step = step * x.shape[i]
+    return torch.empty_strided((*x.shape[:3], last), (*strides, 1), dtype=dtype or x.dtype, device=x.device)
 
 
 def _launch() -> Any:
@@ -163,17 +179,23 @@ def _forward_reference(xs, omega, phase, coords, affine, *args):
         return out
 
 
+def _reference_gradients(spec, layout, coords, affine, omega, phase, xs, grads):
+    """dx for each gradient, dω and dφ by the closed form, in plain torch operators."""
+    s, rotated = layout.positions(coords, affine, omega.device)
+    found = [
+        reference.encode_backward(g, xs[i] if xs else None, s, rotated, omega, phase, **_options(spec))
+        for i, g in enumerate(grads)
+    ]
+    dxs, domegas, dphases = zip(*found, strict=True)
+    domega = torch.stack(domegas).sum(0).to(omega.dtype)
+    return dxs, domega, None if phase is None else torch.stack(dphases).sum(0).to(phase.dtype)
+
+
 def _backward_reference(grads, xs, stats, omega, phase, coords, affine, theta, *args):
     spec, layout = _split(args)
     need_omega, need_phase = args[11:]
-    s, rotated = layout.positions(coords, affine, omega.device)
-    out, domega, dphase = [], torch.zeros_like(omega), None if phase is None else torch.zeros_like(phase)
-    for i, g in enumerate(grads):
-        dx, dw, df = reference.encode_backward(g, xs[i] if xs else None, s, rotated, omega, phase, **_options(spec))
-        out.append(like_in_memory(g, dx.shape[3]).copy_(dx))
-        domega += dw
-        if dphase is not None:
-            dphase += df
+    dxs, domega, dphase = _reference_gradients(spec, layout, coords, affine, omega, phase, xs, grads)
+    out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
     return out + ([domega] if need_omega else []) + ([dphase] if need_phase and dphase is not None else [])
 
 
@@ -219,7 +241,7 @@ torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
 # --- autograd --------------------------------------------------------------------------------------------
 
 
-def _call_forward(direct: bool, xs, omega, phase, coords, affine, spec, layout, cache) -> list[Tensor]:
+def call_forward(direct: bool, xs, omega, phase, coords, affine, spec, layout, cache) -> list[Tensor]:
     if direct:
         return forward(xs, omega, phase, coords, affine, spec, layout, cache)
     return torch.ops.lrpe_md.forward(
@@ -227,12 +249,23 @@ def _call_forward(direct: bool, xs, omega, phase, coords, affine, spec, layout, 
     )
 
 
+def call_backward(
+    direct: bool, grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
+) -> list[Tensor]:
+    if direct:
+        return backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase)
+    return torch.ops.lrpe_md.backward(
+        list(grads), list(xs), list(stats), omega, phase, coords, affine, theta,
+        *layout[:4], list(layout.sizes), *spec, need_omega, need_phase,
+    )  # fmt: skip
+
+
 class _Encode(torch.autograd.Function):
     """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x."""
 
     @staticmethod
     def forward(ctx, direct, cache, spec, layout, coords, affine, omega, phase, *xs):
-        out = _call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)
+        out = call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)
         ys, stats = out[: len(xs)], out[len(xs) : len(out) - cache]
         keep = xs if spec.act != "none" or ctx.needs_input_grad[6] or ctx.needs_input_grad[7] else ()
         ctx.save_for_backward(omega, phase, coords, affine, out[-1] if cache else None, *stats, *keep)
@@ -245,16 +278,19 @@ class _Encode(torch.autograd.Function):
         direct, spec, layout, num_stats = ctx.args
         stats, xs = rest[:num_stats], rest[num_stats:]
         need_omega, need_phase = ctx.needs_input_grad[6], ctx.needs_input_grad[7]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: a double backward
-            found = _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx)
-            return None, None, None, None, None, None, *found
-        if direct and _plain(grads):
-            out = backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase)
-        else:
-            out = torch.ops.lrpe_md.backward(
-                list(grads), list(xs), list(stats), omega, phase, coords, affine, theta,
-                *layout[:4], list(layout.sizes), *spec, need_omega, need_phase,
-            )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            where = spec, layout, coords, affine, omega, phase, xs, grads
+            if torch.is_grad_enabled():  # create_graph: a double backward
+                return None, None, None, None, None, None, *_differentiable_backward(*where, ctx)
+            # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
+            if transforming() or any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+                dxs, domega, dphase = _reference_gradients(*where)
+                dphase = dphase if need_phase else None
+                return None, None, None, None, None, None, domega if need_omega else None, dphase, *dxs
+        out = call_backward(
+            direct and _plain(grads),
+            grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase,
+        )  # fmt: skip
         n = len(grads)
         domega = out[n] if need_omega else None
         dphase = out[-1] if need_phase else None
@@ -262,10 +298,16 @@ class _Encode(torch.autograd.Function):
 
 
 def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx):
-    """The first derivative as a differentiable function of the gradients, x, omega and phase."""
+    """The first derivative as a differentiable function of the gradients, x, omega and phase.
+
+    Views stand in for the saved tensors: were those differentiated, paths through the user's own graph (k made from
+    q, frequencies shared by layers) would be counted as well.
+    """
     if not xs:  # linear in x: any x will do
         xs = [g.new_zeros((*g.shape[:3], _head_dim(spec, g))) for g in grads]
         xs = [x.requires_grad_() for x in xs]
+    omega, phase = omega.view_as(omega), None if phase is None else phase.view_as(phase)
+    xs = [x.view_as(x) for x in xs]
     needs = ctx.needs_input_grad
     inputs = [*([omega] if needs[6] else []), *([phase] if needs[7] else [])]
     inputs += [x for x in xs if x.requires_grad]
@@ -282,15 +324,25 @@ def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, gra
     return domega, dphase, *(found.pop(0) if x.requires_grad else None for x in xs)
 
 
+def transforming() -> bool:
+    """A torch.func transform or a dual level is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _plain(tensors) -> bool:
     """Eager tensors of torch's own classes, with no mode that wants to see operators."""
     if torch._C._len_torch_dispatch_stack():
         return False
     for t in tensors:
         kind = type(t)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
+        if t is not None and kind is not Tensor and kind is not torch.nn.Parameter:
             return False
     return True
+
+
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether the launcher may be called past the dispatcher."""
+    return not torch.compiler.is_compiling() and _plain(tensors)
 
 
 def encode(
@@ -304,9 +356,9 @@ def encode(
     cache: bool = False,
 ) -> tuple[Tensor, ...]:
     """Run the kernels, differentiable once in reverse mode (more through the reference)."""
-    direct = not torch.compiler.is_compiling() and _plain(xs) and _plain((omega,))
+    direct = is_direct(*xs, omega, phase, coords, affine)
     if torch.is_grad_enabled() and (
         omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
     ):
         return _Encode.apply(direct, cache, spec, layout, coords, affine, omega, phase, *xs)
-    return tuple(_call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)[: len(xs)])
+    return tuple(call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)[: len(xs)])

@@ -53,8 +53,8 @@ class Grid:
     def __post_init__(self) -> None:
         given: Any = self.shape
         shape: tuple[Any, ...] = (given,) if isinstance(given, (int, torch.SymInt)) else tuple(given)
-        if len(shape) == 0 or any(n < 0 for n in shape):
-            raise ValueError(f"shape: expected one size of at least 0 for each axis, got {shape}")
+        if len(shape) == 0 or any(not isinstance(n, (int, torch.SymInt)) or n < 0 for n in shape):
+            raise ValueError(f"shape: expected one integer of at least 0 for each axis, got {shape}")
         object.__setattr__(self, "shape", shape)
         for name in ("prefix", "suffix", "start"):
             if getattr(self, name) < 0:
@@ -103,7 +103,8 @@ class Grid:
             return torch.stack(columns, dim=-1)
         scale: Any = self.scale or (1.0,) * self.num_axes
         shift: Any = self.shift or (0.0,) * self.num_axes
-        if torch.compiler.is_compiling():
+        special = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        if torch.compiler.is_compiling() or special:  # whose tensors must not outlive them
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
         return _affine_on(scale, shift, device)
 
@@ -179,6 +180,8 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
             raise ValueError(f"offset: expected an int or integers (B,), got {offset.dtype} {tuple(offset.shape)}")
         steps = torch.arange(num_tokens, device=device)
         return (steps + offset.to(device)[..., None])[..., None]
+    if not isinstance(offset, (int, torch.SymInt)):
+        raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
     if offset < 0:
         return Grid((num_tokens,), shift=offset)
     return _Offset((num_tokens + offset,), start=offset)
@@ -208,4 +211,5 @@ def _per_axis(name: str, value: Any, num_axes: int) -> tuple[float, ...] | Tenso
 
 @lru_cache(maxsize=256)
 def _affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
+    with torch.inference_mode(False):  # a tensor made there could never take part in training
+        return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)

@@ -11,6 +11,8 @@ Angles are formed in at least float32; x is upcast to at least float32, and the 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,16 +53,14 @@ def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
 
 def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: int | None = None) -> Tensor:
     """dx from dx̄."""
-    aten = torch.ops.aten
     if act == "none":
         return dx_bar
     if act == "softmax":
         return x_bar * (dx_bar - (x_bar * dx_bar).sum(dim, keepdim=True))
     if act == "relu":
-        return aten.threshold_backward(dx_bar, x, 0)
-    if act == "sigmoid":
-        return aten.sigmoid_backward(dx_bar, x_bar)
-    return aten.silu_backward(dx_bar, x) if act == "silu" else aten.softplus_backward(dx_bar, x, 1, 40)
+        return dx_bar * (x > 0)
+    s = torch.sigmoid(x)
+    return dx_bar * {"sigmoid": s * (1 - s), "silu": s * (1 + x * (1 - s)), "softplus": s}[act]
 
 
 def cosine(x: Tensor, theta: Tensor) -> Tensor:
@@ -79,6 +79,11 @@ def rotate(x: Tensor, theta: Tensor, pairs: str = "half", start: int = 0) -> Ten
     return torch.cat([before, turned, after], dim=-1)
 
 
+def _no_autocast(x: Tensor):
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 def encode(
     x: Tensor,
     coords: Tensor,
@@ -93,7 +98,7 @@ def encode(
     start: int = 0,
 ) -> Tensor:
     """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         # Query head h takes the frequencies of head h // (H_q / H_k).
@@ -125,7 +130,7 @@ def encode_backward(
 
     x may be None for act "none": dx needs none, and dω and dφ are then zero.
     """
-    with torch.autocast(dy.device.type, enabled=False):
+    with _no_autocast(dy):
         dtype = torch.promote_types(dy.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         groups = theta.shape[-3]
@@ -150,7 +155,9 @@ def encode_backward(
         if rotated is not None:
             dtheta = torch.where(rotated[:, None], dtheta, 0)
         # Sum over the heads that share a frequency in at least omega's dtype: (B, G, N, C).
-        dtheta = dtheta.to(torch.promote_types(dtype, omega.dtype)).unflatten(1, (groups, -1)).sum(2)
+        batch, heads, *tail = dtheta.shape
+        dtheta = dtheta.to(torch.promote_types(dtype, omega.dtype))
+        dtheta = dtheta.reshape(batch, groups, heads // groups, *tail).sum(2)
         columns = [(dtheta * coords[..., None, :, None, j]).sum((0, 2)) for j in range(coords.shape[-1])]
         domega, dphase = torch.stack(columns, dim=-1), dtheta.sum((0, 2))
         domega = domega.sum(0, keepdim=True) if omega.shape[0] < groups else domega

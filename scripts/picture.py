@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 import torch
@@ -29,6 +29,8 @@ def main(out: Annotated[Path, typer.Argument(help="The PNG.")] = Path("scripts/r
         ("rotate", rotate(x, omega=axial[HEAD_DIM // 2], positions=grid), axial[HEAD_DIM // 2], 20),
         ("rotate, mixed", rotate(x, omega=mixed, positions=grid), mixed, 4),
     ]
+    wave: Any = None
+    score: Any = None
     figure, axes = plt.subplots(2, 3, figsize=(9.5, 4.9), layout="constrained")
     for column, (name, y, omega, channel) in enumerate(rows):
         angles = (grid.coordinates()[:, None] * omega[0]).sum(-1)

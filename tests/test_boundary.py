@@ -384,3 +384,149 @@ def test_closed_form_backward_is_autograds(map, act, dim, pairs, device):
         found = reference.encode_backward(dy, x, coords, rotated, *leaves[1:], **kwargs)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+# --- what a user's graph does around the call ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", ["one tensor twice", "k from q", "omega of two layers"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
+    """A double backward differentiates the call, not the user's graph behind its inputs."""
+    channels = 4 if map == "cosine" else 2
+    leaf = torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device, requires_grad=True)
+    omega = torch.rand(1, channels, 2, dtype=torch.float64, device=device, requires_grad=True)
+
+    def f(impl):
+        def call(*xs):
+            return MAPS[map](*xs, omega=omega, positions=Grid((2, 3)), act="silu", impl=impl)
+
+        q = leaf * 1
+        if graph == "omega of two layers":
+            return call(call(q)[..., :4]).sin().sum()
+        return sum((i + 1) * y.sin().sum() for i, y in enumerate(call(q, q if graph == "one tensor twice" else q * 2)))
+
+    found, expected = (
+        torch.autograd.grad(f(i), (leaf, omega), create_graph=create_graph) for i in ("triton", "reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    if create_graph:
+        pairs = (torch.autograd.grad(sum(g.square().sum() for g in gs), (leaf, omega)) for gs in (found, expected))
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_batched_and_dual_gradients(map, device):
+    """Transforms that begin after the forward."""
+    call, args = example(map, device)
+    y = call(*args, impl="triton")[0]
+    expected = call(*args, impl="reference")[0]
+    batch = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    pairs = (
+        torch.autograd.grad(t, args, batch, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        for t in (y, expected)
+    )
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a if a is not None else torch.zeros_like(b), b) if b is not None else None
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(batch[0], batch[1])
+        tangents = [forward_ad.unpack_dual(torch.autograd.grad(t, args[0], dual)[0]).tangent for t in (y, expected)]
+    assert tangents[0] is not None
+    torch.testing.assert_close(*tangents)
+
+
+@pytest.mark.parametrize("which", ["scale", "shift"])
+def test_gradient_to_scale_and_shift(map, which, device):
+    x = torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device)
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 2, dtype=torch.float64, device=device)
+    value = torch.tensor([0.7, 1.2], dtype=torch.float64, device=device, requires_grad=True)
+
+    def f(value, impl="auto"):
+        return MAPS[map](x, omega=omega, positions=Grid((2, 3), **{which: value}), impl=impl)
+
+    assert torch.autograd.gradcheck(f, (value,))
+    with pytest.raises(ValueError, match="scale or shift"):
+        f(value, impl="triton")
+    f(value.detach(), impl="triton")
+
+
+def test_scale_made_anywhere_serves_everywhere(map, device):
+    """A grid first used in inference mode, under a transform or with fake tensors, and then to train."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
+
+    def f(x, scale, impl="triton"):
+        return MAPS[map](x, omega=omega, positions=Grid((5,), scale=scale), impl=impl).sum()
+
+    x = torch.randn(1, 1, 5, 4, device=device, requires_grad=True)
+    with torch.inference_mode():
+        f(x, 0.25)
+    grad(lambda x: f(x, 0.125, "auto"))(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        Grid((5,), scale=0.0625).affine(torch.device(device))
+    for scale in (0.25, 0.125, 0.0625):
+        torch.autograd.grad(f(x, scale), x)
+
+
+def test_outputs_may_be_changed_in_place(map, impl, device):
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
+        base = torch.randn(2, 3, 5, 4, device=device, requires_grad=True)
+        back = [order.index(i) for i in range(4)]
+        x = base.permute(order).contiguous().permute(back)
+        omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
+        y = MAPS[map](x * 1, omega=omega, positions=Grid((5,)), impl=impl)
+        assert y.permute(order).is_contiguous()  # the memory order of x
+        y.mul_(2)
+        y.sum().backward()
+
+
+def test_meta_tensors(map, device):
+    x = torch.empty(1, 2, 6, 4, device="meta")
+    omega = torch.empty(1, 4 if map == "cosine" else 2, 2, device="meta")
+    assert MAPS[map](x, omega=omega, positions=Grid((2, 3))).shape[:3] == (1, 2, 6)
+
+
+def test_negative_views(map, device):
+    z = torch.randn(1, 2, 6, 4, dtype=torch.complex64, device=device)
+    x = z.conj().imag
+    assert x.is_neg()
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 2, device=device)
+    found, expected = (MAPS[map](x, omega=omega, positions=Grid((2, 3)), impl=i) for i in ("triton", "reference"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_masked_sequence_softmax(map, device):
+    """A channel that begins with more -inf than a block has tokens."""
+    x = torch.randn(1, 1, 4096, 4, dtype=torch.float64, device=device)
+    x[:, :, :2500, 1] = float("-inf")
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 1, dtype=torch.float64, device=device)
+    found, expected = (
+        MAPS[map](x, omega=omega, positions=Grid((4096,)), act="softmax", dim=-2, impl=i)
+        for i in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_positions_past_2_to_24(impl, device):
+    from lrpe_md import lrpe_rotate_1d
+
+    x = torch.randn(1, 1, 5, 4, dtype=torch.float64, device=device)
+    theta = torch.tensor([0.7, 0.31], dtype=torch.float64, device=device)
+    offset = 2**24 + 1
+    expected = lrpe_rotate_1d(x, theta, offset=torch.tensor([offset], device=device), impl="reference")
+    torch.testing.assert_close(lrpe_rotate_1d(x, theta, offset=offset, impl=impl), expected)
+    found = lrpe_rotate_1d(x.float(), theta, offset=offset, impl=impl)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_document_functions_compile(device):
+    from lrpe_md import lrpe_cosine_md_bwd_triton, lrpe_cosine_md_fwd_triton
+
+    x, theta = torch.randn(1, 2, 6, 4, device=device), torch.rand(2, device=device)
+    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True)
+    torch.testing.assert_close(f(x), lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)))
+    do = torch.randn(1, 2, 6, 8, device=device)
+    assert lrpe_cosine_md_bwd_triton(do, x, theta, shape=(2, 3))[0].shape == x.shape

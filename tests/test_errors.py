@@ -113,6 +113,18 @@ BAD = {
         lambda: Grid((3, 4), scale=(1, 2, 3)),
     ),
     "shard beyond the end": (ValueError, r"start, length", lambda: Grid((3, 4), start=5, length=8)),
+    "float size": (ValueError, r"shape: expected one integer", lambda: Grid((2.0, 2.0))),
+    "no axis": (ValueError, r"at least one axis", lambda: cosine(x, omega=omega[..., :0], positions=torch.rand(12, 0))),
+    "cache of another shape": (
+        ValueError, r"theta_cache: expected shape \(1, 12, 8\)",
+        lambda: lrpe_md.lrpe_cosine_md_cache_bwd_triton(
+            torch.cat([x, x], -1), x, theta, torch.zeros(1, 1, 1), shape=(3, 4)
+        ),
+    ),
+    "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
+    "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
+    "no heads": (ValueError, r"num_heads", lambda: CosineMd(8, 2, num_heads=0)),
+    "offset of a float": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=1.5)),
     "float offset": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=torch.rand(2))),
     "frequencies in bfloat16": (TypeError, r"dtype", lambda: CosineMd(8, 2, dtype=torch.bfloat16)),
     "dO of another shape": (

@@ -151,3 +151,45 @@ def test_rotate_1d():
     for b in range(2):
         torch.testing.assert_close(y[b : b + 1], module(x[b : b + 1], offset=int(offsets[b])))
     torch.testing.assert_close(module(module(x, offset=3), offset=-3)[:, :, 0], x[:, :, 0])
+
+
+def test_bfloat16_state_dict_assigned(cls):
+    module = cls(8, 2, learnable=True, phase=True)
+    state = {name: t.bfloat16() for name, t in module.state_dict().items()}
+    other = cls(8, 2, learnable=True, phase=True)
+    other.load_state_dict(state, assign=True)
+    assert all(p.dtype == torch.float32 for p in other.parameters())
+    other(torch.randn(1, 2, 13, 8), positions=GRID)
+
+
+def test_gradients_survive_a_cast(cls):
+    module = cls(8, 2, learnable=True)
+    module.theta.grad = torch.rand_like(module.theta)
+    before = module.theta.grad.clone()
+    module.bfloat16()
+    assert torch.equal(module.theta.grad, before)
+
+
+def test_fsdp2(cls, tmp_path):
+    """Meta init, sharded, materialised and cast: every shard has the initial values."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        real = cls(8, 2, learnable=True, num_heads=4, phase=True)
+        with torch.device("meta"):
+            module = cls(8, 2, learnable=True, num_heads=4, phase=True)
+        fully_shard(module, mesh=mesh)
+        module.to_empty(device="cpu")
+        for _ in range(2):
+            for name, p in module.named_parameters():
+                assert p.to_local().dtype == torch.float32
+                assert torch.equal(p.full_tensor(), dict(real.named_parameters())[name]), name
+            module.to(torch.bfloat16)
+        module.reset_parameters()
+        x = torch.randn(1, 4, 13, 8)
+        assert torch.equal(module(x, positions=GRID), real(x, positions=GRID))
+    finally:
+        dist.destroy_process_group()
