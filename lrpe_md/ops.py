@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from . import reference
@@ -283,7 +284,7 @@ class _Encode(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph: a double backward
                 return None, None, None, None, None, None, *_differentiable_backward(*where, ctx)
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
-            if transforming() or any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+            if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _reference_gradients(*where)
                 dphase = dphase if need_phase else None
                 return None, None, None, None, None, None, domega if need_omega else None, dphase, *dxs
