@@ -1,24 +1,26 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+"""``pytest`` runs the kernels in Triton's interpreter, ``pytest -m gpu`` on a GPU; a process can do one of the two."""
 
 import os
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
+import torch
 
 torch.set_num_threads(1)  # tensors are tiny
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The interpreter must be chosen before triton is imported."""
+    if not (torch.cuda.is_available() and config.getoption("markexpr") == "gpu"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if "TRITON_INTERPRET" not in os.environ:
         return
-    skip = pytest.mark.skip(reason="needs a GPU")
+    reason = "runs with pytest -m gpu" if torch.cuda.is_available() else "needs a GPU"
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
