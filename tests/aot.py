@@ -40,7 +40,7 @@ AXES: dict[str, list[Any]] = {
     "map": ["cosine", "half", "interleaved"],
     "act": ["none", "relu", "sigmoid", "silu", "softplus", "softmax -1", "softmax -2"],
     "run": ["forward", "backward", "backward omega"],
-    "positions": ["grid", "affine", "coords", "coords by sample", "integer coords"],
+    "positions": ["grid", "affine", "coords", "integer coords by sample"],
     "axes": [1, 2, 3, 4],
     "dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
     "head_dim": [64, 72, 20],
@@ -58,7 +58,7 @@ def possible(case: dict[str, Any]) -> bool:
     if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
         return False
     # The cached angles replace the positions of a grid or of coordinates shared by the batch.
-    return not (case.get("cache") and case.get("positions") == "coords by sample")
+    return not (case.get("cache") and case.get("positions") == "integer coords by sample")
 
 
 def cases() -> list[SimpleNamespace]:
