@@ -115,25 +115,9 @@ def _angle(
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
             s, _ = _coordinate(
-                o_g,
-                m_g,
-                p_coords,
-                p_affine,
-                n1,
-                n2,
-                n3,
-                magic1,
-                magic2,
-                magic3,
-                shift1,
-                shift2,
-                shift3,
-                j,
-                K,
-                EXPLICIT,
-                AFFINE,
-                WIDE,
-            )
+                o_g, m_g, p_coords, p_affine, n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3,
+                j, K, EXPLICIT, AFFINE, WIDE,
+            )  # fmt: skip
             w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0).to(tl.float64)
             theta += s[:, None] * w[None, :]
         if p_phase is not None:
@@ -142,30 +126,13 @@ def _angle(
     else:
         # In units of a turn (FAST) or a quarter turn, which leaves smaller remainders to round.
         UNIT: tl.constexpr = 1.0 if FAST else 4.0
-        whole = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
         part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
         for j in tl.static_range(K):
             s_hi, s_lo = _coordinate(
-                o_g,
-                m_g,
-                p_coords,
-                p_affine,
-                n1,
-                n2,
-                n3,
-                magic1,
-                magic2,
-                magic3,
-                shift1,
-                shift2,
-                shift3,
-                j,
-                K,
-                EXPLICIT,
-                AFFINE,
-                WIDE,
-            )
+                o_g, m_g, p_coords, p_affine, n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3,
+                j, K, EXPLICIT, AFFINE, WIDE,
+            )  # fmt: skip
             w_hi, w_lo = _turns(tl.load(p_omega + o_c * K + j, mask=m_c, other=0), UNIT)
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
@@ -697,25 +664,9 @@ def _weigh(
     dtheta = tl.where(m_g[:, None], dtheta.to(tl.float64) - lost.to(tl.float64), 0.0)
     for j in tl.static_range(K):
         s_hi, s_lo = _coordinate(
-            o_g,
-            m_g,
-            p_coords,
-            p_affine,
-            n1,
-            n2,
-            n3,
-            magic1,
-            magic2,
-            magic3,
-            shift1,
-            shift2,
-            shift3,
-            j,
-            K,
-            EXPLICIT,
-            AFFINE,
-            WIDE,
-        )
+            o_g, m_g, p_coords, p_affine, n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3,
+            j, K, EXPLICIT, AFFINE, WIDE,
+        )  # fmt: skip
         s = s_hi.to(tl.float64) + s_lo.to(tl.float64)
         row = tl.sum(s[:, None] * dtheta, axis=0)
         partial += tl.where((o_j == j)[:, None], row[None, :], 0.0)

@@ -135,12 +135,9 @@ def _run(
     num_blocks = triton.cdiv(num_tokens, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
 
-    aligned = head_dim % 8 == 0
-    long = False
-    for t in (*xs, *dys, *outs):
-        b, h, n, d = t.stride()
-        aligned = aligned and d == 1 and (b | h | n) % 8 == 0 and t.data_ptr() % 16 == 0
-        long = long or n * cut.block_n >= 2**31
+    tensors = [*xs, *dys, *outs]
+    aligned = _aligned(head_dim, tensors)
+    long = any(t.stride(2) * cut.block_n >= 2**31 for t in tensors)
     unit = 8 if aligned else 1
 
     partial = None
@@ -198,6 +195,14 @@ def _magic(n: int) -> tuple[int, int]:
     return ((1 << (31 + bits)) // max(n, 1)) + 1, 31 + bits
 
 
+def _aligned(head_dim: int, tensors: list[Tensor]) -> bool:
+    """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
+    return head_dim % 8 == 0 and all(
+        t.stride(3) == 1 and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
+
+
 def _fast(out: Tensor, need_dtheta: bool) -> bool:
     """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs, but not of dω."""
     return (
@@ -213,10 +218,7 @@ def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tens
     block_d = 16
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
-    aligned = head_dim % 8 == 0 and all(
-        t.stride(3) == 1 and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t in tensors
-    )
+    aligned = _aligned(head_dim, tensors)
     unit = 8 if aligned else 1
     strides = [x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit, x.stride(3)]
     for t in (g, dx):

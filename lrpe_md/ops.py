@@ -170,7 +170,7 @@ def _forward_reference(xs, omega, phase, coords, affine, *args):
             out.append(like_in_memory(x, spec.out_dim(x.shape[3])).copy_(y))
         if spec.dim == -2:
             for x in xs:
-                wide = x.to(torch.promote_types(x.dtype, torch.float32))
+                wide = x.to(accumulator(x.dtype))
                 top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
                 out.append(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
         if args[11]:
