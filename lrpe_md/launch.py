@@ -26,58 +26,46 @@ MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
 
 
 class Plan(NamedTuple):
-    """How the work is cut. Everything that a compiled kernel depends on is in block_n and num_warps."""
+    """How the work is cut. Everything that a compiled kernel depends on is in the first three."""
 
+    block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
     num_warps: int
     token_programs: int  # T: each walks over every T-th block of tokens
-    batch_parts: int  # PB
-    head_parts: int  # PH: parts of the heads that share frequencies
+    per: int  # rows a program, for which its angles serve
 
 
-# (map, needs dω) -> elements and warps a tile for 16-bit inputs: the best or within 2% of it in bf16 on an H200, for
-# 14×14 and 64×64 grids with head_dim 64 and a 21×30×52 one with 128. Cosine at 128 channels is in "wide".
+# (map, needs dω) -> rows, elements a row, and warps a tile for 16-bit inputs.
 TILES = {
-    ("cosine", False): (1024, 4),
-    ("cosine wide", False): (1024, 2),
-    ("rotate", False): (1024, 2),
-    ("cosine", True): (1024, 1),
-    ("cosine wide", True): (1024, 1),
-    ("rotate", True): (2048, 4),
+    ("cosine", False): (4, 1024, 4),
+    ("rotate", False): (4, 2048, 4),
+    ("cosine", True): (2, 1024, 4),
+    ("rotate", True): (2, 2048, 4),
 }
 
 
-def tile(map: str, width: int, itemsize: int, need_dtheta: bool) -> tuple[int, int]:
-    """Tokens and warps a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    if itemsize > 2:  # not tuned
-        elements, num_warps = (2048 if itemsize == 4 else 1024), 4
-    else:
-        elements, num_warps = TILES["cosine wide" if map == "cosine" and width > 64 else map, need_dtheta]
-    return max(1, elements // width), num_warps
+def tile(map: str, width: int, itemsize: int, need_dtheta: bool) -> tuple[int, int, int]:
+    """Rows, tokens and warps a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
+    rows, elements, num_warps = TILES[map, need_dtheta]
+    if itemsize > 2:
+        rows, elements = (2, elements) if itemsize == 4 else (1, elements)
+    return rows, max(1, elements // width), num_warps
 
 
-def plan(
-    map: str, num_tokens: int, batch: int, groups: int, heads: int, width: int, itemsize: int, need_dtheta: bool
-) -> Plan:
-    """Cut the work: ``groups`` of ``heads`` heads (the larger of q and k)."""
-    block_n, num_warps = tile(map, width, itemsize, need_dtheta)
+def plan(map: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int, need_dtheta: bool) -> Plan:
+    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each."""
+    block_r, block_n, num_warps = tile(map, width, itemsize, need_dtheta)
     if INTERPRETING:  # the cost is by program, not by size
-        return Plan(max(16, min(triton.next_power_of_2(num_tokens), 32768 // width)), num_warps, 1, 1, 1)
+        block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
+        return Plan(block_r, block_n, num_warps, 1, rows)
     num_blocks = triton.cdiv(num_tokens, block_n)
     if not need_dtheta:
-        # Angles serve up to four rows, as long as enough programs remain to fill a GPU.
-        batch_parts, head_parts = batch, heads
-        if num_blocks * groups * batch * heads >= 4 * FULL:
-            if heads >= 4:
-                head_parts = triton.cdiv(heads, 4)
-            else:
-                batch_parts = triton.cdiv(batch, 4)
-        return Plan(block_n, num_warps, num_blocks, batch_parts, head_parts)
+        return Plan(block_r, block_n, num_warps, num_blocks, block_r)
     # Few programs that walk far: their partial sums are written and read once more.
     token_programs = min(num_blocks, max(1, FULL // groups))
-    batch_parts = min(batch, max(1, FULL // (groups * token_programs)))
-    head_parts = min(heads, max(1, FULL // (groups * token_programs * batch_parts)))
-    return Plan(block_n, num_warps, token_programs, batch_parts, head_parts)
+    parts = max(1, FULL // (groups * token_programs))
+    per = triton.cdiv(triton.cdiv(rows, parts), block_r) * block_r
+    return Plan(block_r, block_n, num_warps, token_programs, per)
 
 
 FULL = 132 * 8  # programs that fill the largest GPUs
@@ -99,7 +87,8 @@ def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
         )
         affine = None
-    if coords is None and affine is None and max(layout.sizes) > 2**24:  # beyond float32's integers
+    # Beyond 2^19 quarter turns could be more than float32 counts.
+    if coords is None and affine is None and max(layout.sizes) > 2**19:
         affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
     if coords is not None:
         coords = coords.detach().resolve_neg().contiguous()
@@ -127,24 +116,28 @@ def _run(
     head_dim = xs[0].shape[3] if xs else (outs[0].shape[3] if dys else 0)
     channels, num_axes = omega.shape[1:]
     groups = max(omega.shape[0], 1 if phase is None else phase.shape[0])
-    per_group = max(heads0, heads1) // groups
+    group0, group1 = heads0 // groups, heads1 // groups
     wide = out0.dtype == torch.float64
+    by_sample = coords is not None and coords.ndim == 3
     block_c = triton.next_power_of_2(channels)
     width = block_c if cosine else 2 * block_c
-    cut = plan(spec.map, num_tokens, batch, groups, per_group, width, out0.element_size(), need_dtheta)
+    span = (group0 + group1) * (1 if by_sample else batch)
+    cut = plan(spec.map, num_tokens, groups, span, width, out0.element_size(), need_dtheta)
     num_blocks = triton.cdiv(num_tokens, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
+    parts = triton.cdiv(span, cut.per)
+    programs = token_programs * groups * parts * (batch if by_sample else 1)
 
     tensors = [*xs, *dys, *outs]
     aligned = _aligned(head_dim, tensors)
     long = any(t.stride(2) * cut.block_n >= 2**31 for t in tensors)
     unit = 8 if aligned else 1
 
+    slots = num_axes + (phase is not None)
     partial = None
     if need_dtheta:
-        slots = num_axes + (phase is not None)
-        parts = cut.batch_parts * cut.head_parts * token_programs
-        partial = torch.empty((parts, groups, slots, channels), dtype=torch.float64, device=out0.device)
+        shape = (programs // groups, groups, slots, channels)
+        partial = torch.empty(shape, dtype=torch.float64, device=out0.device)
 
     args = []
     strides = []
@@ -159,28 +152,26 @@ def _run(
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
-    group0, group1 = heads0 // groups, heads1 // groups
     (magic_t, shift_t), (magic_g, shift_g) = _magic(token_programs), _magic(groups)
-    magic_b, shift_b = _magic(cut.batch_parts)
+    (magic_p, shift_p), (magic_h, shift_h) = _magic(parts), _magic(group0 + group1)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
-    lrpe_kernel[(token_programs * groups * cut.batch_parts * cut.head_parts,)](
+    lrpe_kernel[(programs,)](
         *args, omega, phase, coords, affine, theta, partial, *strides,
-        coords.stride(0) if coords is not None and coords.ndim == 3 else 0,
+        coords.stride(0) if by_sample else 0,
         channels * num_axes if omega.shape[0] > 1 else 0,
         channels if phase is not None and phase.shape[0] > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
-        num_blocks, token_programs, groups, cut.batch_parts, triton.cdiv(batch, cut.batch_parts), group0, group1,
-        triton.cdiv(group0, cut.head_parts), triton.cdiv(group1, cut.head_parts), magic_t, magic_g, magic_b,
-        shift_t, shift_g, shift_b,
+        num_blocks, token_programs, groups, parts, span, cut.per, group0, group1,
+        magic_t, magic_g, magic_p, magic_h, shift_t, shift_g, shift_p, shift_h,
         D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
         COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
-        BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None,
-        BY_SAMPLE=coords is not None and coords.ndim == 3, AFFINE=affine is not None and coords is None,
+        BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None, BY_SAMPLE=by_sample,
+        AFFINE=affine is not None and coords is None,
         LOAD_THETA=load_theta, STORE_THETA=theta is not None and not load_theta,
         ALIGNED=aligned, LONG=long, WIDE=wide, FAST=_fast(out0, need_dtheta),
-        BLOCK_N=cut.block_n, BLOCK_C=block_c, BLOCK_J=triton.next_power_of_2(num_axes + 1),
+        BLOCK_R=cut.block_r, BLOCK_N=cut.block_n, BLOCK_C=block_c, BLOCK_J=triton.next_power_of_2(slots),
         BLOCK_HEAD=triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         BLOCK_TAIL=triton.next_power_of_2(tail) if tail else 0,
         num_warps=cut.num_warps,

@@ -1,0 +1,184 @@
+"""Token index → coordinates → angle → cos and sin, for any kernel that needs the angles of a block of tokens."""
+
+import triton
+import triton.language as tl
+
+# 1/2π = C_HI + C_LO with C_HI a float32: angles are in revolutions, as unevaluated sums of two float32.
+C_HI = tl.constexpr(0.15915493667125702)
+C_LO = tl.constexpr(6.420638326565253e-09)
+INV_TAU = tl.constexpr(0.15915494309189535)
+TAU = tl.constexpr(6.283185307179586)
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: float32 near it are the integers
+QUARTER_HI = tl.constexpr(1.5707963705062866)  # π/2 as float32, and what that leaves out
+QUARTER_LO = tl.constexpr(-4.371139006309477e-08)
+
+
+@triton.jit
+def divide(o, magic, shift):
+    """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
+    return ((o.to(tl.int64) * magic) >> shift).to(tl.int32)
+
+
+@triton.jit
+def round_to_integer(x):
+    """The nearest integer for |x| < 2^22, an integer near x beyond: two additions where floor is a conversion."""
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
+def coordinate(
+    o_g, m_g, p_coords, p_affine, grid,
+    j: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False)."""
+    n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
+    if EXPLICIT:
+        s = tl.load(p_coords + o_g.to(tl.int64) * K + j, mask=m_g, other=0)
+    else:
+        FASTER: tl.constexpr = K - 1 - j
+        s = o_g
+        if FASTER >= 1:
+            s = divide(s, magic1, shift1)
+        if FASTER >= 2:
+            s = divide(s, magic2, shift2)
+        if FASTER >= 3:
+            s = divide(s, magic3, shift3)
+        if j > 0:  # modulo
+            if FASTER == 0:
+                s = s - divide(s, magic1, shift1) * n1
+            elif FASTER == 1:
+                s = s - divide(s, magic2, shift2) * n2
+            else:
+                s = s - divide(s, magic3, shift3) * n3
+        if AFFINE:
+            s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
+        s = tl.where(m_g, s, tl.zeros_like(s))
+    if WIDE:
+        s_hi = s.to(tl.float64)
+        s_lo = tl.zeros_like(s_hi)
+    elif EXPLICIT or AFFINE:
+        s_hi = s.to(tl.float32)
+        s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
+    else:
+        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as AFFINE
+        s_lo = tl.zeros_like(s_hi)
+    return s_hi, s_lo
+
+
+@triton.jit
+def turns(w, UNIT: tl.constexpr):
+    """A frequency or a phase in radians as hi + lo turns (UNIT 1) or quarter turns (UNIT 4)."""
+    if w.dtype == tl.float64:
+        r = w * (INV_TAU * UNIT)
+        hi = r.to(tl.float32)
+        lo = (r - hi.to(tl.float64)).to(tl.float32)
+    else:
+        c_hi = tl.full(w.shape, C_HI * UNIT, tl.float32)
+        hi = w * c_hi
+        lo = tl.fma(w, tl.full(w.shape, C_LO * UNIT, tl.float32), tl.fma(w, c_hi, -hi))
+    return hi, lo
+
+
+@triton.jit
+def angle(
+    p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
+    C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
+    WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and whole units, to be counted modulo a turn.
+
+    The unit is a turn (FAST, whose whole part is of no use), a quarter turn, which leaves smaller remainders to round,
+    or float64 radians all in the remainder (WIDE).
+    """
+    UNIT: tl.constexpr = 1.0 if FAST else 4.0
+    whole = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
+    if LOAD_THETA:
+        theta = tl.load(p_theta + o_theta[:, None] * C + o_c[None, :], mask=m_theta[:, None] & m_c[None, :], other=0)
+        if WIDE:
+            theta = theta.to(tl.float64)
+        else:
+            theta = theta * (UNIT * INV_TAU)
+            whole = round_to_integer(theta)
+            theta -= whole
+    elif WIDE:
+        theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+        for j in tl.static_range(K):
+            s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
+            w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0).to(tl.float64)
+            theta += s[:, None] * w[None, :]
+        if p_phase is not None:
+            phase = tl.load(p_phase + o_c, mask=m_c, other=0).to(tl.float64)
+            theta += tl.where(m_g[:, None], phase[None, :], 0.0)
+    else:
+        part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
+        low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
+        for j in tl.static_range(K):
+            s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
+            w_hi, w_lo = turns(tl.load(p_omega + o_c * K + j, mask=m_c, other=0), UNIT)
+            s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
+            w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
+            n = round_to_integer(s * w)
+            # An explicit fma: subtracting from the rounded product would count its residue twice once the
+            # compiler contracts the two.
+            part += tl.fma(s, w, -n)
+            low += s_hi[:, None] * w_lo[None, :]
+            if EXPLICIT or AFFINE:
+                low += s_lo[:, None] * w_hi[None, :]
+                whole += n - 4.0 * round_to_integer(n * 0.25)
+            else:
+                whole += n  # exact: the launcher sends grids as AFFINE that could pass 2^24 quarter turns
+        if p_phase is not None:  # an axis on which every token of the grid is at 1
+            f_hi, f_lo = turns(tl.load(p_phase + o_c, mask=m_c, other=0), UNIT)
+            n = round_to_integer(f_hi)
+            s = m_g.to(tl.float32)[:, None]
+            part += s * (f_hi - n)[None, :]
+            low += s * f_lo[None, :]
+            whole += s * (n - 4.0 * round_to_integer(n * 0.25))[None, :]
+        theta = part + low
+        n = round_to_integer(theta)
+        theta = theta - n
+        whole = whole + n
+    return theta, whole
+
+
+@triton.jit
+def cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
+    """cos and sin of an angle from :func:`angle`.
+
+    FAST: the CUDA hardware's approximation, absolute error 2^-20.9 on [-π, π], under the rounding of a 16-bit
+    result. Otherwise Cephes' polynomials on [-π/4, π/4], float32-accurate, with their argument in quarter turns.
+    """
+    if WIDE:
+        cos = tl.cos(theta)
+        sin = tl.sin(theta)
+    elif FAST:
+        x = theta * TAU
+        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        # Coefficients: Cephes' times powers of π/2.
+        z = theta * theta
+        s = ((-4.604837188878714e-3 * z + 7.968141387872897e-2) * z - 6.459636302545759e-1) * z + QUARTER_LO
+        s = tl.fma(theta, tl.full(theta.shape, QUARTER_HI, tl.float32), theta * s)
+        c = (((9.056045669359857e-4 * z - 2.0861118398843314e-2) * z + 2.53669380150983e-1) * z - 1.2337005501361697) * z + 1.0
+        turned = whole - 4.0 * round_to_integer(whole * 0.25)
+        q = (turned + ROUND).to(tl.int32, bitcast=True)  # quarter turns in the lowest bits
+        odd = (q & 1) != 0
+        cos = tl.where(odd, s, c).to(tl.int32, bitcast=True) ^ (((q + 1) & 2) << 30)
+        sin = tl.where(odd, c, s).to(tl.int32, bitcast=True) ^ ((q & 2) << 30)
+        cos = cos.to(tl.float32, bitcast=True)
+        sin = sin.to(tl.float32, bitcast=True)
+    return cos, sin
+
+
+@triton.jit
+def radians(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
+    """The angle in [-π, π] as float32, to be cached."""
+    if WIDE:
+        x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
+    elif FAST:
+        x = theta * TAU
+    else:
+        x = theta + (whole - 4.0 * tl.floor((whole + theta) * 0.25 + 0.5))
+        x = x * (TAU / 4.0)
+    return x.to(tl.float32)

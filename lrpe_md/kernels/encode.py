@@ -1,0 +1,425 @@
+"""Both maps, forward and backward, in one kernel.
+
+A program owns a block of tokens and a range of rows (heads of samples, of q and then of k) that share frequencies. It
+asks for its first rows, forms the angles of the block while they are on their way, and walks over its rows, BLOCK_R at
+a time, with cos Θ and sin Θ in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from .angles import angle, coordinate, cos_sin, divide, radians
+from .tiles import apart, load, load_pairs, rows_at, store, store_pairs
+
+# --- activations -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _activate(x, ACT: tl.constexpr):
+    if ACT == "relu":
+        x = tl.where(x <= 0.0, 0.0, x)
+    elif ACT == "sigmoid":
+        x = _sigmoid(x)
+    elif ACT == "silu":
+        x = x * _sigmoid(x)
+    elif ACT == "softplus":
+        e = tl.exp(-tl.abs(x))
+        u = 1.0 + e  # log1p(e) = log(u) e / (u - 1), which repairs the rounding of u
+        x = tl.maximum(x, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return x
+
+
+@triton.jit
+def _activate_backward(x, x_bar, dx_bar, ACT: tl.constexpr):
+    if ACT == "relu":
+        dx_bar = tl.where(x <= 0.0, 0.0, dx_bar)
+    elif ACT == "sigmoid":
+        dx_bar = dx_bar * x_bar * (1.0 - x_bar)
+    elif ACT == "silu":
+        s = _sigmoid(x)
+        dx_bar = dx_bar * s * (1.0 + x * (1.0 - s))
+    elif ACT == "softplus":
+        dx_bar = dx_bar * _sigmoid(x)
+    return dx_bar
+
+
+@triton.jit
+def softmax_sequence(x, p_stat, num_stats, lo, n_d, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x̄ from the rows' maximum and sum over the sequence, channels lo, lo + STEP, .."""
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    p = p_stat[:, None] + lo + o_d * STEP
+    top = tl.load(p, mask=o_d < n_d, other=0.0)
+    total = tl.load(p + num_stats[:, None], mask=o_d < n_d, other=1.0)
+    return tl.exp(x - top[None, :, :]) / total[None, :, :]
+
+
+@triton.jit
+def _masked_max(x, n_d, BLOCK_D: tl.constexpr):
+    return tl.max(tl.where((tl.arange(0, BLOCK_D) < n_d)[None, None, :], x, float("-inf")), axis=2)
+
+
+@triton.jit
+def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
+    return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, None, :], tl.exp(x - top[:, :, None]), 0.0)
+
+
+# --- the two maps, on tiles (tokens, rows, channels) ---------------------------------------------------------
+
+
+@triton.jit
+def _cosine(
+    x, dy_cos, dy_sin, o_rows, p_stat, num_stats, cos, sin, o_n, m_nr,
+    D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
+    NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """x -> [x̄ cos Θ, x̄ sin Θ], or the gradients: dx̄ = dy_cos cos Θ + dy_sin sin Θ, and dΘ of each row."""
+    ACC: tl.constexpr = cos.dtype
+    dtheta = cos
+    if LOAD_X:
+        x = x.to(ACC)
+        if DIM == -1:
+            e = _masked_exp(x, _masked_max(x, D, BLOCK_C), D, BLOCK_C)
+            x_bar = e / tl.sum(e, axis=2)[:, :, None]
+        elif DIM == -2:
+            x_bar = softmax_sequence(x, p_stat, num_stats, 0, D, 1, BLOCK_C)
+        else:
+            x_bar = _activate(x, ACT)
+    if BACKWARD:
+        dy_cos = dy_cos.to(ACC)
+        dy_sin = dy_sin.to(ACC)
+        dx = dy_cos * cos + dy_sin * sin
+        if NEED_DTHETA:
+            dtheta = x_bar * (dy_sin * cos - dy_cos * sin)
+        if DIM == -1:
+            dx = x_bar * (dx - tl.sum(x_bar * dx, axis=2)[:, :, None])
+        elif ACT != "none":
+            dx = _activate_backward(x, x_bar, dx, ACT)
+        store(o_rows, dx, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
+    else:
+        store(o_rows, x_bar * cos, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_rows, x_bar * sin, o_n, m_nr, D, D, ALIGNED, LONG, BLOCK_C)
+    return dtheta
+
+
+@triton.jit
+def _rotate(
+    xa, xb, ga, gb, x_rows, dy_rows, o_rows, p_stat, num_stats, cos, sin, o_n, m_nr,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+):  # fmt: skip
+    """(a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ), or the gradients: the rotation by -Θ, and dΘ of each row.
+
+    The channels before START (head) and after the rotated ones (tail) pass as x̄.
+    """
+    ACC: tl.constexpr = cos.dtype
+    TAIL: tl.constexpr = START + 2 * C
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    B_LO: tl.constexpr = START + 1 if INTERLEAVED else START + C
+    dtheta = cos
+    if LOAD_X:
+        xa, xb = apart(xa, xb, INTERLEAVED, BLOCK_R, BLOCK_N, BLOCK_C)
+        xa = xa.to(ACC)
+        xb = xb.to(ACC)
+        if BLOCK_HEAD > 0:
+            xh = load(x_rows, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+        if BLOCK_TAIL > 0:
+            xt = load(x_rows, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+        if DIM == -1:
+            top = tl.maximum(_masked_max(xa, C, BLOCK_C), _masked_max(xb, C, BLOCK_C))
+            if BLOCK_HEAD > 0:
+                top = tl.maximum(top, _masked_max(xh, START, BLOCK_HEAD))
+            if BLOCK_TAIL > 0:
+                top = tl.maximum(top, _masked_max(xt, D - TAIL, BLOCK_TAIL))
+            a_bar = _masked_exp(xa, top, C, BLOCK_C)
+            b_bar = _masked_exp(xb, top, C, BLOCK_C)
+            total = tl.sum(a_bar + b_bar, axis=2)
+            if BLOCK_HEAD > 0:
+                h_bar = _masked_exp(xh, top, START, BLOCK_HEAD)
+                total += tl.sum(h_bar, axis=2)
+            if BLOCK_TAIL > 0:
+                t_bar = _masked_exp(xt, top, D - TAIL, BLOCK_TAIL)
+                total += tl.sum(t_bar, axis=2)
+            a_bar = a_bar / total[:, :, None]
+            b_bar = b_bar / total[:, :, None]
+            if BLOCK_HEAD > 0:
+                h_bar = h_bar / total[:, :, None]
+            if BLOCK_TAIL > 0:
+                t_bar = t_bar / total[:, :, None]
+        elif DIM == -2:
+            a_bar = softmax_sequence(xa, p_stat, num_stats, START, C, STEP, BLOCK_C)
+            b_bar = softmax_sequence(xb, p_stat, num_stats, B_LO, C, STEP, BLOCK_C)
+            if BLOCK_HEAD > 0:
+                h_bar = softmax_sequence(xh, p_stat, num_stats, 0, START, 1, BLOCK_HEAD)
+            if BLOCK_TAIL > 0:
+                t_bar = softmax_sequence(xt, p_stat, num_stats, TAIL, D - TAIL, 1, BLOCK_TAIL)
+        else:
+            a_bar = _activate(xa, ACT)
+            b_bar = _activate(xb, ACT)
+            if BLOCK_HEAD > 0:
+                h_bar = _activate(xh, ACT)
+            if BLOCK_TAIL > 0:
+                t_bar = _activate(xt, ACT)
+    if BACKWARD:
+        ga, gb = apart(ga, gb, INTERLEAVED, BLOCK_R, BLOCK_N, BLOCK_C)
+        ga = ga.to(ACC)
+        gb = gb.to(ACC)
+        a = ga * cos + gb * sin
+        b = gb * cos - ga * sin
+        if NEED_DTHETA:
+            dtheta = a_bar * b - b_bar * a
+        if BLOCK_HEAD > 0:
+            h = load(dy_rows, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+        if BLOCK_TAIL > 0:
+            t = load(dy_rows, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+        if DIM == -1:
+            dot = tl.sum(a_bar * a + b_bar * b, axis=2)
+            if BLOCK_HEAD > 0:
+                dot += tl.sum(h_bar * h, axis=2)
+            if BLOCK_TAIL > 0:
+                dot += tl.sum(t_bar * t, axis=2)
+            a = a_bar * (a - dot[:, :, None])
+            b = b_bar * (b - dot[:, :, None])
+            if BLOCK_HEAD > 0:
+                h = h_bar * (h - dot[:, :, None])
+            if BLOCK_TAIL > 0:
+                t = t_bar * (t - dot[:, :, None])
+        elif ACT != "none":
+            a = _activate_backward(xa, a_bar, a, ACT)
+            b = _activate_backward(xb, b_bar, b, ACT)
+            if BLOCK_HEAD > 0:
+                h = _activate_backward(xh, h_bar, h, ACT)
+            if BLOCK_TAIL > 0:
+                t = _activate_backward(xt, t_bar, t, ACT)
+    else:
+        a = a_bar * cos - b_bar * sin
+        b = a_bar * sin + b_bar * cos
+        if BLOCK_HEAD > 0:
+            h = h_bar
+        if BLOCK_TAIL > 0:
+            t = t_bar
+    store_pairs(o_rows, a, b, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_R, BLOCK_N, BLOCK_C)
+    if BLOCK_HEAD > 0:
+        store(o_rows, h, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD)
+    if BLOCK_TAIL > 0:
+        store(o_rows, t, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
+    return dtheta
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row(r0, r_hi, sample, g, heads, BLOCK_R: tl.constexpr):
+    """Sample, head and tensor (is it k?) of rows r0 .. r0 + BLOCK_R of group g, and whether they are the program's."""
+    per_sample, magic, shift, group0, group1 = heads
+    r = r0 + tl.arange(0, BLOCK_R)
+    i = divide(r, magic, shift)
+    h = r - i * per_sample
+    is_k = h >= group0
+    h = tl.where(is_k, g * group1 + h - group0, g * group0 + h)
+    return (sample + i).to(tl.int64), h.to(tl.int64), is_k, r < r_hi
+
+
+@triton.jit
+def _fetch(
+    x_rows, dy_rows, o_n, m_nr, D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """What a map reads: x and dy, each as one tile (twice) or as two. Where one is not read the other stands for it."""
+    if LOAD_X:
+        if COSINE:
+            xa = load(x_rows, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
+            xb = xa
+        else:
+            xa, xb = load_pairs(x_rows, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+    if BACKWARD:
+        if COSINE:
+            ga = load(dy_rows, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
+            gb = load(dy_rows, o_n, m_nr, D, D, ALIGNED, LONG, BLOCK_C)
+        else:
+            ga, gb = load_pairs(dy_rows, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+    if not LOAD_X:
+        xa, xb = ga, gb
+    if not BACKWARD:
+        ga, gb = xa, xb
+    return xa, xb, ga, gb
+
+
+@triton.jit
+def _weights(
+    o_j, o_g, m_g, p_phase, p_coords, p_affine, grid,
+    K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What dΘ of a token counts for dω_j, s_j (rows j < K), and for dφ, 1 (row K): (BLOCK_J, BLOCK_N) in float64."""
+    weights = (o_j[:, None] + o_g[None, :]).to(tl.float64) * 0.0
+    for j in tl.static_range(K):
+        s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
+        s = s_hi.to(tl.float64) + s_lo.to(tl.float64)
+        weights = tl.where((o_j == j)[:, None], s[None, :], weights)
+    if p_phase is not None:
+        weights = tl.where((o_j == K)[:, None], m_g.to(tl.float64)[None, :], weights)
+    return weights
+
+
+# --- the kernel ----------------------------------------------------------------------------------------------
+
+_POINTERS = [
+    "p_x0", "p_dy0", "p_o0", "p_stat0", "p_x1", "p_dy1", "p_o1", "p_stat1",
+    "p_omega", "p_phase", "p_coords", "p_affine", "p_theta", "p_partial",
+]  # fmt: skip
+_STRIDES = [
+    f"{name}{i}_{axis}" for i in (0, 1) for name, axes in (("x", "bhnd"), ("dy", "bhnd"), ("o", "bhn")) for axis in axes
+]
+_SIZES = [
+    "coords_b", "omega_h", "phase_h", "B", "H0", "H1", "N", "prefix", "num_grid", "start", "n1", "n2", "n3",
+    "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
+    "num_blocks", "T", "G", "P", "span", "per", "group0", "group1",
+    "magic_t", "magic_g", "magic_p", "magic_h", "shift_t", "shift_g", "shift_p", "shift_h",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_STRIDES + _SIZES, do_not_specialize_on_alignment=_POINTERS)
+def lrpe_kernel(
+    p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
+    p_omega, p_phase, p_coords, p_affine, p_theta, p_partial,
+    x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64",
+    o0_b: "i64", o0_h: "i64", o0_n: "i64",
+    x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64", dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64",
+    o1_b: "i64", o1_h: "i64", o1_n: "i64",
+    coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
+    num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
+    magic1: "i64", magic2: "i64", magic3: "i64", shift1: "i32", shift2: "i32", shift3: "i32",
+    num_blocks: "i32", T: "i32", G: "i32", P: "i32", span: "i32", per: "i32", group0: "i32", group1: "i32",
+    magic_t: "i64", magic_g: "i64", magic_p: "i64", magic_h: "i64",
+    shift_t: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
+    D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
+    COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
+    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
+    AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+):  # fmt: skip
+    """Both maps, forward and backward, for one tensor or for q and k.
+
+    Programs, all on the x axis of the launch grid: T over the token blocks (fastest), G groups of heads that share
+    frequencies, P parts of a group's rows, and the samples where each has coordinates of its own (BY_SAMPLE). A group
+    has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
+
+    x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
+    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
+    theta (G, N, C) cached angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
+    """
+    NEED_DTHETA: tl.constexpr = p_partial is not None
+    HAS_K: tl.constexpr = p_o1 is not None
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    pid = tl.program_id(0)
+    part = divide(pid, magic_t, shift_t)
+    t = pid - part * T
+    g = part
+    part = divide(part, magic_g, shift_g)
+    g -= part * G
+    slot = part
+    sample = 0
+    if BY_SAMPLE:
+        sample = divide(part, magic_p, shift_p)
+        part -= sample * P
+        p_coords += sample.to(tl.int64) * coords_b
+    r_lo = part * per
+    r_hi = tl.minimum(r_lo + per, span)
+
+    grid = (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3)
+    heads = (group0 + group1, magic_h, shift_h, group0, group1)
+    one = tl.full([], 1, tl.int64)
+    x_q, x_k = (x0_b, x0_h, x0_n, x0_d), (x1_b, x1_h, x1_n, x1_d)
+    dy_q, dy_k = (dy0_b, dy0_h, dy0_n, dy0_d), (dy1_b, dy1_h, dy1_n, dy1_d)
+    o_q, o_k = (o0_b, o0_h, o0_n, one), (o1_b, o1_h, o1_n, one)
+    p_omega += g * omega_h
+    if p_phase is not None:
+        p_phase += g * phase_h
+    o_n = tl.arange(0, BLOCK_N)
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    o_j = tl.arange(0, BLOCK_J)
+    if NEED_DTHETA:
+        total = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_C], dtype=tl.float64)
+
+    for block in range(t, num_blocks, T):
+        n0 = tl.cast(block, tl.int64) * BLOCK_N
+        m_n = block * BLOCK_N + o_n < N
+        b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
+        m_nr = m_n[:, None] & m_r[None, :]
+        x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+        dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+        xa, xb, ga, gb = _fetch(
+            x_rows, dy_rows, o_n, m_nr, D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C
+        )
+
+        o_g = block * BLOCK_N + o_n + (start - prefix)
+        m_g = m_n & (o_g >= 0) & (o_g < num_grid)
+        o_g = tl.where(m_g, o_g, 0)
+        o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
+        theta, whole = angle(
+            p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
+            C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+        )  # fmt: skip
+        cos, sin = cos_sin(theta, whole, WIDE, FAST)
+        if STORE_THETA:
+            if slot == 0:
+                m_theta = m_n[:, None] & m_c[None, :]
+                tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, whole, WIDE, FAST), mask=m_theta)
+        cos = cos[:, None, :]
+        sin = sin[:, None, :]
+        if NEED_DTHETA:
+            weights = _weights(o_j, o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
+
+        for r0 in range(r_lo, r_hi, BLOCK_R):
+            b, h, is_k, m_r = _row(r0, r_hi, sample, g, heads, BLOCK_R)
+            m_nr = m_n[:, None] & m_r[None, :]
+            x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+            dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+            if r0 > r_lo:
+                xa, xb, ga, gb = _fetch(
+                    x_rows, dy_rows, o_n, m_nr,
+                    D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+                )  # fmt: skip
+            o_rows = rows_at(p_o0, o_q, p_o1, o_k, is_k, b, h, n0, HAS_K, ALIGNED)
+            q_stat = 0
+            num_stats = 0
+            if DIM == -2:
+                num_heads = tl.where(is_k, H1, H0).to(tl.int64)
+                num_stats = num_heads * B * D
+                q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
+                q_stat = q_stat + (b * num_heads + h) * D
+                q_stat = tl.where(m_r, q_stat, p_stat0)
+            if COSINE:
+                dtheta = _cosine(
+                    xa, ga, gb, o_rows, q_stat, num_stats, cos, sin, o_n, m_nr,
+                    D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
+                )  # fmt: skip
+            else:
+                dtheta = _rotate(
+                    xa, xb, ga, gb, x_rows, dy_rows, o_rows, q_stat, num_stats, cos, sin, o_n, m_nr,
+                    D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                    BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+                )  # fmt: skip
+            if NEED_DTHETA:
+                # A few rows in float32, everything longer in float64; rows and tokens masked off have read dy = 0.
+                dtheta = tl.where(m_g[:, None], tl.sum(dtheta, axis=1), 0.0).to(tl.float64)
+                total += weights[:, :, None] * dtheta[None, :, :]
+
+    if NEED_DTHETA:
+        J: tl.constexpr = K if p_phase is None else K + 1
+        offset = (tl.cast(slot, tl.int64) * T + t) * G + g
+        tl.store(
+            p_partial + (offset * J + o_j[:, None]) * C + o_c[None, :], tl.sum(total, axis=1),
+            mask=(o_j < J)[:, None] & m_c[None, :],
+        )  # fmt: skip

@@ -1,0 +1,128 @@
+"""The second pass of dω and dφ, and softmax over the sequence."""
+
+import triton
+import triton.language as tl
+
+from .encode import softmax_sequence
+from .tiles import load, rows_at, store
+
+
+@triton.jit(
+    do_not_specialize=["rows", "G", "omega_heads", "phase_heads"],
+    do_not_specialize_on_alignment=["p_partial", "p_domega", "p_dphase"],
+)
+def reduce_partial_kernel(
+    p_partial, p_domega, p_dphase, rows: "i32", G: "i32", omega_heads: "i32", phase_heads: "i32",
+    C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sum partial (rows, G, J, C) to dω (omega_heads, C, K) and dφ (phase_heads, C), in a fixed order.
+
+    One program for each row j of each head of dω, then for each head of dφ. Shared frequencies (one head) sum
+    over the groups too.
+    """
+    pid = tl.program_id(0)
+    num_omega = 0
+    if p_domega is not None:
+        num_omega = omega_heads * K
+    is_omega = pid < num_omega
+    head = tl.where(is_omega, pid // K, pid - num_omega)
+    j = tl.where(is_omega, pid % K, K)
+    shared = tl.where(is_omega, omega_heads, phase_heads) < G
+    num = tl.where(shared, rows * G, rows)
+    step = tl.where(shared, 1, G).to(tl.int64) * J * C
+    o_c = tl.arange(0, BLOCK_C)
+    o_r = tl.arange(0, BLOCK_R)
+    p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
+    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
+    for r in range(0, num, BLOCK_R):
+        mask = (r + o_r < num)[:, None] & (o_c < C)[None, :]
+        total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
+    total = tl.sum(total, axis=0)
+    if p_domega is not None:
+        if is_omega:
+            tl.store(p_domega + (head * C + o_c) * K + j, total.to(p_domega.dtype.element_ty), mask=o_c < C)
+    if p_dphase is not None:
+        if pid >= num_omega:
+            tl.store(p_dphase + head * C + o_c, total.to(p_dphase.dtype.element_ty), mask=o_c < C)
+
+
+_SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "g_b", "g_h", "g_n", "dx_b", "dx_h", "dx_n", "B", "H", "N"]
+
+
+@triton.jit
+def _read(
+    rows, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    x = load(rows, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
+    return x.to(tl.float64 if WIDE else tl.float32)
+
+
+@triton.jit(do_not_specialize=_SEQUENCE_SIZES, do_not_specialize_on_alignment=["p_x", "p_g", "p_dx", "p_stat"])
+def softmax_sequence_kernel(
+    p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
+    dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32",
+    D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the sequence: the maximum and the sum (2, B, H, D), or dx = x̄ (dx̄ - Σ_n x̄ dx̄) from dx̄ = g.
+
+    A program owns BLOCK_D channels of one head and walks along the tokens.
+    """
+    BACKWARD: tl.constexpr = p_g is not None
+    NUM_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    pid = tl.program_id(0)
+    lo = (pid % NUM_D) * BLOCK_D
+    row = pid // NUM_D
+    b = tl.full([1], row // H, tl.int64)
+    h = tl.full([1], row % H, tl.int64)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_d = lo + o_d < D
+    p_stat += tl.cast(row, tl.int64) * D + lo
+    num_stats = tl.cast(B, tl.int64) * H * D
+    x_strides = (x_b, x_h, x_n, x_d)
+    if BACKWARD:
+        g_strides = (g_b, g_h, g_n, tl.full([], 1, tl.int64))
+        dx_strides = (dx_b, dx_h, dx_n, tl.full([], 1, tl.int64))
+        stat = tl.zeros([1], tl.int64) + num_stats
+        q_stat = p_stat + tl.zeros([1], tl.int64)
+        dot = tl.zeros([1, BLOCK_D], dtype=ACC)
+        for n0 in range(0, N, BLOCK_N):
+            x = _read(
+                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
+                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
+            )  # fmt: skip
+            g = _read(
+                rows_at(p_g, g_strides, p_g, g_strides, b, b, h, n0, False, ALIGNED),
+                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
+            )  # fmt: skip
+            dot += tl.sum(softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * g, axis=0)
+        for n0 in range(0, N, BLOCK_N):
+            x = _read(
+                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
+                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
+            )  # fmt: skip
+            g = _read(
+                rows_at(p_g, g_strides, p_g, g_strides, b, b, h, n0, False, ALIGNED),
+                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
+            )  # fmt: skip
+            dx = softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :, :])
+            rows = rows_at(p_dx, dx_strides, p_dx, dx_strides, b, b, h, n0, False, ALIGNED)
+            store(rows, dx, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
+    else:
+        top = tl.full([1, BLOCK_D], float("-inf"), dtype=ACC)
+        total = tl.zeros([1, BLOCK_D], dtype=ACC)
+        for n0 in range(0, N, BLOCK_N):
+            x = _read(
+                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
+                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
+            )  # fmt: skip
+            x = tl.where((n0 + o_n < N)[:, None, None], x, float("-inf"))
+            higher = tl.maximum(top, tl.max(x, axis=0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :, :]), axis=0)
+            top = higher
+        tl.store(p_stat + o_d, top, mask=m_d)
+        tl.store(p_stat + num_stats + o_d, total, mask=m_d)

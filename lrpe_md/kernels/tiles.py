@@ -1,0 +1,95 @@
+"""Loads and stores of a tile (tokens, rows, channels) of tensors with any strides.
+
+Strides come in units of 8 elements where everything is aligned to that, so that loads are 16 bytes wide for any
+head_dim that is a multiple of 8.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_at(p_q, q_strides, p_k, k_strides, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
+    """For rows (sample b, head h) of q or k: pointers to token n0, strides of a token and of a channel; 64 bits."""
+    U: tl.constexpr = 8 if ALIGNED else 1
+    p = p_q
+    stride_b, stride_h, stride_n, stride_d = q_strides
+    if HAS_K:
+        p = tl.where(is_k, p_k, p_q)
+        stride_b = tl.where(is_k, k_strides[0], stride_b)
+        stride_h = tl.where(is_k, k_strides[1], stride_h)
+        stride_n = tl.where(is_k, k_strides[2], stride_n)
+        stride_d = tl.where(is_k, k_strides[3], stride_d)
+    p = p + (b * stride_b + h * stride_h + n0 * stride_n) * U
+    if ALIGNED:
+        p = tl.multiple_of(p, [16])  # on the sum: on an argument of the kernel the compiler ignores it
+    zero = tl.zeros_like(b)
+    return p, stride_n + zero, stride_d + zero
+
+
+@triton.jit
+def _pointers(rows, o_n, o_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    """LONG: a block of tokens spans 2^31 elements."""
+    p, stride_n, stride_d = rows
+    if ALIGNED:
+        stride_n = stride_n * 8
+    if LONG:
+        tokens = o_n.to(tl.int64)[:, None] * stride_n[None, :]
+    else:
+        tokens = o_n[:, None] * stride_n.to(tl.int32)[None, :]
+    if ALIGNED:
+        return (p[None, :] + tokens)[:, :, None] + o_d[None, None, :]
+    else:
+        return (p[None, :] + tokens)[:, :, None] + o_d[None, None, :] * stride_d[None, :, None]
+
+
+@triton.jit
+def load(rows, o_n, m_nr, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Channels lo .. lo + n_d of a block of tokens."""
+    o_d = tl.arange(0, BLOCK_D)
+    mask = m_nr[:, :, None] & (o_d < n_d)[None, None, :]
+    return tl.load(_pointers(rows, o_n, lo + o_d, ALIGNED, LONG), mask=mask, other=0.0)
+
+
+@triton.jit
+def store(rows, value, o_n, m_nr, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+    o_d = tl.arange(0, BLOCK_D)
+    mask = m_nr[:, :, None] & (o_d < n_d)[None, None, :]
+    tl.store(_pointers(rows, o_n, lo + o_d, ALIGNED, LONG), value.to(rows[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_pairs(
+    rows, o_n, m_nr, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Both channels of each pair; interleaved ones still side by side, twice: see :func:`apart`."""
+    if INTERLEAVED:
+        x1 = load(rows, o_n, m_nr, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+        x2 = x1
+    else:
+        x1 = load(rows, o_n, m_nr, lo, C, ALIGNED, LONG, BLOCK_C)
+        x2 = load(rows, o_n, m_nr, lo + C, C, ALIGNED, LONG, BLOCK_C)
+    return x1, x2
+
+
+@triton.jit
+def apart(x1, x2, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The channels of the pairs that :func:`load_pairs` left together."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(x1, [BLOCK_N, BLOCK_R, BLOCK_C, 2]))
+    else:
+        return x1, x2
+
+
+@triton.jit
+def store_pairs(
+    rows, x1, x2, o_n, m_nr, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:
+        x = tl.reshape(tl.join(x1, x2), [BLOCK_N, BLOCK_R, 2 * BLOCK_C])
+        store(rows, x, o_n, m_nr, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+    else:
+        store(rows, x1, o_n, m_nr, lo, C, ALIGNED, LONG, BLOCK_C)
+        store(rows, x2, o_n, m_nr, lo + C, C, ALIGNED, LONG, BLOCK_C)
