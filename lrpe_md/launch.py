@@ -125,8 +125,12 @@ def _run(
     cut = plan(spec.map, num_tokens, groups, span, width, out0.element_size(), need_dtheta)
     num_blocks = triton.cdiv(num_tokens, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
-    parts = triton.cdiv(span, cut.per)
-    programs = token_programs * groups * parts * (batch if by_sample else 1)
+    in_sample = triton.cdiv(group0 + group1, cut.per)
+    outer = triton.cdiv(triton.cdiv(span, cut.per), in_sample)
+    programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)
+    tokens_first = out0.stride(2) <= out0.stride(1)  # neighbours in memory run together
+    first, second = token_programs, groups * in_sample
+    first, second = (first, second) if tokens_first else (second, first)
 
     tensors = [*xs, *dys, *outs]
     aligned = _aligned(head_dim, tensors)
@@ -152,8 +156,8 @@ def _run(
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
-    (magic_t, shift_t), (magic_g, shift_g) = _magic(token_programs), _magic(groups)
-    (magic_p, shift_p), (magic_h, shift_h) = _magic(parts), _magic(group0 + group1)
+    (magic_first, shift_first), (magic_second, shift_second) = _magic(first), _magic(second)
+    (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
     lrpe_kernel[(programs,)](
@@ -163,8 +167,9 @@ def _run(
         channels if phase is not None and phase.shape[0] > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
-        num_blocks, token_programs, groups, parts, span, cut.per, group0, group1,
-        magic_t, magic_g, magic_p, magic_h, shift_t, shift_g, shift_p, shift_h,
+        num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, cut.per, group0, group1,
+        magic_first, magic_second, magic_g, magic_p, magic_h,
+        shift_first, shift_second, shift_g, shift_p, shift_h,
         D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
         COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
         BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None, BY_SAMPLE=by_sample,

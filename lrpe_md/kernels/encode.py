@@ -281,8 +281,9 @@ _STRIDES = [
 _SIZES = [
     "coords_b", "omega_h", "phase_h", "B", "H0", "H1", "N", "prefix", "num_grid", "start", "n1", "n2", "n3",
     "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
-    "num_blocks", "T", "G", "P", "span", "per", "group0", "group1",
-    "magic_t", "magic_g", "magic_p", "magic_h", "shift_t", "shift_g", "shift_p", "shift_h",
+    "num_blocks", "tokens_first", "first", "second", "G", "M", "P", "span", "per", "group0", "group1",
+    "magic_first", "magic_second", "magic_g", "magic_p", "magic_h",
+    "shift_first", "shift_second", "shift_g", "shift_p", "shift_h",
 ]  # fmt: skip
 
 
@@ -297,9 +298,10 @@ def lrpe_kernel(
     coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
     num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
     magic1: "i64", magic2: "i64", magic3: "i64", shift1: "i32", shift2: "i32", shift3: "i32",
-    num_blocks: "i32", T: "i32", G: "i32", P: "i32", span: "i32", per: "i32", group0: "i32", group1: "i32",
-    magic_t: "i64", magic_g: "i64", magic_p: "i64", magic_h: "i64",
-    shift_t: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
+    num_blocks: "i32", tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", P: "i32",
+    span: "i32", per: "i32", group0: "i32", group1: "i32",
+    magic_first: "i64", magic_second: "i64", magic_g: "i64", magic_p: "i64", magic_h: "i64",
+    shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
     COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
     BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
@@ -310,9 +312,10 @@ def lrpe_kernel(
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
-    Programs, all on the x axis of the launch grid: T over the token blocks (fastest), G groups of heads that share
-    frequencies, P parts of a group's rows, and the samples where each has coordinates of its own (BY_SAMPLE). A group
-    has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
+    Programs, all on the x axis of the launch grid: T over the token blocks, G groups of heads that share frequencies,
+    and parts of a group's rows: M that share a sample, P times these, and all that for each sample where each has
+    coordinates of its own (BY_SAMPLE). The order follows memory: tokens first, or groups and parts of a sample. A
+    group has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
@@ -322,17 +325,23 @@ def lrpe_kernel(
     HAS_K: tl.constexpr = p_o1 is not None
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     pid = tl.program_id(0)
-    part = divide(pid, magic_t, shift_t)
-    t = pid - part * T
-    g = part
-    part = divide(part, magic_g, shift_g)
-    g -= part * G
-    slot = part
+    rest = divide(pid, magic_first, shift_first)
+    d0 = pid - rest * first
+    outer = divide(rest, magic_second, shift_second)
+    d1 = rest - outer * second
+    in_order = tokens_first != 0
+    t = tl.where(in_order, d0, d1)
+    inner = tl.where(in_order, d1, d0)
+    T = tl.where(in_order, first, second)
+    part = divide(inner, magic_g, shift_g)
+    g = inner - part * G
+    slot = outer * M + part
     sample = 0
     if BY_SAMPLE:
-        sample = divide(part, magic_p, shift_p)
-        part -= sample * P
+        sample = divide(outer, magic_p, shift_p)
+        outer -= sample * P
         p_coords += sample.to(tl.int64) * coords_b
+    part += outer * M
     r_lo = part * per
     r_hi = tl.minimum(r_lo + per, span)
 
