@@ -35,31 +35,44 @@ class Plan(NamedTuple):
     per: int  # rows a program, for which its angles serve
 
 
-# (map, needs dω) -> rows, elements a row, and warps a tile for 16-bit inputs.
+# Bytes an element, map and pass -> rows, elements a row, and warps a tile: up to 64 channels wide, and wider. Chosen in
+# one run on an H200 from 18 tiles, by the worst of shared and per-head frequencies on the workloads of
+# scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 1% of the best found for
+# forward and backward, 5% with dω. float64 is not tuned.
 TILES = {
-    ("cosine", False): (4, 1024, 4),
-    ("rotate", False): (4, 2048, 4),
-    ("cosine", True): (2, 1024, 4),
-    ("rotate", True): (2, 2048, 4),
+    (2, "cosine", "forward"): ((2, 1024, 4), (1, 512, 1)),
+    (2, "cosine", "backward"): ((2, 1024, 4), (2, 512, 1)),
+    (2, "cosine", "dtheta"): ((4, 256, 1), (2, 512, 1)),
+    (2, "rotate", "forward"): ((2, 1024, 2), (2, 2048, 4)),
+    (2, "rotate", "backward"): ((2, 1024, 2), (2, 2048, 4)),
+    (2, "rotate", "dtheta"): ((4, 512, 1), (4, 512, 1)),
+    (4, "cosine", "forward"): ((2, 128, 1), (2, 128, 1)),
+    (4, "cosine", "backward"): ((2, 128, 1), (2, 128, 1)),
+    (4, "cosine", "dtheta"): ((4, 1024, 4), (2, 256, 2)),
+    (4, "rotate", "forward"): ((2, 2048, 4), (2, 2048, 4)),
+    (4, "rotate", "backward"): ((2, 2048, 4), (2, 2048, 4)),
+    (4, "rotate", "dtheta"): ((4, 1024, 4), (4, 1024, 4)),
 }
 
 
-def tile(map: str, width: int, itemsize: int, need_dtheta: bool) -> tuple[int, int, int]:
+def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int]:
     """Rows, tokens and warps a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    rows, elements, num_warps = TILES[map, need_dtheta]
-    if itemsize > 2:
-        rows, elements = (2, elements) if itemsize == 4 else (1, elements)
+    narrow, wide = TILES.get((itemsize, map, direction), ((1, 512, 4), (1, 512, 4)))
+    rows, elements, num_warps = wide if width > 64 else narrow
     return rows, max(1, elements // width), num_warps
 
 
-def plan(map: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int, need_dtheta: bool) -> Plan:
-    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each."""
-    block_r, block_n, num_warps = tile(map, width, itemsize, need_dtheta)
+def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int) -> Plan:
+    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each.
+
+    direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
+    """
+    block_r, block_n, num_warps = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
         return Plan(block_r, block_n, num_warps, 1, rows)
     num_blocks = triton.cdiv(num_tokens, block_n)
-    if not need_dtheta:
+    if direction != "dtheta":
         return Plan(block_r, block_n, num_warps, num_blocks, block_r)
     # Few programs that walk far: their partial sums are written and read once more.
     token_programs = min(num_blocks, max(1, FULL // groups))
@@ -122,7 +135,8 @@ def _run(
     block_c = triton.next_power_of_2(channels)
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
-    cut = plan(spec.map, num_tokens, groups, span, width, out0.element_size(), need_dtheta)
+    direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
+    cut = plan(spec.map, direction, num_tokens, groups, span, width, out0.element_size())
     num_blocks = triton.cdiv(num_tokens, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
     in_sample = triton.cdiv(group0 + group1, cut.per)
