@@ -396,14 +396,14 @@ def show(title: str, rows: pd.DataFrame) -> None:
 def main(
     models: Annotated[str, typer.Option("--models", "--model", help=f"Any of {','.join(MODELS)}.")] = ",".join(MODELS),
     modes: Annotated[str, typer.Option(help=f"Any of {','.join(MODES)}.")] = ",".join(MODES),
-    encodings: Annotated[str | None, typer.Option(help="See the list above. [all but learned and cosine]")] = None,
+    encodings: Annotated[str | None, typer.Option(help="Names; without it all but learned and cosine.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every model takes one step.")] = 60,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step. [ViTs: 128, video: 2]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step. Without it 128, video 2.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds after which no new round begins.")] = math.inf,
     backend: Annotated[str, typer.Option(help=f"Attention kernel: auto or one of {', '.join(BACKENDS)}.")] = "auto",
     profiling: Annotated[bool, typer.Option("--profile", help="Also list the CUDA kernels of a step of each.")] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
-    commit: Annotated[str | None, typer.Option(help="Recorded with the numbers. [what git says]")] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded with the numbers; without it what git says.")] = None,
     out: Annotated[Path, typer.Option(help="CSV to add rows to; kernels go to NAME-kernels.csv beside it.")] = Path(
         "runs/training.csv"
     ),
