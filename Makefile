@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: help install ablate lint types unit test clean
+.PHONY: help install ablate readme-tables lint types unit test clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(READY)  ## .venv with the package and all its extras (PYTHON=python3.12 chooses the Python)
 
@@ -17,6 +17,9 @@ $(READY): pyproject.toml
 
 ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, about 5 minutes (ARGS="--seeds 1")
 	$(BIN)/python -m scripts.ablate $(ARGS)
+
+readme-tables: $(READY)  ## the README's performance section and plots, from scripts/results/benchmark-*.csv
+	$(BIN)/python -m scripts.benchmark_report $(ARGS)
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from torch import Tensor
 from .functional import Positions, cosine, rotate
 from .positions import Coordinates, Grid
 
-__all__ = ["Case", "Inputs", "Violation", "budget_violation", "check", "make_inputs", "run"]
+__all__ = ["WORKLOADS", "Case", "Inputs", "Violation", "Workload", "budget_violation", "check", "make_inputs", "run"]
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
@@ -68,6 +68,38 @@ class Case:
         default = Case()
         changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
         return ", ".join(f"{k}={v}" for k, v in changed.items()) or "default"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of a layer that is worth timing."""
+
+    batch: int
+    heads: int
+    shape: tuple[int, ...]
+    prefix: int
+    head_dim: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + torch.Size(self.shape).numel()
+
+    def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
+        """One tensor for cosine; for rotate q and k, slices of one projection."""
+        two = map == "rotate"
+        case = Case(
+            map, self.shape, self.prefix, batch=self.batch, heads=(self.heads,) * (1 + two),
+            omega_heads=self.heads if per_head else 1, head_dim=self.head_dim, dtype=torch.bfloat16,
+            layout="packed" if two else "bhnd", grad_layout="bnhd" if two else "bhnd",
+        )  # fmt: skip
+        return replace(case, **changes)
+
+
+WORKLOADS = {
+    "vit224": Workload(256, 12, (14, 14), 1, 64),
+    "img64": Workload(16, 16, (64, 64), 0, 64),
+    "video": Workload(2, 24, (21, 30, 52), 512, 128),
+}
 
 
 @dataclass

@@ -1,0 +1,290 @@
+"""The benchmark end to end on tiny sizes: its rows, what it refuses to time, its helpers, and the README's tables."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lrpe_md import ops
+from lrpe_md.functional import prepare
+from lrpe_md.testing import Workload
+from scripts import benchmark, benchmark_report
+from scripts.benchmark_measure import COLUMNS, HERE, Judge, floor_bytes, in_words, make_pass, scratch
+from scripts.benchmark_modes import custom_op, raw_launch
+from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, encode, kernels, large_inputs, load_file, tables
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+TINY = Workload(2, 2, (3, 4), 1, 16)
+SMOKE = ["--device", "cpu", "--smoke", "--workload", "vit224", "--commit", "abc"]
+
+
+def invoke(out: Path, *args: str):
+    result = CliRunner().invoke(benchmark.app, [*SMOKE, "--out", str(out), *args], env={"NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    rows = pd.read_csv(out)
+    assert list(rows) == [*COLUMNS, *HERE]
+    return rows
+
+
+def test_every_pass_of_every_peer_is_a_row(tmp_path):
+    passes = ["fwd", "bwd", "bwd_omega", "fwdbwd"]
+    peers = "lrpe-md;torch, eager;timm, eager"
+    rows = invoke(tmp_path / "new" / "all.csv", "--modes", ",".join(passes), "--peers", peers)
+    keys = ["mode", "op", "omega", "peer"]
+    found = rows[rows["mode"] != "copy"]
+    expected = {
+        (mode, op, omega, peer)
+        for mode in passes
+        for op in ("cosine", "rotate")
+        for omega in ("shared", "per-head")
+        for peer in ("lrpe-md", "torch, eager", "timm, eager")
+        if peer != "timm, eager" or (op == "rotate" and mode != "bwd_omega")
+    }
+    assert sorted(found[keys].itertuples(index=False, name=None)) == sorted(expected)
+    assert (found.p50 > 0).all()
+    assert (found.p20 <= found.p50).all()
+    assert (found.p50 <= found.p80).all()
+    assert found.in_budget.all()
+    assert (rows.copy_gbps.dropna() > 0).all()
+    share = found.floor_bytes / found.p50 / 1e6 / found.copy_gbps
+    assert share.to_numpy() == pytest.approx(found.share.to_numpy())
+    assert not rows[["gpu", "python", "torch", "date"]].isna().any().any()
+    assert (rows.commit == "abc").all()
+
+
+def test_other_modes(tmp_path):
+    rows = invoke(tmp_path / "a.csv", "--modes", "accuracy,scaling,host", "--peers", OURS, "--op", "rotate")
+    error = rows[rows["mode"] == "accuracy"].set_index(["peer", "num_axes"]).p50
+    for axes in (1, 2, 3, 4):
+        assert error["lrpe-md, float32 omega", axes] < 1e-6
+        assert error["bfloat16 tables from exact angles", axes] > 1e-3
+        assert error["float32 tables from float32 angles", axes] > 1e-3
+    assert set(rows[rows["mode"] == "scaling"].num_tokens) == {64, 128}
+    host = rows[rows["mode"] == "host"]
+    assert set(host.peer) == {"lrpe-md", "lrpe-md module"}
+    assert (host.unit == "us").all()
+    assert (host.p50 > 0).all()
+
+
+def test_variants(tmp_path):
+    rows = invoke(tmp_path / "v.csv", "--modes", "bwd", "--peers", OURS, "--op", "rotate", "--variants")
+    found = rows[rows.variant.notna()].set_index("variant")
+    assert {"act softmax", "float16", "head_dim 72", "interleaved pairs", "coordinates (N, K)"} <= set(found.index)
+    assert found.in_budget.all()
+    assert found.loc["act silu"].floor_bytes == found.loc["interleaved pairs"].floor_bytes * 3 / 2
+    assert found.loc["float32"]["dtype"] == "float32"
+    assert found.loc["head_dim 72"].head_dim == 72
+
+
+def wrong(inputs):
+    forward = kernels(inputs)
+    return lambda xs, omega: tuple(1.05 * y for y in forward(xs, omega))
+
+
+def failing(inputs):
+    raise RuntimeError("no such thing in /some/where/file.py\nand more")
+
+
+def test_wrong_results_are_listed_and_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setitem(benchmark.PEERS, "wrong", Peer(wrong))
+    args = ["--modes", "fwd,bwd", "--op", "cosine", "--omega", "shared", "--peers", "lrpe-md;wrong"]
+    rows = invoke(tmp_path / "a.csv", *args).set_index("peer")
+    for row in rows.loc["wrong"].itertuples():
+        assert not row.in_budget
+        assert pd.isna(row.p50)
+        assert "RMS error" in row.note
+    assert rows.loc[OURS].in_budget.all()
+    rows = invoke(tmp_path / "b.csv", *args, "--time-inexact").set_index("peer")
+    assert (rows.loc["wrong"].p50 > 0).all()
+    assert not rows.loc["wrong"].in_budget.any()
+
+
+def test_our_own_wrong_results_are_never_timed(tmp_path, monkeypatch):
+    monkeypatch.setitem(benchmark.PEERS, OURS, Peer(wrong))
+    rows = invoke(tmp_path / "a.csv", "--modes", "fwd", "--op", "rotate", "--peers", OURS, "--time-inexact")
+    assert rows[rows.peer == OURS].p50.isna().all()
+
+
+def test_a_failure_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setitem(benchmark.PEERS, "failing", Peer(failing))
+    args = ["--modes", "fwd", "--op", "cosine", "--omega", "shared", "--peers", "failing;torch, eager"]
+    rows = invoke(tmp_path / "a.csv", *args, "--liger", str(tmp_path)).set_index("peer")
+    assert rows.loc["failing"].note == "RuntimeError: no such thing in file.py"
+    assert rows.loc["torch, eager"].p50 > 0
+    assert rows.loc["liger"].note.startswith("FileNotFoundError")
+
+
+def test_limit_stops_and_keeps_what_is_there(tmp_path):
+    rows = invoke(tmp_path / "a.csv", "--limit", "0")
+    assert list(rows["mode"]) == ["copy"]
+
+
+def test_names_with_commas():
+    assert benchmark.choose("--peers", "torch, eager;lrpe-md", PEERS, ()) == [OURS, "torch, eager"]
+    assert benchmark.choose("--modes", "bwd, fwd", benchmark.MODES, ()) == ["fwd", "bwd"]
+    with pytest.raises(Exception, match="unknown 'fw'"):
+        benchmark.choose("--modes", "fw", benchmark.MODES, ())
+
+
+def test_errors_name_files_only():
+    assert in_words(ValueError("in /a/b/c.py, 1 / 2")) == "ValueError: in c.py, 1 / 2"
+    assert in_words(ValueError()) == "ValueError: no message"
+    with pytest.raises(FileNotFoundError):
+        load_file("nothing", ROOT, "nowhere.py")
+
+
+@pytest.mark.parametrize("op", ["cosine", "rotate"])
+def test_what_is_compared_on_the_host_is_right(op):
+    """In the interpreter: the raw launch, the custom_op and the cached angles compute what we do."""
+    inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
+    call = prepare(op, tuple(inputs.xs), inputs.omega, inputs.positions, "none", None, None, "half", None)
+    expected = ops.forward(tuple(inputs.xs), inputs.omega, None, *call[2:], *call[:2])
+    assert all(torch.equal(a, b) for a, b in zip(raw_launch(inputs)(), expected, strict=True))
+    judge = Judge(inputs)
+    forward = custom_op(inputs)
+    assert not judge.violations(Peer(custom_op), forward, "fwd")
+    assert not judge.violations(Peer(custom_op), forward, "bwd")
+    if op == "cosine":
+        assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(CACHED, cached(inputs), mode)]
+    ours = encode(inputs, "triton")
+    assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(Peer(kernels), ours, mode)]
+
+
+def test_the_judge_sees_the_last_token_and_the_frequencies():
+    inputs = large_inputs(TINY.case("cosine", per_head=True), CPU)
+    forward, judge = kernels(inputs), Judge(inputs)
+
+    def last_token(xs, omega):
+        (y,) = forward(xs, omega)
+        return (torch.cat([y[:, :, :-1], 2 * y[:, :, -1:]], dim=2),)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, omega):
+            return omega.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return 2 * grads[0]
+
+    assert judge.violations(Peer(kernels), last_token, "fwd")
+    assert judge.violations(Peer(kernels), last_token, "bwd")
+    doubled: list[str] = judge.violations(
+        Peer(kernels), lambda xs, omega: forward(xs, Doubled.apply(omega)), "bwd_omega"
+    )
+    assert len(doubled) == 1
+    assert doubled[0].startswith("domega")
+
+
+@pytest.mark.parametrize(("overwrites", "same_x", "same_grad"), [
+    ("nothing", True, True), ("grads", True, False), ("all", False, False)
+])  # fmt: skip
+def test_peers_overwrite_copies(overwrites, same_x, same_grad):
+    for op in ("cosine", "rotate"):
+        inputs = large_inputs(TINY.case(op), CPU)
+        mine = scratch(Peer(kernels, overwrites=overwrites), inputs)
+        for a, b in zip(mine.xs, inputs.xs, strict=True):
+            assert (a.data_ptr() == b.data_ptr()) == same_x
+            assert torch.equal(a, b)
+        for a, b in zip(mine.grads, inputs.grads, strict=True):
+            assert (a.data_ptr() == b.data_ptr()) == same_grad
+            assert torch.equal(a, b)
+
+
+def test_inputs():
+    cosine, rotate = (large_inputs(TINY.case(op), CPU) for op in ("cosine", "rotate"))
+    q, k = rotate.xs
+    assert q.stride() == (13 * 3 * 2 * 16, 16, 3 * 2 * 16, 1)
+    assert k.data_ptr() - q.data_ptr() == 2 * 16 * q.element_size()
+    assert rotate.grads[0].transpose(1, 2).is_contiguous()
+    elements = 2 * 2 * 13 * 16 * 2
+    assert [floor_bytes(m, cosine) / elements for m in ("fwd", "bwd", "bwd_omega", "fwdbwd")] == [3, 3, 4, 6]
+    assert [floor_bytes(m, rotate) / elements for m in ("fwd", "bwd", "bwd_omega", "fwdbwd")] == [4, 4, 6, 8]
+    relu = replace(cosine, case=replace(cosine.case, act="relu"))
+    assert [floor_bytes(m, relu) / elements for m in ("fwd", "bwd", "bwd_omega")] == [3, 4, 4]
+    cos, sin = tables(cosine)
+    assert cos.shape == (1, 13, 16)
+    assert torch.equal(cos[:, 0], torch.ones(1, 16))
+    assert torch.equal(sin[:, 0], torch.zeros(1, 16))
+    backward = make_pass("bwd", kernels(cosine), cosine)
+    assert torch.equal(backward()[0], backward()[0])
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def made(folder: Path) -> None:
+    """Two files, the later of which measured one pass again."""
+    where = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "copy_gbps": 1000}
+
+    def row(mode, op, workload, peer, share, date="2020-01-01 00:00", **more):
+        some = {"omega": "shared", "dtype": "bfloat16", "p50": 1.5, "unit": "ms", "in_budget": True, "share": share}
+        return {"mode": mode, "op": op, "workload": workload, "peer": peer, "date": date, **some, **where, **more}
+
+    rows = [
+        row("copy", "", "", "copy", 1, floor_bytes=2**32, omega="", p50=4.0),
+        row("fwd", "cosine", "img64", OURS, 0.11), row("fwd", "cosine", "img64", "slow", 0.25),
+        row("fwd", "cosine", "video", OURS, 0.93), row("bwd", "cosine", "video", OURS, 0.94),
+        row("fwd", "cosine", "video", "slow", None, p50=None, in_budget=False, note="y0: RMS error"),
+        row("fwd", "cosine", "video", OURS, 0.95, variant="act silu"),
+        row("scaling", "cosine", "1 axis", OURS, 0.5, num_tokens=256, floor_bytes=1e6),
+        row("scaling", "cosine", "1 axis", OURS, 0.6, num_tokens=512, floor_bytes=2e6),
+        row("host", "cosine", "small", OURS, None, variant="forward, no gradient", p50=17.25, num_tokens=9, head_dim=8),
+        row("compile", "cosine", "", OURS, None, variant="first kernel", p50=1.25, unit="s"),
+        row("memory", "cosine", "video", OURS, None, variant="peak", p50=300, floor_bytes=200 * 2**20),
+        row("memory", "cosine", "video", OURS, None, variant="kept", p50=7, floor_bytes=0),
+        row("accuracy", "rotate", "", OURS, None, p50=4e-7, num_axes=2),
+        row("fwd", "cosine", "video", "broken", None, p50=None, in_budget=None, note="RuntimeError: no"),
+        row("fwd", "cosine", "video", "elsewhere", 0.77, gpu="other"),
+    ]  # fmt: skip
+    columns = [*COLUMNS, *HERE]
+    pd.DataFrame(rows, columns=columns).to_csv(folder / "benchmark-b.csv", index=False)
+    again = [row("fwd", "cosine", "img64", OURS, 0.91, date="2020-01-02 00:00")]
+    pd.DataFrame(again, columns=columns).to_csv(folder / "benchmark-a.csv", index=False)
+
+
+def test_report_on_made_numbers(tmp_path):
+    made(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{benchmark_report.BEGIN}\nold\n{benchmark_report.END}\nafter\n")
+    benchmark_report.main(tmp_path, readme, None)
+    text = readme.read_text()
+    lines = text.splitlines()
+    assert lines[0] == "before"
+    assert lines[-1] == "after"
+    assert "old" not in lines
+    assert "A copy of 2 GiB of bfloat16 reads and writes 1,000 GB/s." in text
+    assert "|  | forward: img64 | video | backward: video |" in lines
+    assert "| **lrpe-md** | 0.91 | 0.93 | 0.94 |" in lines
+    assert "| slow | 0.25 | ✗ |  |" in lines
+    assert "| act silu |  | 0.95 |  |" in lines
+    assert "| **lrpe-md** | 17.2 |  |  |" in lines
+    assert "cosine 1.2 s (first kernel)" in text
+    assert "| **lrpe-md** | 1.50×, 7 |" in lines
+    assert "| lrpe-md | 4.0e-07 |" in lines
+    assert "* slow, cosine, fwd, video, shared: y0: RMS error" in lines
+    assert "* broken, cosine, fwd, video, shared: RuntimeError: no" in lines
+    assert "elsewhere" not in text
+    for name in ("performance-passes.png", "performance-scaling.png"):
+        assert 5_000 < (tmp_path / name).stat().st_size < 300_000
+    benchmark_report.main(tmp_path, readme, None)
+    assert readme.read_text() == text
+
+
+def test_report_without_measurements(tmp_path):
+    assert benchmark_report.render(benchmark_report.read(tmp_path)) == ""
+    with pytest.raises(ValueError, match="once each"):
+        benchmark_report.update("no markers", "")
+
+
+def test_readme_shows_what_was_measured():
+    """`make readme-tables` after new measurements."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = benchmark_report.render(benchmark_report.read(benchmark_report.RESULTS))
+    assert benchmark_report.update(readme, section) == readme
+    for name in ("performance-passes.png", "performance-scaling.png"):
+        assert (name not in section) or (benchmark_report.RESULTS / name).stat().st_size < 300_000
