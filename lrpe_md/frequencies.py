@@ -70,8 +70,7 @@ def axial_omega(
     axes = range(num_axes) if axis_order == "major_first" else range(num_axes - 1, -1, -1)
     blocks = []
     for axis in axes:
-        one_hot = torch.zeros(num_axes, dtype=thetas[axis].dtype, device=thetas[axis].device)
-        one_hot[axis] = 1
+        one_hot = (torch.arange(num_axes, device=thetas[axis].device) == axis).to(thetas[axis].dtype)
         blocks.append(thetas[axis][:, :, None] * one_hot)
     num_heads = max(block.shape[0] for block in blocks)
     return torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)[:, :num_channels]

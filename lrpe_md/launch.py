@@ -26,11 +26,12 @@ MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
 
 
 class Plan(NamedTuple):
-    """How the work is cut. Everything that a compiled kernel depends on is in the first three."""
+    """How the work is cut. Everything that a compiled kernel depends on is in the first four."""
 
     block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
     num_warps: int
+    prefetch: bool  # ask for the next rows before working on these
     token_programs: int  # T: each walks over every T-th block of tokens
     per: int  # rows a program, for which its angles serve
 
@@ -42,7 +43,7 @@ class Plan(NamedTuple):
 TILES = {
     (2, "cosine", "forward"): ((2, 1024, 4), (1, 512, 1)),
     (2, "cosine", "backward"): ((2, 1024, 4), (2, 512, 1)),
-    (2, "cosine", "dtheta"): ((4, 256, 1), (2, 512, 1)),
+    (2, "cosine", "dtheta"): ((4, 512, 2), (2, 512, 1)),
     (2, "rotate", "forward"): ((2, 1024, 2), (2, 2048, 4)),
     (2, "rotate", "backward"): ((2, 1024, 2), (2, 2048, 4)),
     (2, "rotate", "dtheta"): ((4, 512, 1), (4, 512, 1)),
@@ -55,11 +56,13 @@ TILES = {
 }
 
 
-def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int]:
+def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, bool]:
     """Rows, tokens and warps a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
     narrow, wide = TILES.get((itemsize, map, direction), ((1, 512, 4), (1, 512, 4)))
     rows, elements, num_warps = wide if width > 64 else narrow
-    return rows, max(1, elements // width), num_warps
+    # Prefetching costs registers: with dω, where programs walk far, it won 3% to 6% up to 64 channels, and lost as much
+    # beyond them and without dω.
+    return rows, max(1, elements // width), num_warps, direction == "dtheta" and width <= 64
 
 
 def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int) -> Plan:
@@ -67,21 +70,22 @@ def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, widt
 
     direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
     """
-    block_r, block_n, num_warps = tile(map, direction, width, itemsize)
+    block_r, block_n, num_warps, prefetch = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
-        return Plan(block_r, block_n, num_warps, 1, rows)
+        return Plan(block_r, block_n, num_warps, prefetch, 1, rows)
     num_blocks = triton.cdiv(num_tokens, block_n)
     if direction != "dtheta":
-        return Plan(block_r, block_n, num_warps, num_blocks, block_r)
+        return Plan(block_r, block_n, num_warps, prefetch, num_blocks, block_r)
     # Few programs that walk far: their partial sums are written and read once more.
-    token_programs = min(num_blocks, max(1, FULL // groups))
-    parts = max(1, FULL // (groups * token_programs))
+    programs = FULL // num_warps
+    token_programs = min(num_blocks, max(1, programs // groups))
+    parts = max(1, programs // (groups * token_programs))
     per = triton.cdiv(triton.cdiv(rows, parts), block_r) * block_r
-    return Plan(block_r, block_n, num_warps, token_programs, per)
+    return Plan(block_r, block_n, num_warps, prefetch, token_programs, per)
 
 
-FULL = 132 * 8  # programs that fill the largest GPUs
+FULL = 132 * 8  # warps that fill the largest GPUs with dω's registers
 
 
 class _Call(NamedTuple):
@@ -104,9 +108,14 @@ def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
     if coords is None and affine is None and max(layout.sizes) > 2**19:
         affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
     if coords is not None:
-        coords = coords.detach().resolve_neg().contiguous()
-    phase = None if phase is None else phase.detach().resolve_neg().contiguous()
-    return _Call(omega.detach().resolve_neg().contiguous(), phase, coords, affine, layout)
+        coords = _materialised(coords).contiguous()
+    phase = None if phase is None else _materialised(phase).contiguous()
+    return _Call(_materialised(omega).contiguous(), phase, coords, affine, layout)
+
+
+def _materialised(t: Tensor) -> Tensor:
+    """A kernel reads memory, which a lazily negated view has not changed."""
+    return t.resolve_neg() if t.is_neg() else t
 
 
 def _run(
@@ -122,50 +131,82 @@ def _run(
 ) -> Tensor | None:
     """Launch the kernel on q (and k); returns the partial sums for dω and dφ."""
     omega, phase, coords, affine, layout = call
-    out0 = outs[0]
-    batch, heads0, num_tokens = out0.shape[:3]
-    heads1 = outs[1].shape[1] if len(outs) == 2 else 0
+    address = 0
+    for tensors in (xs, dys, outs):
+        for t in tensors:
+            address |= t.data_ptr()
+    programs, partial_shape, numbers, options = _numbers(
+        spec, layout, outs[0].dtype, _geometry(xs), _geometry(dys), _geometry(outs), address % 16 == 0,
+        omega.shape, 0 if phase is None else phase.shape[0], None if coords is None else coords.shape,
+        affine is not None, theta is not None, load_theta, need_dtheta,
+    )  # fmt: skip
+    partial = torch.empty(partial_shape, dtype=torch.float64, device=omega.device) if need_dtheta else None
+    x0, x1 = (*xs, None, None)[:2]
+    dy0, dy1 = (*dys, None, None)[:2]
+    stat0, stat1 = (*stats, None, None)[:2]
+    out1 = outs[1] if len(outs) == 2 else None
+    lrpe_kernel[(programs,)](
+        x0, dy0, outs[0], stat0, x1, dy1, out1, stat1, omega, phase, coords, affine, theta, partial,
+        *numbers, **options,
+    )  # fmt: skip
+    return partial
+
+
+def _geometry(tensors: list[Tensor]) -> tuple:
+    return tuple((t.shape, t.stride()) for t in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(
+    spec: Spec,
+    layout: Layout,
+    dtype: torch.dtype,
+    xs: tuple,
+    dys: tuple,
+    outs: tuple,
+    aligned: bool,
+    omega: torch.Size,
+    phase_heads: int,
+    coords: torch.Size | None,
+    has_affine: bool,
+    has_theta: bool,
+    load_theta: bool,
+    need_dtheta: bool,
+) -> tuple[int, tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """Programs, the shape of the partial sums, and every number of a launch: the same as long as no shape changes.
+
+    xs, dys, outs are the tensors' (shape, stride); aligned: their addresses are multiples of 16 bytes.
+    """
+    (batch, heads0, num_tokens, _), out_stride = outs[0]
+    heads1 = outs[1][0][1] if len(outs) == 2 else 0
     cosine = spec.map == "cosine"
-    head_dim = xs[0].shape[3] if xs else (outs[0].shape[3] if dys else 0)
-    channels, num_axes = omega.shape[1:]
-    groups = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+    head_dim = xs[0][0][3] if xs else outs[0][0][3]
+    omega_heads, channels, num_axes = omega
+    groups = max(omega_heads, phase_heads, 1)
     group0, group1 = heads0 // groups, heads1 // groups
-    wide = out0.dtype == torch.float64
-    by_sample = coords is not None and coords.ndim == 3
+    by_sample = coords is not None and len(coords) == 3
     block_c = triton.next_power_of_2(channels)
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
     direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
-    cut = plan(spec.map, direction, num_tokens, groups, span, width, out0.element_size())
+    cut = plan(spec.map, direction, num_tokens, groups, span, width, dtype.itemsize)
     num_blocks = triton.cdiv(num_tokens, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
     in_sample = triton.cdiv(group0 + group1, cut.per)
     outer = triton.cdiv(triton.cdiv(span, cut.per), in_sample)
     programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)
-    tokens_first = out0.stride(2) <= out0.stride(1)  # neighbours in memory run together
+    tokens_first = out_stride[2] <= out_stride[1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
     first, second = (first, second) if tokens_first else (second, first)
+    slots = num_axes + (phase_heads > 0)
 
     tensors = [*xs, *dys, *outs]
-    aligned = _aligned(head_dim, tensors)
-    long = any(t.stride(2) * cut.block_n >= 2**31 for t in tensors)
+    aligned = aligned and _in_eights(head_dim, [stride for _, stride in tensors])
     unit = 8 if aligned else 1
-
-    slots = num_axes + (phase is not None)
-    partial = None
-    if need_dtheta:
-        shape = (programs // groups, groups, slots, channels)
-        partial = torch.empty(shape, dtype=torch.float64, device=out0.device)
-
-    args = []
     strides = []
     for i in range(2):
-        present = i < len(outs)
-        x = xs[i] if xs and present else None
-        dy = dys[i] if dys and present else None
-        args += [x, dy, outs[i] if present else None, stats[i] if stats and present else None]
-        for t, with_last in ((x, True), (dy, True), (outs[i] if present else None, False)):
-            b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
+        for group, with_last in ((xs, True), (dys, True), (outs, False)):
+            b, h, n, d = group[i][1] if i < len(group) else (0, 0, 0, 0)
             strides += [b // unit, h // unit, n // unit, *([d] if with_last else [])]
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
@@ -174,28 +215,32 @@ def _run(
     (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
-    lrpe_kernel[(programs,)](
-        *args, omega, phase, coords, affine, theta, partial, *strides,
-        coords.stride(0) if by_sample else 0,
-        channels * num_axes if omega.shape[0] > 1 else 0,
-        channels if phase is not None and phase.shape[0] > 1 else 0,
+    numbers = (
+        *strides,
+        coords[1] * coords[2] if coords is not None and by_sample else 0,
+        channels * num_axes if omega_heads > 1 else 0,
+        channels if phase_heads > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
         num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, cut.per, group0, group1,
         magic_first, magic_second, magic_g, magic_p, magic_h,
         shift_first, shift_second, shift_g, shift_p, shift_h,
-        D=head_dim, C=channels, K=num_axes, START=spec.rotary_start,
-        COSINE=cosine, INTERLEAVED=spec.pairs == "interleaved", ACT=spec.act, DIM=spec.dim,
-        BACKWARD=bool(dys), LOAD_X=bool(xs), EXPLICIT=coords is not None, BY_SAMPLE=by_sample,
-        AFFINE=affine is not None and coords is None,
-        LOAD_THETA=load_theta, STORE_THETA=theta is not None and not load_theta,
-        ALIGNED=aligned, LONG=long, WIDE=wide, FAST=_fast(out0, need_dtheta),
-        BLOCK_R=cut.block_r, BLOCK_N=cut.block_n, BLOCK_C=block_c, BLOCK_J=triton.next_power_of_2(slots),
-        BLOCK_HEAD=triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
-        BLOCK_TAIL=triton.next_power_of_2(tail) if tail else 0,
-        num_warps=cut.num_warps,
     )  # fmt: skip
-    return partial
+    options = {
+        "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
+        "COSINE": cosine, "INTERLEAVED": spec.pairs == "interleaved", "ACT": spec.act, "DIM": spec.dim,
+        "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": coords is not None, "BY_SAMPLE": by_sample,
+        "AFFINE": has_affine and coords is None,
+        "LOAD_THETA": load_theta, "STORE_THETA": has_theta and not load_theta,
+        "ALIGNED": aligned, "LONG": any(stride[2] * cut.block_n >= 2**31 for _, stride in tensors),
+        "WIDE": dtype == torch.float64, "FAST": _fast(dtype, need_dtheta),
+        "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
+        "BLOCK_J": triton.next_power_of_2(slots),
+        "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
+        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "PREFETCH": cut.prefetch, "num_warps": cut.num_warps,
+    }  # fmt: skip
+    return programs, (programs // groups, groups, slots, channels), numbers, options
 
 
 @lru_cache(maxsize=4096)
@@ -207,19 +252,17 @@ def _magic(n: int) -> tuple[int, int]:
 
 def _aligned(head_dim: int, tensors: list[Tensor]) -> bool:
     """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
-    return head_dim % 8 == 0 and all(
-        t.stride(3) == 1 and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t in tensors
-    )
+    return all(t.data_ptr() % 16 == 0 for t in tensors) and _in_eights(head_dim, [t.stride() for t in tensors])
 
 
-def _fast(out: Tensor, need_dtheta: bool) -> bool:
+def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
+    return head_dim % 8 == 0 and all(d == 1 and (b | h | n) % 8 == 0 for b, h, n, d in strides)
+
+
+def _fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
     """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs, but not of dω."""
     return (
-        not need_dtheta
-        and out.dtype in (torch.float16, torch.bfloat16)
-        and torch.version.hip is None
-        and not INTERPRETING
+        not need_dtheta and dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
     )
 
 
@@ -242,7 +285,7 @@ def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tens
 
 def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool) -> list[Tensor]:
     """See :func:`lrpe_md.ops.forward`."""
-    xs = [x.detach().resolve_neg() for x in xs]
+    xs = [_materialised(x) for x in xs]
     call = _positions(omega, phase, coords, affine, layout)
     outs = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     stats = []
@@ -265,7 +308,7 @@ def backward(
     need_omega: bool, need_phase: bool,
 ) -> list[Tensor]:  # fmt: skip
     """See :func:`lrpe_md.ops.backward`."""
-    grads, xs = [g.detach().resolve_neg() for g in grads], [x.detach().resolve_neg() for x in xs]
+    grads, xs = [_materialised(g) for g in grads], [_materialised(x) for x in xs]
     theta = None if theta is None else theta.contiguous()
     call = _positions(omega, phase, coords, affine, layout)
     sequence = spec.dim == -2
@@ -309,4 +352,5 @@ def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call:
 
 def _on(x: Tensor):
     """Triton launches on the current device: make it x's."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device_of(x) if elsewhere else nullcontext()

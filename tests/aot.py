@@ -137,7 +137,7 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
     saved = {name: getattr(launch, name) for name in names}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
-    fast, launch._fast = launch._fast, lambda out, need: out.element_size() == 2 and case.cuda and not need
+    fast, launch._fast = launch._fast, lambda dtype, need: dtype.itemsize == 2 and case.cuda and not need
     try:
         for name, recorder in recorders.items():
             setattr(launch, name, recorder)

@@ -160,7 +160,9 @@ def cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
         z = theta * theta
         s = ((-4.604837188878714e-3 * z + 7.968141387872897e-2) * z - 6.459636302545759e-1) * z + QUARTER_LO
         s = tl.fma(theta, tl.full(theta.shape, QUARTER_HI, tl.float32), theta * s)
-        c = (((9.056045669359857e-4 * z - 2.0861118398843314e-2) * z + 2.53669380150983e-1) * z - 1.2337005501361697) * z + 1.0
+        c = (
+            ((9.056045669359857e-4 * z - 2.0861118398843314e-2) * z + 2.53669380150983e-1) * z - 1.2337005501361697
+        ) * z + 1.0
         turned = whole - 4.0 * round_to_integer(whole * 0.25)
         q = (turned + ROUND).to(tl.int32, bitcast=True)  # quarter turns in the lowest bits
         odd = (q & 1) != 0

@@ -308,7 +308,7 @@ def lrpe_kernel(
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -323,7 +323,6 @@ def lrpe_kernel(
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
-    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
     d0 = pid - rest * first
@@ -393,25 +392,31 @@ def lrpe_kernel(
             weights = _weights(o_j, o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
 
         for r0 in range(r_lo, r_hi, BLOCK_R):
-            # What comes next is on its way while these rows are worked on, across the blocks too.
-            is_last = r0 + BLOCK_R >= r_hi
-            next_block = tl.where(is_last, block + T, block)
-            next_r0 = tl.where(is_last, r_lo, r0 + BLOCK_R)
             next_xa, next_xb, next_ga, next_gb = xa, xb, ga, gb
-            if next_block < num_blocks:
-                n1_ = tl.cast(next_block, tl.int64) * BLOCK_N
-                m_n1 = next_block * BLOCK_N + o_n < N
-                b, h, is_k, m_r = _row(next_r0, r_hi, sample, g, heads, BLOCK_R)
-                x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n1_, HAS_K, ALIGNED) if LOAD_X else 0
-                dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n1_, HAS_K, ALIGNED) if BACKWARD else 0
-                next_xa, next_xb, next_ga, next_gb = _fetch(
-                    x_rows, dy_rows, o_n, m_n1[:, None] & m_r[None, :],
-                    D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
-                )  # fmt: skip
+            if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
+                is_last = r0 + BLOCK_R >= r_hi
+                next_block = tl.where(is_last, block + T, block)
+                next_r0 = tl.where(is_last, r_lo, r0 + BLOCK_R)
+                if next_block < num_blocks:
+                    next_n0 = tl.cast(next_block, tl.int64) * BLOCK_N
+                    m_n1 = next_block * BLOCK_N + o_n < N
+                    b, h, is_k, m_r = _row(next_r0, r_hi, sample, g, heads, BLOCK_R)
+                    x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, next_n0, HAS_K, ALIGNED) if LOAD_X else 0
+                    dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, next_n0, HAS_K, ALIGNED) if BACKWARD else 0
+                    next_xa, next_xb, next_ga, next_gb = _fetch(
+                        x_rows, dy_rows, o_n, m_n1[:, None] & m_r[None, :],
+                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+                    )  # fmt: skip
             b, h, is_k, m_r = _row(r0, r_hi, sample, g, heads, BLOCK_R)
             m_nr = m_n[:, None] & m_r[None, :]
             x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
             dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+            if not PREFETCH:
+                if r0 > r_lo or block > t:
+                    xa, xb, ga, gb = _fetch(
+                        x_rows, dy_rows, o_n, m_nr,
+                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+                    )  # fmt: skip
             o_rows = rows_at(p_o0, o_q, p_o1, o_k, is_k, b, h, n0, HAS_K, ALIGNED)
             q_stat = 0
             num_stats = 0
@@ -436,7 +441,8 @@ def lrpe_kernel(
                 # A few rows in float32, everything longer in float64; rows and tokens masked off have read dy = 0.
                 dtheta = tl.where(m_g[:, None], tl.sum(dtheta, axis=1), 0.0).to(tl.float64)
                 total += weights[:, :, None] * dtheta[None, :, :]
-            xa, xb, ga, gb = next_xa, next_xb, next_ga, next_gb
+            if PREFETCH:
+                xa, xb, ga, gb = next_xa, next_xb, next_ga, next_gb
 
     if NEED_DTHETA:
         J: tl.constexpr = K if p_phase is None else K + 1
