@@ -6,10 +6,11 @@
     python -m scripts.benchmark --modes scaling --op rotate          cost against N, from 2^8 to 2^20
     python -m scripts.benchmark --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
-Times are medians of triton.testing.do_bench, which clears the L2 cache. A share is the bytes that must move over the
-time, against a copy of 2 GiB timed in the same run. Before it is timed, each result is compared with float64; what
-leaves the error budget of lrpe_md.testing is listed with its violation, not timed. Each mode, and each workload, can be
-a run of its own; `make readme-tables` makes the README's section from scripts/results/benchmark-*.csv.
+Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand. A share is the bytes that
+must move over the time, against a copy of 2 GiB timed in the same run. Before it is timed, each result is compared with
+float64; what leaves the error budget of lrpe_md.testing is listed with its violation, not timed. Each mode, and each
+workload, can be a run of its own; `make readme-tables` makes the README's section from
+scripts/results/benchmark-*.csv.
 """
 
 from __future__ import annotations
