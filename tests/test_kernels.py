@@ -80,12 +80,13 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(
     "cut",
-    [launch.Plan(8, 4, 1, 2, 1), launch.Plan(8, 4, 3, 1, 2), launch.Plan(16, 4, 2, 3, 3)],
-    ids=["token loop", "head parts", "all"],
+    [launch.Plan(2, 8, 4, False, 1, 64), launch.Plan(1, 8, 4, True, 3, 1), launch.Plan(2, 16, 4, True, 2, 4)],
+    ids=["token loop", "parts", "all"],
 )
 def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
     """Programs that loop over blocks of tokens, samples and heads, with parts that don't divide evenly."""
     monkeypatch.setattr(launch, "plan", lambda *args: cut)
+    monkeypatch.setattr(launch, "_numbers", launch._numbers.__wrapped__)  # past the cache
     case = Case(map, (5, 6), coords=coords, batch=4, heads=(8, 4), omega_heads=2, head_dim=8, phase=True)
     assert not violations(case)
 

@@ -67,7 +67,7 @@ def coordinate(
 
 @triton.jit
 def turns(w, UNIT: tl.constexpr):
-    """A frequency or a phase in radians as hi + lo turns (UNIT 1) or quarter turns (UNIT 4)."""
+    """A frequency in radians as hi + lo turns (UNIT 1) or quarter turns (UNIT 4)."""
     if w.dtype == tl.float64:
         r = w * (INV_TAU * UNIT)
         hi = r.to(tl.float32)
@@ -127,13 +127,16 @@ def angle(
                 whole += n - 4.0 * round_to_integer(n * 0.25)
             else:
                 whole += n  # exact: the launcher sends grids as AFFINE that could pass 2^24 quarter turns
-        if p_phase is not None:  # an axis on which every token of the grid is at 1
-            f_hi, f_lo = turns(tl.load(p_phase + o_c, mask=m_c, other=0), UNIT)
-            n = round_to_integer(f_hi)
-            s = m_g.to(tl.float32)[:, None]
-            part += s * (f_hi - n)[None, :]
-            low += s * f_lo[None, :]
-            whole += s * (n - 4.0 * round_to_integer(n * 0.25))[None, :]
+        if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
+            phase = tl.load(p_phase + o_c, mask=m_c, other=0)
+            f_hi = phase.to(tl.float32)
+            f_lo = (phase - f_hi.to(phase.dtype)).to(tl.float32)
+            one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
+            n = round_to_integer(f_hi * one)
+            on_grid = m_g[:, None]
+            part += tl.where(on_grid, tl.fma(f_hi, one, -n)[None, :], 0.0)
+            low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one)[None, :], 0.0)
+            whole += tl.where(on_grid, (n - 4.0 * round_to_integer(n * 0.25))[None, :], 0.0)
         theta = part + low
         n = round_to_integer(theta)
         theta = theta - n

@@ -360,19 +360,29 @@ def lrpe_kernel(
     if NEED_DTHETA:
         total = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_C], dtype=tl.float64)
 
-    n0 = tl.cast(t, tl.int64) * BLOCK_N
-    m_n = t * BLOCK_N + o_n < N
-    b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
-    x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-    dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
-    xa, xb, ga, gb = _fetch(
-        x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
-        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
-    )  # fmt: skip
+    if PREFETCH:
+        m_n = t * BLOCK_N + o_n < N
+        b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
+        n0 = tl.cast(t, tl.int64) * BLOCK_N
+        x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+        dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+        xa, xb, ga, gb = _fetch(
+            x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
+            D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+        )  # fmt: skip
 
     for block in range(t, num_blocks, T):
         n0 = tl.cast(block, tl.int64) * BLOCK_N
         m_n = block * BLOCK_N + o_n < N
+        if not PREFETCH:
+            b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
+            x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+            dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+            xa, xb, ga, gb = _fetch(
+                x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
+                D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+            )  # fmt: skip
+
         o_g = block * BLOCK_N + o_n + (start - prefix)
         m_g = m_n & (o_g >= 0) & (o_g < num_grid)
         o_g = tl.where(m_g, o_g, 0)
@@ -392,8 +402,8 @@ def lrpe_kernel(
             weights = _weights(o_j, o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
 
         for r0 in range(r_lo, r_hi, BLOCK_R):
-            next_xa, next_xb, next_ga, next_gb = xa, xb, ga, gb
             if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
+                next_xa, next_xb, next_ga, next_gb = xa, xb, ga, gb
                 is_last = r0 + BLOCK_R >= r_hi
                 next_block = tl.where(is_last, block + T, block)
                 next_r0 = tl.where(is_last, r_lo, r0 + BLOCK_R)
@@ -412,7 +422,7 @@ def lrpe_kernel(
             x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
             dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
             if not PREFETCH:
-                if r0 > r_lo or block > t:
+                if r0 > r_lo:
                     xa, xb, ga, gb = _fetch(
                         x_rows, dy_rows, o_n, m_nr,
                         D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
@@ -438,8 +448,8 @@ def lrpe_kernel(
                     BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
             if NEED_DTHETA:
-                # A few rows in float32, everything longer in float64; rows and tokens masked off have read dy = 0.
-                dtheta = tl.where(m_g[:, None], tl.sum(dtheta, axis=1), 0.0).to(tl.float64)
+                # Sums in float64; rows and tokens masked off have read dy = 0.
+                dtheta = tl.where(m_g[:, None], tl.sum(dtheta.to(tl.float64), axis=1), 0.0)
                 total += weights[:, :, None] * dtheta[None, :, :]
             if PREFETCH:
                 xa, xb, ga, gb = next_xa, next_xb, next_ga, next_gb
