@@ -37,9 +37,9 @@ class Plan(NamedTuple):
 
 
 # Bytes an element, map and pass -> rows, elements a row, and warps a tile: up to 64 channels wide, and wider. Chosen in
-# one run on an H200 from 18 tiles, by the worst of shared and per-head frequencies on the workloads of
-# scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 1% of the best found for
-# forward and backward, 5% with dω. float64 is not tuned.
+# tuning runs on an H200 from about 18 tiles each, by the worst of shared and per-head frequencies on the workloads of
+# scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128). 16-bit forward and backward are
+# within 1% of the best found; float32 and dω are less settled, and dω's sums have changed since. float64 is not tuned.
 TILES = {
     (2, "cosine", "forward"): ((2, 1024, 4), (1, 512, 1)),
     (2, "cosine", "backward"): ((2, 1024, 4), (2, 512, 1)),
