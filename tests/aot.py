@@ -72,7 +72,7 @@ def cases() -> list[SimpleNamespace]:
     while missing:
         best, gain = {}, 0
         for _ in range(60):
-            case = dict(rng.choice(sorted(missing, key=str)))
+            case = dict(rng.choice(sorted(missing, key=lambda pair: sorted(map(str, pair)))))
             for name in rng.sample(names, len(names)):
                 if name not in case:
                     values = [v for v in AXES[name] if possible({**case, name: v})]
