@@ -228,6 +228,18 @@ def _row(r0, r_hi, sample, g, heads, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
+def _sources(
+    x, dy, r0, r_hi, sample, g, heads, n0,
+    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """:func:`_row`, and where x and dy of these rows are."""
+    b, h, is_k, m_r = _row(r0, r_hi, sample, g, heads, BLOCK_R)
+    x_rows = rows_at(x, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+    dy_rows = rows_at(dy, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+    return b, h, is_k, m_r, x_rows, dy_rows
+
+
+@triton.jit
 def _fetch(
     x_rows, dy_rows, o_n, m_nr, D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, ALIGNED: tl.constexpr,
@@ -347,9 +359,9 @@ def lrpe_kernel(
     grid = (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3)
     heads = (group0 + group1, magic_h, shift_h, group0, group1)
     one = tl.full([], 1, tl.int64)
-    x_q, x_k = (x0_b, x0_h, x0_n, x0_d), (x1_b, x1_h, x1_n, x1_d)
-    dy_q, dy_k = (dy0_b, dy0_h, dy0_n, dy0_d), (dy1_b, dy1_h, dy1_n, dy1_d)
-    o_q, o_k = (o0_b, o0_h, o0_n, one), (o1_b, o1_h, o1_n, one)
+    x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
+    dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
+    o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
     p_omega += g * omega_h
     if p_phase is not None:
         p_phase += g * phase_h
@@ -362,10 +374,10 @@ def lrpe_kernel(
 
     if PREFETCH:
         m_n = t * BLOCK_N + o_n < N
-        b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
         n0 = tl.cast(t, tl.int64) * BLOCK_N
-        x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-        dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+        b, h, is_k, m_r, x_rows, dy_rows = _sources(
+            x, dy, r_lo, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
+        )
         xa, xb, ga, gb = _fetch(
             x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
             D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
@@ -375,9 +387,9 @@ def lrpe_kernel(
         n0 = tl.cast(block, tl.int64) * BLOCK_N
         m_n = block * BLOCK_N + o_n < N
         if not PREFETCH:
-            b, h, is_k, m_r = _row(r_lo, r_hi, sample, g, heads, BLOCK_R)
-            x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-            dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+            b, h, is_k, m_r, x_rows, dy_rows = _sources(
+                x, dy, r_lo, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
+            )
             xa, xb, ga, gb = _fetch(
                 x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
                 D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
@@ -410,24 +422,24 @@ def lrpe_kernel(
                 if next_block < num_blocks:
                     next_n0 = tl.cast(next_block, tl.int64) * BLOCK_N
                     m_n1 = next_block * BLOCK_N + o_n < N
-                    b, h, is_k, m_r = _row(next_r0, r_hi, sample, g, heads, BLOCK_R)
-                    x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, next_n0, HAS_K, ALIGNED) if LOAD_X else 0
-                    dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, next_n0, HAS_K, ALIGNED) if BACKWARD else 0
+                    b, h, is_k, m_r, x_rows, dy_rows = _sources(
+                        x, dy, next_r0, r_hi, sample, g, heads, next_n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
+                    )
                     next_xa, next_xb, next_ga, next_gb = _fetch(
                         x_rows, dy_rows, o_n, m_n1[:, None] & m_r[None, :],
                         D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
                     )  # fmt: skip
-            b, h, is_k, m_r = _row(r0, r_hi, sample, g, heads, BLOCK_R)
+            b, h, is_k, m_r, x_rows, dy_rows = _sources(
+                x, dy, r0, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
+            )
             m_nr = m_n[:, None] & m_r[None, :]
-            x_rows = rows_at(p_x0, x_q, p_x1, x_k, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-            dy_rows = rows_at(p_dy0, dy_q, p_dy1, dy_k, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
             if not PREFETCH:
                 if r0 > r_lo:
                     xa, xb, ga, gb = _fetch(
                         x_rows, dy_rows, o_n, m_nr,
                         D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
                     )  # fmt: skip
-            o_rows = rows_at(p_o0, o_q, p_o1, o_k, is_k, b, h, n0, HAS_K, ALIGNED)
+            o_rows = rows_at(o, is_k, b, h, n0, HAS_K, ALIGNED)
             q_stat = 0
             num_stats = 0
             if DIM == -2:

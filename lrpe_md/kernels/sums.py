@@ -50,10 +50,16 @@ _SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "g_b", "g_h", "g_n", "dx_b", "dx_
 
 
 @triton.jit
+def _rows(p, strides, b, h, n0, ALIGNED: tl.constexpr):
+    return rows_at((p, strides, p, strides), b, b, h, n0, False, ALIGNED)
+
+
+@triton.jit
 def _read(
-    rows, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+    p, strides, b, h, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    rows = _rows(p, strides, b, h, n0, ALIGNED)
     x = load(rows, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
     return x.to(tl.float64 if WIDE else tl.float32)
 
@@ -90,35 +96,20 @@ def softmax_sequence_kernel(
         q_stat = p_stat + tl.zeros([1], tl.int64)
         dot = tl.zeros([1, BLOCK_D], dtype=ACC)
         for n0 in range(0, N, BLOCK_N):
-            x = _read(
-                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
-                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
-            )  # fmt: skip
-            g = _read(
-                rows_at(p_g, g_strides, p_g, g_strides, b, b, h, n0, False, ALIGNED),
-                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
-            )  # fmt: skip
+            x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
+            g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             dot += tl.sum(softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * g, axis=0)
         for n0 in range(0, N, BLOCK_N):
-            x = _read(
-                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
-                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
-            )  # fmt: skip
-            g = _read(
-                rows_at(p_g, g_strides, p_g, g_strides, b, b, h, n0, False, ALIGNED),
-                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
-            )  # fmt: skip
+            x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
+            g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             dx = softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :, :])
-            rows = rows_at(p_dx, dx_strides, p_dx, dx_strides, b, b, h, n0, False, ALIGNED)
+            rows = _rows(p_dx, dx_strides, b, h, n0, ALIGNED)
             store(rows, dx, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:
         top = tl.full([1, BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([1, BLOCK_D], dtype=ACC)
         for n0 in range(0, N, BLOCK_N):
-            x = _read(
-                rows_at(p_x, x_strides, p_x, x_strides, b, b, h, n0, False, ALIGNED),
-                n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D,
-            )  # fmt: skip
+            x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             x = tl.where((n0 + o_n < N)[:, None, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf

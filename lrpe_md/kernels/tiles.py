@@ -9,9 +9,13 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_at(p_q, q_strides, p_k, k_strides, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
-    """For rows (sample b, head h) of q or k: pointers to token n0, strides of a token and of a channel; 64 bits."""
+def rows_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
+    """For rows (sample b, head h) of q or k: pointers to token n0, strides of a token and of a channel; 64 bits.
+
+    tensors: pointer and strides (b, h, n, d) of q and of k, where that is not HAS_K anything.
+    """
     U: tl.constexpr = 8 if ALIGNED else 1
+    p_q, q_strides, p_k, k_strides = tensors
     p = p_q
     stride_b, stride_h, stride_n, stride_d = q_strides
     if HAS_K:
