@@ -235,7 +235,6 @@ def _numbers(
         "ALIGNED": aligned, "LONG": any(stride[2] * cut.block_n >= 2**31 for _, stride in tensors),
         "WIDE": dtype == torch.float64, "FAST": _fast(dtype, need_dtheta),
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
-        "BLOCK_J": triton.next_power_of_2(slots),
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
         "PREFETCH": cut.prefetch, "num_warps": cut.num_warps,

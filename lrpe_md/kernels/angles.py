@@ -16,7 +16,7 @@ QUARTER_LO = tl.constexpr(-4.371139006309477e-08)
 @triton.jit
 def divide(o, magic, shift):
     """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
-    return ((o.to(tl.int64) * magic) >> shift).to(tl.int32)
+    return ((tl.cast(o, tl.int64) * magic) >> shift).to(tl.int32)
 
 
 @triton.jit
@@ -80,8 +80,25 @@ def turns(w, UNIT: tl.constexpr):
 
 
 @triton.jit
+def frequencies(p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr):
+    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one; float64 radians if WIDE."""
+    omega = ()
+    for j in tl.static_range(K):
+        w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0)
+        if WIDE:
+            omega += ((w.to(tl.float64), w),)
+        else:
+            omega += (turns(w, 1.0 if FAST else 4.0),)
+    if p_phase is not None:
+        phase = tl.load(p_phase + o_c, mask=m_c, other=0)
+        hi = phase.to(tl.float64 if WIDE else tl.float32)
+        omega += ((hi, (phase - hi.to(phase.dtype)).to(hi.dtype)),)
+    return omega
+
+
+@triton.jit
 def angle(
-    p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
+    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -104,17 +121,15 @@ def angle(
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
             s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-            w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0).to(tl.float64)
-            theta += s[:, None] * w[None, :]
+            theta += s[:, None] * omega[j][0][None, :]
         if p_phase is not None:
-            phase = tl.load(p_phase + o_c, mask=m_c, other=0).to(tl.float64)
-            theta += tl.where(m_g[:, None], phase[None, :], 0.0)
+            theta += tl.where(m_g[:, None], omega[K][0][None, :], 0.0)
     else:
         part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
         for j in tl.static_range(K):
             s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-            w_hi, w_lo = turns(tl.load(p_omega + o_c * K + j, mask=m_c, other=0), UNIT)
+            w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
             n = round_to_integer(s * w)
@@ -128,9 +143,7 @@ def angle(
             else:
                 whole += n  # exact: the launcher sends grids as AFFINE that could pass 2^24 quarter turns
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
-            phase = tl.load(p_phase + o_c, mask=m_c, other=0)
-            f_hi = phase.to(tl.float32)
-            f_lo = (phase - f_hi.to(phase.dtype)).to(tl.float32)
+            f_hi, f_lo = omega[K]
             one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
             n = round_to_integer(f_hi * one)
             on_grid = m_g[:, None]

@@ -3,13 +3,15 @@
 A program owns a block of tokens and a range of rows (heads of samples, of q and then of k) that share frequencies. It
 asks for its first rows, forms the angles of the block while they are on their way, and walks over its rows, BLOCK_R at
 a time, with cos Θ and sin Θ in registers.
+
+The rows are unrolled: as a dimension of the tile they would be spread over threads, which then form the same angles.
 """
 
 import triton
 import triton.language as tl
 
-from .angles import angle, coordinate, cos_sin, divide, radians
-from .tiles import apart, load, load_pairs, rows_at, store, store_pairs
+from .angles import angle, coordinate, cos_sin, divide, frequencies, radians
+from .tiles import apart, load, load_pairs, row_at, store, store_pairs
 
 # --- activations -------------------------------------------------------------------------------------------
 
@@ -50,30 +52,30 @@ def _activate_backward(x, x_bar, dx_bar, ACT: tl.constexpr):
 
 @triton.jit
 def softmax_sequence(x, p_stat, num_stats, lo, n_d, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x̄ from the rows' maximum and sum over the sequence, channels lo, lo + STEP, .."""
-    o_d = tl.arange(0, BLOCK_D)[None, :]
-    p = p_stat[:, None] + lo + o_d * STEP
+    """x̄ from the row's maximum and sum over the sequence, channels lo, lo + STEP, .."""
+    o_d = tl.arange(0, BLOCK_D)
+    p = p_stat + lo + o_d * STEP
     top = tl.load(p, mask=o_d < n_d, other=0.0)
-    total = tl.load(p + num_stats[:, None], mask=o_d < n_d, other=1.0)
-    return tl.exp(x - top[None, :, :]) / total[None, :, :]
+    total = tl.load(p + num_stats, mask=o_d < n_d, other=1.0)
+    return tl.exp(x - top[None, :]) / total[None, :]
 
 
 @triton.jit
 def _masked_max(x, n_d, BLOCK_D: tl.constexpr):
-    return tl.max(tl.where((tl.arange(0, BLOCK_D) < n_d)[None, None, :], x, float("-inf")), axis=2)
+    return tl.max(tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], x, float("-inf")), axis=1)
 
 
 @triton.jit
 def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
-    return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, None, :], tl.exp(x - top[:, :, None]), 0.0)
+    return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], tl.exp(x - top[:, None]), 0.0)
 
 
-# --- the two maps, on tiles (tokens, rows, channels) ---------------------------------------------------------
+# --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
 
 
 @triton.jit
 def _cosine(
-    x, dy_cos, dy_sin, o_rows, p_stat, num_stats, cos, sin, o_n, m_nr,
+    x, dy_cos, dy_sin, o_row, p_stat, num_stats, cos, sin, o_n, m_n,
     D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
     NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +86,7 @@ def _cosine(
         x = x.to(ACC)
         if DIM == -1:
             e = _masked_exp(x, _masked_max(x, D, BLOCK_C), D, BLOCK_C)
-            x_bar = e / tl.sum(e, axis=2)[:, :, None]
+            x_bar = e / tl.sum(e, axis=1)[:, None]
         elif DIM == -2:
             x_bar = softmax_sequence(x, p_stat, num_stats, 0, D, 1, BLOCK_C)
         else:
@@ -96,22 +98,22 @@ def _cosine(
         if NEED_DTHETA:
             dtheta = x_bar * (dy_sin * cos - dy_cos * sin)
         if DIM == -1:
-            dx = x_bar * (dx - tl.sum(x_bar * dx, axis=2)[:, :, None])
+            dx = x_bar * (dx - tl.sum(x_bar * dx, axis=1)[:, None])
         elif ACT != "none":
             dx = _activate_backward(x, x_bar, dx, ACT)
-        store(o_rows, dx, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, dx, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
     else:
-        store(o_rows, x_bar * cos, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
-        store(o_rows, x_bar * sin, o_n, m_nr, D, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * cos, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * sin, o_n, m_n, D, D, ALIGNED, LONG, BLOCK_C)
     return dtheta
 
 
 @triton.jit
 def _rotate(
-    xa, xb, ga, gb, x_rows, dy_rows, o_rows, p_stat, num_stats, cos, sin, o_n, m_nr,
+    xa, xb, ga, gb, x_row, dy_row, o_row, p_stat, num_stats, cos, sin, o_n, m_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
 ):  # fmt: skip
     """(a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ), or the gradients: the rotation by -Θ, and dΘ of each row.
@@ -124,13 +126,13 @@ def _rotate(
     B_LO: tl.constexpr = START + 1 if INTERLEAVED else START + C
     dtheta = cos
     if LOAD_X:
-        xa, xb = apart(xa, xb, INTERLEAVED, BLOCK_R, BLOCK_N, BLOCK_C)
+        xa, xb = apart(xa, xb, INTERLEAVED, BLOCK_N, BLOCK_C)
         xa = xa.to(ACC)
         xb = xb.to(ACC)
         if BLOCK_HEAD > 0:
-            xh = load(x_rows, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            xh = load(x_row, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
         if BLOCK_TAIL > 0:
-            xt = load(x_rows, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            xt = load(x_row, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
         if DIM == -1:
             top = tl.maximum(_masked_max(xa, C, BLOCK_C), _masked_max(xb, C, BLOCK_C))
             if BLOCK_HEAD > 0:
@@ -139,19 +141,19 @@ def _rotate(
                 top = tl.maximum(top, _masked_max(xt, D - TAIL, BLOCK_TAIL))
             a_bar = _masked_exp(xa, top, C, BLOCK_C)
             b_bar = _masked_exp(xb, top, C, BLOCK_C)
-            total = tl.sum(a_bar + b_bar, axis=2)
+            total = tl.sum(a_bar + b_bar, axis=1)
             if BLOCK_HEAD > 0:
                 h_bar = _masked_exp(xh, top, START, BLOCK_HEAD)
-                total += tl.sum(h_bar, axis=2)
+                total += tl.sum(h_bar, axis=1)
             if BLOCK_TAIL > 0:
                 t_bar = _masked_exp(xt, top, D - TAIL, BLOCK_TAIL)
-                total += tl.sum(t_bar, axis=2)
-            a_bar = a_bar / total[:, :, None]
-            b_bar = b_bar / total[:, :, None]
+                total += tl.sum(t_bar, axis=1)
+            a_bar = a_bar / total[:, None]
+            b_bar = b_bar / total[:, None]
             if BLOCK_HEAD > 0:
-                h_bar = h_bar / total[:, :, None]
+                h_bar = h_bar / total[:, None]
             if BLOCK_TAIL > 0:
-                t_bar = t_bar / total[:, :, None]
+                t_bar = t_bar / total[:, None]
         elif DIM == -2:
             a_bar = softmax_sequence(xa, p_stat, num_stats, START, C, STEP, BLOCK_C)
             b_bar = softmax_sequence(xb, p_stat, num_stats, B_LO, C, STEP, BLOCK_C)
@@ -167,7 +169,7 @@ def _rotate(
             if BLOCK_TAIL > 0:
                 t_bar = _activate(xt, ACT)
     if BACKWARD:
-        ga, gb = apart(ga, gb, INTERLEAVED, BLOCK_R, BLOCK_N, BLOCK_C)
+        ga, gb = apart(ga, gb, INTERLEAVED, BLOCK_N, BLOCK_C)
         ga = ga.to(ACC)
         gb = gb.to(ACC)
         a = ga * cos + gb * sin
@@ -175,21 +177,21 @@ def _rotate(
         if NEED_DTHETA:
             dtheta = a_bar * b - b_bar * a
         if BLOCK_HEAD > 0:
-            h = load(dy_rows, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            h = load(dy_row, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
         if BLOCK_TAIL > 0:
-            t = load(dy_rows, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            t = load(dy_row, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
         if DIM == -1:
-            dot = tl.sum(a_bar * a + b_bar * b, axis=2)
+            dot = tl.sum(a_bar * a + b_bar * b, axis=1)
             if BLOCK_HEAD > 0:
-                dot += tl.sum(h_bar * h, axis=2)
+                dot += tl.sum(h_bar * h, axis=1)
             if BLOCK_TAIL > 0:
-                dot += tl.sum(t_bar * t, axis=2)
-            a = a_bar * (a - dot[:, :, None])
-            b = b_bar * (b - dot[:, :, None])
+                dot += tl.sum(t_bar * t, axis=1)
+            a = a_bar * (a - dot[:, None])
+            b = b_bar * (b - dot[:, None])
             if BLOCK_HEAD > 0:
-                h = h_bar * (h - dot[:, :, None])
+                h = h_bar * (h - dot[:, None])
             if BLOCK_TAIL > 0:
-                t = t_bar * (t - dot[:, :, None])
+                t = t_bar * (t - dot[:, None])
         elif ACT != "none":
             a = _activate_backward(xa, a_bar, a, ACT)
             b = _activate_backward(xb, b_bar, b, ACT)
@@ -204,11 +206,11 @@ def _rotate(
             h = h_bar
         if BLOCK_TAIL > 0:
             t = t_bar
-    store_pairs(o_rows, a, b, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_R, BLOCK_N, BLOCK_C)
+    store_pairs(o_row, a, b, o_n, m_n, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_N, BLOCK_C)
     if BLOCK_HEAD > 0:
-        store(o_rows, h, o_n, m_nr, 0, START, ALIGNED, LONG, BLOCK_HEAD)
+        store(o_row, h, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD)
     if BLOCK_TAIL > 0:
-        store(o_rows, t, o_n, m_nr, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
+        store(o_row, t, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
     return dtheta
 
 
@@ -216,10 +218,9 @@ def _rotate(
 
 
 @triton.jit
-def _row(r0, r_hi, sample, g, heads, BLOCK_R: tl.constexpr):
-    """Sample, head and tensor (is it k?) of rows r0 .. r0 + BLOCK_R of group g, and whether they are the program's."""
+def _row(r, r_hi, sample, g, heads):
+    """Sample, head and tensor (is it k?) of row r of group g, and whether it is the program's."""
     per_sample, magic, shift, group0, group1 = heads
-    r = r0 + tl.arange(0, BLOCK_R)
     i = divide(r, magic, shift)
     h = r - i * per_sample
     is_k = h >= group0
@@ -228,56 +229,54 @@ def _row(r0, r_hi, sample, g, heads, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _sources(
-    x, dy, r0, r_hi, sample, g, heads, n0,
-    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """:func:`_row`, and where x and dy of these rows are."""
-    b, h, is_k, m_r = _row(r0, r_hi, sample, g, heads, BLOCK_R)
-    x_rows = rows_at(x, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-    dy_rows = rows_at(dy, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
-    return b, h, is_k, m_r, x_rows, dy_rows
-
-
-@triton.jit
 def _fetch(
-    x_rows, dy_rows, o_n, m_nr, D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, ALIGNED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, dy, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """What a map reads: x and dy, each as one tile (twice) or as two. Where one is not read the other stands for it."""
-    if LOAD_X:
-        if COSINE:
-            xa = load(x_rows, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
-            xb = xa
-        else:
-            xa, xb = load_pairs(x_rows, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
-    if BACKWARD:
-        if COSINE:
-            ga = load(dy_rows, o_n, m_nr, 0, D, ALIGNED, LONG, BLOCK_C)
-            gb = load(dy_rows, o_n, m_nr, D, D, ALIGNED, LONG, BLOCK_C)
-        else:
-            ga, gb = load_pairs(dy_rows, o_n, m_nr, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
-    if not LOAD_X:
-        xa, xb = ga, gb
-    if not BACKWARD:
-        ga, gb = xa, xb
-    return xa, xb, ga, gb
+    """What a map reads of rows r0 .. r0 + BLOCK_R and num_n tokens: x and dy, each as one tile (twice) or as two.
+
+    Where one of x and dy is not read the other stands for it.
+    """
+    found = ()
+    for i in tl.static_range(BLOCK_R):
+        b, h, is_k, mine = _row(r0 + i, r_hi, sample, g, heads)
+        m_row = o_n < tl.where(mine, num_n, 0)
+        if LOAD_X:
+            row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED)
+            if COSINE:
+                xa = load(row, o_n, m_row, 0, D, ALIGNED, LONG, BLOCK_C)
+                xb = xa
+            else:
+                xa, xb = load_pairs(row, o_n, m_row, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+        if BACKWARD:
+            row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED)
+            if COSINE:
+                ga = load(row, o_n, m_row, 0, D, ALIGNED, LONG, BLOCK_C)
+                gb = load(row, o_n, m_row, D, D, ALIGNED, LONG, BLOCK_C)
+            else:
+                ga, gb = load_pairs(row, o_n, m_row, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+        if not LOAD_X:
+            xa, xb = ga, gb
+        if not BACKWARD:
+            ga, gb = xa, xb
+        found += ((xa, xb, ga, gb),)
+    return found
 
 
 @triton.jit
 def _weights(
-    o_j, o_g, m_g, p_phase, p_coords, p_affine, grid,
+    o_g, m_g, p_phase, p_coords, p_affine, grid,
     K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What dΘ of a token counts for dω_j, s_j (rows j < K), and for dφ, 1 (row K): (BLOCK_J, BLOCK_N) in float64."""
-    weights = (o_j[:, None] + o_g[None, :]).to(tl.float64) * 0.0
+    """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (BLOCK_N) each."""
+    weights = ()
     for j in tl.static_range(K):
         s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-        s = s_hi.to(tl.float64) + s_lo.to(tl.float64)
-        weights = tl.where((o_j == j)[:, None], s[None, :], weights)
+        weights += (s_hi.to(tl.float64) + s_lo.to(tl.float64),)
     if p_phase is not None:
-        weights = tl.where((o_j == K)[:, None], m_g.to(tl.float64)[None, :], weights)
+        weights += (m_g.to(tl.float64),)
     return weights
 
 
@@ -319,7 +318,7 @@ def lrpe_kernel(
     BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
@@ -368,39 +367,36 @@ def lrpe_kernel(
     o_n = tl.arange(0, BLOCK_N)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    o_j = tl.arange(0, BLOCK_J)
-    if NEED_DTHETA:
-        total = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_C], dtype=tl.float64)
-
+    J: tl.constexpr = K if p_phase is None else K + 1
+    total = ()
     if PREFETCH:
-        m_n = t * BLOCK_N + o_n < N
-        n0 = tl.cast(t, tl.int64) * BLOCK_N
-        b, h, is_k, m_r, x_rows, dy_rows = _sources(
-            x, dy, r_lo, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
-        )
-        xa, xb, ga, gb = _fetch(
-            x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
-            D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+        fetched = _fetch(
+            x, dy, r_lo, r_hi, sample, g, heads, tl.cast(t, tl.int64) * BLOCK_N, o_n, N - t * BLOCK_N,
+            D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
         )  # fmt: skip
+    if NEED_DTHETA:  # programs walk far, with their frequencies in registers
+        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
+        for _ in tl.static_range(J):
+            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
 
     for block in range(t, num_blocks, T):
         n0 = tl.cast(block, tl.int64) * BLOCK_N
-        m_n = block * BLOCK_N + o_n < N
+        num_n = N - block * BLOCK_N
+        m_n = o_n < num_n
         if not PREFETCH:
-            b, h, is_k, m_r, x_rows, dy_rows = _sources(
-                x, dy, r_lo, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
-            )
-            xa, xb, ga, gb = _fetch(
-                x_rows, dy_rows, o_n, m_n[:, None] & m_r[None, :],
-                D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+            fetched = _fetch(
+                x, dy, r_lo, r_hi, sample, g, heads, n0, o_n, num_n,
+                D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
             )  # fmt: skip
+        if not NEED_DTHETA:
+            omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
 
         o_g = block * BLOCK_N + o_n + (start - prefix)
         m_g = m_n & (o_g >= 0) & (o_g < num_grid)
         o_g = tl.where(m_g, o_g, 0)
         o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
         theta, whole = angle(
-            p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
+            omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
         )  # fmt: skip
         cos, sin = cos_sin(theta, whole, WIDE, FAST)
@@ -408,68 +404,64 @@ def lrpe_kernel(
             if slot == 0:
                 m_theta = m_n[:, None] & m_c[None, :]
                 tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, whole, WIDE, FAST), mask=m_theta)
-        cos = cos[:, None, :]
-        sin = sin[:, None, :]
         if NEED_DTHETA:
-            weights = _weights(o_j, o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
+            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
 
         for r0 in range(r_lo, r_hi, BLOCK_R):
             if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
-                next_xa, next_xb, next_ga, next_gb = xa, xb, ga, gb
+                following = fetched
                 is_last = r0 + BLOCK_R >= r_hi
                 next_block = tl.where(is_last, block + T, block)
-                next_r0 = tl.where(is_last, r_lo, r0 + BLOCK_R)
                 if next_block < num_blocks:
-                    next_n0 = tl.cast(next_block, tl.int64) * BLOCK_N
-                    m_n1 = next_block * BLOCK_N + o_n < N
-                    b, h, is_k, m_r, x_rows, dy_rows = _sources(
-                        x, dy, next_r0, r_hi, sample, g, heads, next_n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
-                    )
-                    next_xa, next_xb, next_ga, next_gb = _fetch(
-                        x_rows, dy_rows, o_n, m_n1[:, None] & m_r[None, :],
-                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
+                    following = _fetch(
+                        x, dy, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
+                        tl.cast(next_block, tl.int64) * BLOCK_N, o_n, N - next_block * BLOCK_N,
+                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                     )  # fmt: skip
-            b, h, is_k, m_r, x_rows, dy_rows = _sources(
-                x, dy, r0, r_hi, sample, g, heads, n0, BACKWARD, LOAD_X, HAS_K, ALIGNED, BLOCK_R
-            )
-            m_nr = m_n[:, None] & m_r[None, :]
-            if not PREFETCH:
-                if r0 > r_lo:
-                    xa, xb, ga, gb = _fetch(
-                        x_rows, dy_rows, o_n, m_nr,
-                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, ALIGNED, LONG, BLOCK_C,
-                    )  # fmt: skip
-            o_rows = rows_at(o, is_k, b, h, n0, HAS_K, ALIGNED)
-            q_stat = 0
-            num_stats = 0
-            if DIM == -2:
-                num_heads = tl.where(is_k, H1, H0).to(tl.int64)
-                num_stats = num_heads * B * D
-                q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
-                q_stat = q_stat + (b * num_heads + h) * D
-                q_stat = tl.where(m_r, q_stat, p_stat0)
-            if COSINE:
-                dtheta = _cosine(
-                    xa, ga, gb, o_rows, q_stat, num_stats, cos, sin, o_n, m_nr,
-                    D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
-                )  # fmt: skip
-            else:
-                dtheta = _rotate(
-                    xa, xb, ga, gb, x_rows, dy_rows, o_rows, q_stat, num_stats, cos, sin, o_n, m_nr,
-                    D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
-                    BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            elif r0 > r_lo:
+                fetched = _fetch(
+                    x, dy, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+                    D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                 )  # fmt: skip
             if NEED_DTHETA:
-                # Sums in float64; rows and tokens masked off have read dy = 0.
-                dtheta = tl.where(m_g[:, None], tl.sum(dtheta.to(tl.float64), axis=1), 0.0)
-                total += weights[:, :, None] * dtheta[None, :, :]
+                dtheta_sum = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+            for i in tl.static_range(BLOCK_R):
+                xa, xb, ga, gb = fetched[i]
+                b, h, is_k, mine = _row(r0 + i, r_hi, sample, g, heads)
+                m_row = o_n < tl.where(mine, num_n, 0)
+                o_row = row_at(o, is_k, b, h, n0, HAS_K, ALIGNED)
+                q_stat = p_stat0
+                num_stats = 0
+                if DIM == -2:
+                    num_heads = tl.where(is_k, H1, H0).to(tl.int64)
+                    num_stats = num_heads * B * D
+                    q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
+                    q_stat += tl.where(mine, (b * num_heads + h) * D, 0)
+                if COSINE:
+                    dtheta = _cosine(
+                        xa, ga, gb, o_row, q_stat, num_stats, cos, sin, o_n, m_row,
+                        D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
+                    )  # fmt: skip
+                else:
+                    x_row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
+                    dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
+                    dtheta = _rotate(
+                        xa, xb, ga, gb, x_row, dy_row, o_row, q_stat, num_stats, cos, sin, o_n, m_row,
+                        D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                        BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+                    )  # fmt: skip
+                if NEED_DTHETA:
+                    dtheta_sum += dtheta.to(tl.float64)  # rows and tokens masked off have read dy = 0
+            if NEED_DTHETA:
+                dtheta_sum = tl.where(m_g[:, None], dtheta_sum, 0.0)
+                added = ()
+                for j in tl.static_range(J):
+                    added += (total[j] + weights[j][:, None] * dtheta_sum,)
+                total = added
             if PREFETCH:
-                xa, xb, ga, gb = next_xa, next_xb, next_ga, next_gb
+                fetched = following
 
     if NEED_DTHETA:
-        J: tl.constexpr = K if p_phase is None else K + 1
-        offset = (tl.cast(slot, tl.int64) * T + t) * G + g
-        tl.store(
-            p_partial + (offset * J + o_j[:, None]) * C + o_c[None, :], tl.sum(total, axis=1),
-            mask=(o_j < J)[:, None] & m_c[None, :],
-        )  # fmt: skip
+        p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
+        for j in tl.static_range(J):
+            tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)

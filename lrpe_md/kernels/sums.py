@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .encode import softmax_sequence
-from .tiles import load, rows_at, store
+from .tiles import load, row_at, store
 
 
 @triton.jit(
@@ -50,8 +50,8 @@ _SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "g_b", "g_h", "g_n", "dx_b", "dx_
 
 
 @triton.jit
-def _rows(p, strides, b, h, n0, ALIGNED: tl.constexpr):
-    return rows_at((p, strides, p, strides), b, b, h, n0, False, ALIGNED)
+def _at(p, strides, b, h, n0, ALIGNED: tl.constexpr):
+    return row_at((p, strides, p, strides), False, b, h, n0, False, ALIGNED)
 
 
 @triton.jit
@@ -59,8 +59,7 @@ def _read(
     p, strides, b, h, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    rows = _rows(p, strides, b, h, n0, ALIGNED)
-    x = load(rows, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
+    x = load(_at(p, strides, b, h, n0, ALIGNED), o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     return x.to(tl.float64 if WIDE else tl.float32)
 
 
@@ -81,10 +80,10 @@ def softmax_sequence_kernel(
     pid = tl.program_id(0)
     lo = (pid % NUM_D) * BLOCK_D
     row = pid // NUM_D
-    b = tl.full([1], row // H, tl.int64)
-    h = tl.full([1], row % H, tl.int64)
+    b = tl.cast(row // H, tl.int64)
+    h = tl.cast(row % H, tl.int64)
     o_n = tl.arange(0, BLOCK_N)
-    o_d = tl.arange(0, BLOCK_D)[None, :]
+    o_d = tl.arange(0, BLOCK_D)
     m_d = lo + o_d < D
     p_stat += tl.cast(row, tl.int64) * D + lo
     num_stats = tl.cast(B, tl.int64) * H * D
@@ -92,28 +91,26 @@ def softmax_sequence_kernel(
     if BACKWARD:
         g_strides = (g_b, g_h, g_n, tl.full([], 1, tl.int64))
         dx_strides = (dx_b, dx_h, dx_n, tl.full([], 1, tl.int64))
-        stat = tl.zeros([1], tl.int64) + num_stats
-        q_stat = p_stat + tl.zeros([1], tl.int64)
-        dot = tl.zeros([1, BLOCK_D], dtype=ACC)
+        dot = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dot += tl.sum(softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * g, axis=0)
+            dot += tl.sum(softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * g, axis=0)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dx = softmax_sequence(x, q_stat, stat, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :, :])
-            rows = _rows(p_dx, dx_strides, b, h, n0, ALIGNED)
-            store(rows, dx, o_n, (n0 + o_n < N)[:, None], lo, D - lo, ALIGNED, LONG, BLOCK_D)
+            dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :])
+            row = _at(p_dx, dx_strides, b, h, n0, ALIGNED)
+            store(row, dx, o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:
-        top = tl.full([1, BLOCK_D], float("-inf"), dtype=ACC)
-        total = tl.zeros([1, BLOCK_D], dtype=ACC)
+        top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
+        total = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            x = tl.where((n0 + o_n < N)[:, None, None], x, float("-inf"))
+            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :, :]), axis=0)
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
             top = higher
         tl.store(p_stat + o_d, top, mask=m_d)
         tl.store(p_stat + num_stats + o_d, total, mask=m_d)

@@ -1,4 +1,4 @@
-"""Loads and stores of a tile (tokens, rows, channels) of tensors with any strides.
+"""Loads and stores of a tile (tokens, channels) of tensors with any strides.
 
 Strides come in units of 8 elements where everything is aligned to that, so that loads are 16 bytes wide for any
 head_dim that is a multiple of 8.
@@ -9,8 +9,8 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
-    """For rows (sample b, head h) of q or k: pointers to token n0, strides of a token and of a channel; 64 bits.
+def row_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
+    """For head h of sample b of q or k: a pointer to token n0, strides of a token and of a channel; 64 bits.
 
     tensors: pointer and strides (b, h, n, d) of q and of k, where that is not HAS_K anything.
     """
@@ -26,74 +26,73 @@ def rows_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr)
         stride_d = tl.where(is_k, k_strides[3], stride_d)
     p = p + (b * stride_b + h * stride_h + n0 * stride_n) * U
     if ALIGNED:
-        p = tl.multiple_of(p, [16])  # on the sum: on an argument of the kernel the compiler ignores it
-    zero = tl.zeros_like(b)
-    return p, stride_n + zero, stride_d + zero
+        p = tl.multiple_of(p, 16)  # on the sum: on an argument of the kernel the compiler ignores it
+    return p, stride_n, stride_d
 
 
 @triton.jit
-def _pointers(rows, o_n, o_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+def _pointers(row, o_n, o_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
     """LONG: a block of tokens spans 2^31 elements."""
-    p, stride_n, stride_d = rows
+    p, stride_n, stride_d = row
     if ALIGNED:
         stride_n = stride_n * 8
     if LONG:
-        tokens = o_n.to(tl.int64)[:, None] * stride_n[None, :]
+        tokens = o_n.to(tl.int64) * stride_n
     else:
-        tokens = o_n[:, None] * stride_n.to(tl.int32)[None, :]
+        tokens = o_n * tl.cast(stride_n, tl.int32)
     if ALIGNED:
-        return (p[None, :] + tokens)[:, :, None] + o_d[None, None, :]
+        return (p + tokens)[:, None] + o_d[None, :]
     else:
-        return (p[None, :] + tokens)[:, :, None] + o_d[None, None, :] * stride_d[None, :, None]
+        return (p + tokens)[:, None] + o_d[None, :] * stride_d
 
 
 @triton.jit
-def load(rows, o_n, m_nr, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+def load(row, o_n, m_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
     """Channels lo .. lo + n_d of a block of tokens."""
     o_d = tl.arange(0, BLOCK_D)
-    mask = m_nr[:, :, None] & (o_d < n_d)[None, None, :]
-    return tl.load(_pointers(rows, o_n, lo + o_d, ALIGNED, LONG), mask=mask, other=0.0)
+    mask = m_n[:, None] & (o_d < n_d)[None, :]
+    return tl.load(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), mask=mask, other=0.0)
 
 
 @triton.jit
-def store(rows, value, o_n, m_nr, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+def store(row, value, o_n, m_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = tl.arange(0, BLOCK_D)
-    mask = m_nr[:, :, None] & (o_d < n_d)[None, None, :]
-    tl.store(_pointers(rows, o_n, lo + o_d, ALIGNED, LONG), value.to(rows[0].dtype.element_ty), mask=mask)
+    mask = m_n[:, None] & (o_d < n_d)[None, :]
+    tl.store(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_pairs(
-    rows, o_n, m_nr, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    row, o_n, m_n, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Both channels of each pair; interleaved ones still side by side, twice: see :func:`apart`."""
     if INTERLEAVED:
-        x1 = load(rows, o_n, m_nr, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+        x1 = load(row, o_n, m_n, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
         x2 = x1
     else:
-        x1 = load(rows, o_n, m_nr, lo, C, ALIGNED, LONG, BLOCK_C)
-        x2 = load(rows, o_n, m_nr, lo + C, C, ALIGNED, LONG, BLOCK_C)
+        x1 = load(row, o_n, m_n, lo, C, ALIGNED, LONG, BLOCK_C)
+        x2 = load(row, o_n, m_n, lo + C, C, ALIGNED, LONG, BLOCK_C)
     return x1, x2
 
 
 @triton.jit
-def apart(x1, x2, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+def apart(x1, x2, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """The channels of the pairs that :func:`load_pairs` left together."""
     if INTERLEAVED:
-        return tl.split(tl.reshape(x1, [BLOCK_N, BLOCK_R, BLOCK_C, 2]))
+        return tl.split(tl.reshape(x1, [BLOCK_N, BLOCK_C, 2]))
     else:
         return x1, x2
 
 
 @triton.jit
 def store_pairs(
-    rows, x1, x2, o_n, m_nr, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    row, x1, x2, o_n, m_n, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
-        x = tl.reshape(tl.join(x1, x2), [BLOCK_N, BLOCK_R, 2 * BLOCK_C])
-        store(rows, x, o_n, m_nr, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+        x = tl.reshape(tl.join(x1, x2), [BLOCK_N, 2 * BLOCK_C])
+        store(row, x, o_n, m_n, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
     else:
-        store(rows, x1, o_n, m_nr, lo, C, ALIGNED, LONG, BLOCK_C)
-        store(rows, x2, o_n, m_nr, lo + C, C, ALIGNED, LONG, BLOCK_C)
+        store(row, x1, o_n, m_n, lo, C, ALIGNED, LONG, BLOCK_C)
+        store(row, x2, o_n, m_n, lo + C, C, ALIGNED, LONG, BLOCK_C)
