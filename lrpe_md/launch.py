@@ -104,8 +104,8 @@ def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
         )
         affine = None
-    # Beyond 2^19 quarter turns could be more than float32 counts.
-    if coords is None and affine is None and max(layout.sizes) > 2**19:
+    # A plain grid counts up to 2^22 half turns an axis: of 50 radians a position at these sizes.
+    if coords is None and affine is None and max(layout.sizes) > 2**18:
         affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
     if coords is not None:
         coords = _materialised(coords).contiguous()
@@ -232,7 +232,7 @@ def _numbers(
         "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": coords is not None, "BY_SAMPLE": by_sample,
         "AFFINE": has_affine and coords is None,
         "LOAD_THETA": load_theta, "STORE_THETA": has_theta and not load_theta,
-        "ALIGNED": aligned, "LONG": any(stride[2] * cut.block_n >= 2**31 for _, stride in tensors),
+        "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for _, stride in tensors for s in stride),
         "WIDE": dtype == torch.float64, "FAST": _fast(dtype, need_dtheta),
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
@@ -244,9 +244,9 @@ def _numbers(
 
 @lru_cache(maxsize=4096)
 def _magic(n: int) -> tuple[int, int]:
-    """(m, s) with o // n = o · m >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
+    """32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
     bits = max(n - 1, 0).bit_length()
-    return ((1 << (31 + bits)) // max(n, 1)) + 1, 31 + bits
+    return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
 
 
 def _aligned(head_dim: int, tensors: list[Tensor]) -> bool:
@@ -277,7 +277,7 @@ def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tens
         strides += [0, 0, 0] if t is None else [s // unit for s in t.stride()[:3]]
     softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
         x, g, dx, stat, *strides, batch, heads, num_tokens,
-        D=head_dim, ALIGNED=aligned, LONG=any(t.stride(2) * block_n >= 2**31 for t in tensors),
+        D=head_dim, ALIGNED=aligned, LONG=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
         WIDE=x.dtype == torch.float64, BLOCK_N=block_n, BLOCK_D=block_d,
     )  # fmt: skip
 

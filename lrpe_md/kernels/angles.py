@@ -9,14 +9,14 @@ C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
 TAU = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: float32 near it are the integers
-QUARTER_HI = tl.constexpr(1.5707963705062866)  # π/2 as float32, and what that leaves out
-QUARTER_LO = tl.constexpr(-4.371139006309477e-08)
+PI_HI = tl.constexpr(3.1415927410125732)  # π as float32, and what that leaves out
+PI_LO = tl.constexpr(-8.742277657347586e-08)
 
 
 @triton.jit
 def divide(o, magic, shift):
     """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
-    return ((tl.cast(o, tl.int64) * magic) >> shift).to(tl.int32)
+    return (tl.umulhi(tl.cast(o, tl.uint32) * 2, tl.cast(magic, tl.uint32)) >> shift).to(tl.int32)
 
 
 @triton.jit
@@ -66,8 +66,22 @@ def coordinate(
 
 
 @triton.jit
+def remainder(s, w, ANY_SIZE: tl.constexpr):
+    """s·w less the nearest integer, and an int32 with the lowest bit of that integer; |s·w| < 2^22 unless ANY_SIZE.
+
+    The fma is explicit: subtracting from the rounded product would count its residue twice once the compiler contracts
+    the two.
+    """
+    shifted = s * w + ROUND
+    n = shifted - ROUND
+    if ANY_SIZE:
+        shifted = (n - 2.0 * round_to_integer(n * 0.5)) + ROUND
+    return tl.fma(s, w, -n), shifted.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def turns(w, UNIT: tl.constexpr):
-    """A frequency in radians as hi + lo turns (UNIT 1) or quarter turns (UNIT 4)."""
+    """A frequency in radians as hi + lo turns (UNIT 1) or half turns (UNIT 2)."""
     if w.dtype == tl.float64:
         r = w * (INV_TAU * UNIT)
         hi = r.to(tl.float32)
@@ -88,7 +102,7 @@ def frequencies(p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr,
         if WIDE:
             omega += ((w.to(tl.float64), w),)
         else:
-            omega += (turns(w, 1.0 if FAST else 4.0),)
+            omega += (turns(w, 1.0 if FAST else 2.0),)
     if p_phase is not None:
         phase = tl.load(p_phase + o_c, mask=m_c, other=0)
         hi = phase.to(tl.float64 if WIDE else tl.float32)
@@ -102,21 +116,19 @@ def angle(
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and whole units, to be counted modulo a turn.
+    """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a turn (FAST, whose whole part is of no use), a quarter turn, which leaves smaller remainders to round,
-    or float64 radians all in the remainder (WIDE).
+    The unit is a turn (FAST: the lowest bit says nothing), a half turn, which leaves smaller remainders to round, or
+    float64 radians all in the remainder (WIDE).
     """
-    UNIT: tl.constexpr = 1.0 if FAST else 4.0
-    whole = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
+    UNIT: tl.constexpr = 1.0 if FAST else 2.0
+    half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
         theta = tl.load(p_theta + o_theta[:, None] * C + o_c[None, :], mask=m_theta[:, None] & m_c[None, :], other=0)
         if WIDE:
             theta = theta.to(tl.float64)
         else:
-            theta = theta * (UNIT * INV_TAU)
-            whole = round_to_integer(theta)
-            theta -= whole
+            theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, False)
     elif WIDE:
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
@@ -132,37 +144,32 @@ def angle(
             w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
-            n = round_to_integer(s * w)
-            # An explicit fma: subtracting from the rounded product would count its residue twice once the
-            # compiler contracts the two.
-            part += tl.fma(s, w, -n)
+            a, odd = remainder(s, w, EXPLICIT or AFFINE)  # the launcher sends large grids as AFFINE
+            part += a
+            half += odd
             low += s_hi[:, None] * w_lo[None, :]
             if EXPLICIT or AFFINE:
                 low += s_lo[:, None] * w_hi[None, :]
-                whole += n - 4.0 * round_to_integer(n * 0.25)
-            else:
-                whole += n  # exact: the launcher sends grids as AFFINE that could pass 2^24 quarter turns
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
             f_hi, f_lo = omega[K]
             one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
-            n = round_to_integer(f_hi * one)
+            a, odd = remainder(f_hi, one, True)
             on_grid = m_g[:, None]
-            part += tl.where(on_grid, tl.fma(f_hi, one, -n)[None, :], 0.0)
+            part += tl.where(on_grid, a[None, :], 0.0)
             low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one)[None, :], 0.0)
-            whole += tl.where(on_grid, (n - 4.0 * round_to_integer(n * 0.25))[None, :], 0.0)
-        theta = part + low
-        n = round_to_integer(theta)
-        theta = theta - n
-        whole = whole + n
-    return theta, whole
+            half += tl.where(on_grid, odd[None, :], 0)
+        shifted = (part + low) + ROUND
+        theta = (part + low) - (shifted - ROUND)
+        half += shifted.to(tl.int32, bitcast=True)
+    return theta, half
 
 
 @triton.jit
-def cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
+def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     """cos and sin of an angle from :func:`angle`.
 
     FAST: the CUDA hardware's approximation, absolute error 2^-20.9 on [-π, π], under the rounding of a 16-bit
-    result. Otherwise Cephes' polynomials on [-π/4, π/4], float32-accurate, with their argument in quarter turns.
+    result. Otherwise minimax polynomials on [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
     """
     if WIDE:
         cos = tl.cos(theta)
@@ -172,31 +179,26 @@ def cos_sin(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
-        # Coefficients: Cephes' times powers of π/2.
         z = theta * theta
-        s = ((-4.604837188878714e-3 * z + 7.968141387872897e-2) * z - 6.459636302545759e-1) * z + QUARTER_LO
-        s = tl.fma(theta, tl.full(theta.shape, QUARTER_HI, tl.float32), theta * s)
-        c = (
-            ((9.056045669359857e-4 * z - 2.0861118398843314e-2) * z + 2.53669380150983e-1) * z - 1.2337005501361697
-        ) * z + 1.0
-        turned = whole - 4.0 * round_to_integer(whole * 0.25)
-        q = (turned + ROUND).to(tl.int32, bitcast=True)  # quarter turns in the lowest bits
-        odd = (q & 1) != 0
-        cos = tl.where(odd, s, c).to(tl.int32, bitcast=True) ^ (((q + 1) & 2) << 30)
-        sin = tl.where(odd, c, s).to(tl.int32, bitcast=True) ^ ((q & 2) << 30)
-        cos = cos.to(tl.float32, bitcast=True)
-        sin = sin.to(tl.float32, bitcast=True)
+        s = (
+            ((7.750529050827026e-2 * z - 5.982178449630737e-1) * z + 2.55006742477417) * z - 5.167709827423096
+        ) * z + PI_LO
+        s = tl.fma(theta, tl.full(theta.shape, PI_HI, tl.float32), theta * s)
+        c = ((-2.3991823196411133e-2 * z + 2.3469902575016022e-1) * z - 1.335164189338684) * z + 4.0587053298950195
+        c = (c * z - 4.934802055358887) * z + 1.0
+        sign = half << 31
+        cos = (c.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        sin = (s.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return cos, sin
 
 
 @triton.jit
-def radians(theta, whole, WIDE: tl.constexpr, FAST: tl.constexpr):
+def radians(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     """The angle in [-π, π] as float32, to be cached."""
     if WIDE:
         x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
     elif FAST:
         x = theta * TAU
     else:
-        x = theta + (whole - 4.0 * tl.floor((whole + theta) * 0.25 + 0.5))
-        x = x * (TAU / 4.0)
+        x = tl.where((half & 1) != 0, tl.where(theta > 0.0, theta - 1.0, theta + 1.0), theta) * (TAU / 2.0)
     return x.to(tl.float32)

@@ -75,12 +75,14 @@ def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _cosine(
-    x, dy_cos, dy_sin, o_row, p_stat, num_stats, cos, sin, o_n, m_n,
+    x, dy_cos, dy_sin, place, cos, sin, o_n,
     D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
     NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x -> [x̄ cos Θ, x̄ sin Θ], or the gradients: dx̄ = dy_cos cos Θ + dy_sin sin Θ, and dΘ of each row."""
     ACC: tl.constexpr = cos.dtype
+    _, _, o_row, num, p_stat, num_stats = place
+    m_n = o_n < num
     dtheta = cos
     if LOAD_X:
         x = x.to(ACC)
@@ -110,7 +112,7 @@ def _cosine(
 
 @triton.jit
 def _rotate(
-    xa, xb, ga, gb, x_row, dy_row, o_row, p_stat, num_stats, cos, sin, o_n, m_n,
+    xa, xb, ga, gb, place, cos, sin, o_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -124,6 +126,8 @@ def _rotate(
     TAIL: tl.constexpr = START + 2 * C
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     B_LO: tl.constexpr = START + 1 if INTERLEAVED else START + C
+    x_row, dy_row, o_row, num, p_stat, num_stats = place
+    m_n = o_n < num
     dtheta = cos
     if LOAD_X:
         xa, xb = apart(xa, xb, INTERLEAVED, BLOCK_N, BLOCK_C)
@@ -225,44 +229,54 @@ def _row(r, r_hi, sample, g, heads):
     h = r - i * per_sample
     is_k = h >= group0
     h = tl.where(is_k, g * group1 + h - group0, g * group0 + h)
-    return (sample + i).to(tl.int64), h.to(tl.int64), is_k, r < r_hi
+    return sample + i, h, is_k, r < r_hi
 
 
 @triton.jit
 def _fetch(
-    x, dy, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """What a map reads of rows r0 .. r0 + BLOCK_R and num_n tokens: x and dy, each as one tile (twice) or as two.
+    """For each of rows r0 .. r0 + BLOCK_R: x and dy as one tile (twice) or as two, and where the row is.
 
-    Where one of x and dy is not read the other stands for it.
+    Where one of x and dy is not read the other stands for it. Where: places of x, dy and the output, number of tokens,
+    pointer to the maximum over the sequence and from there to the sum.
     """
-    found = ()
+    fetched = ()
     for i in tl.static_range(BLOCK_R):
         b, h, is_k, mine = _row(r0 + i, r_hi, sample, g, heads)
-        m_row = o_n < tl.where(mine, num_n, 0)
+        num = tl.where(mine, num_n, 0)
+        o_row = row_at(o, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
         if LOAD_X:
-            row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED)
+            x_row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
             if COSINE:
-                xa = load(row, o_n, m_row, 0, D, ALIGNED, LONG, BLOCK_C)
+                xa = load(x_row, o_n, o_n < num, 0, D, ALIGNED, LONG, BLOCK_C)
                 xb = xa
             else:
-                xa, xb = load_pairs(row, o_n, m_row, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                xa, xb = load_pairs(x_row, o_n, o_n < num, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
         if BACKWARD:
-            row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED)
+            dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
             if COSINE:
-                ga = load(row, o_n, m_row, 0, D, ALIGNED, LONG, BLOCK_C)
-                gb = load(row, o_n, m_row, D, D, ALIGNED, LONG, BLOCK_C)
+                ga = load(dy_row, o_n, o_n < num, 0, D, ALIGNED, LONG, BLOCK_C)
+                gb = load(dy_row, o_n, o_n < num, D, D, ALIGNED, LONG, BLOCK_C)
             else:
-                ga, gb = load_pairs(row, o_n, m_row, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                ga, gb = load_pairs(dy_row, o_n, o_n < num, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
         if not LOAD_X:
-            xa, xb = ga, gb
+            x_row, xa, xb = dy_row, ga, gb
         if not BACKWARD:
-            ga, gb = xa, xb
-        found += ((xa, xb, ga, gb),)
-    return found
+            dy_row, ga, gb = x_row, xa, xb
+        if DIM == -2:
+            p_stat0, p_stat1, B, H0, H1 = stat
+            num_heads = tl.where(is_k, H1, H0).to(tl.int64)
+            q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
+            q_stat += tl.where(mine, (b * num_heads + h) * D, 0)
+            num_stats = num_heads * B * D
+        else:
+            q_stat, num_stats = 0, 0
+        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, q_stat, num_stats)),)
+    return fetched
 
 
 @triton.jit
@@ -308,10 +322,10 @@ def lrpe_kernel(
     o1_b: "i64", o1_h: "i64", o1_n: "i64",
     coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
     num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
-    magic1: "i64", magic2: "i64", magic3: "i64", shift1: "i32", shift2: "i32", shift3: "i32",
+    magic1: "u32", magic2: "u32", magic3: "u32", shift1: "i32", shift2: "i32", shift3: "i32",
     num_blocks: "i32", tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", P: "i32",
     span: "i32", per: "i32", group0: "i32", group1: "i32",
-    magic_first: "i64", magic_second: "i64", magic_g: "i64", magic_p: "i64", magic_h: "i64",
+    magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_p: "u32", magic_h: "u32",
     shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
     COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
@@ -361,6 +375,7 @@ def lrpe_kernel(
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
+    stat = (p_stat0, p_stat1, B, H0, H1)
     p_omega += g * omega_h
     if p_phase is not None:
         p_phase += g * phase_h
@@ -371,8 +386,8 @@ def lrpe_kernel(
     total = ()
     if PREFETCH:
         fetched = _fetch(
-            x, dy, r_lo, r_hi, sample, g, heads, tl.cast(t, tl.int64) * BLOCK_N, o_n, N - t * BLOCK_N,
-            D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+            x, dy, o, stat, r_lo, r_hi, sample, g, heads, t * BLOCK_N, o_n, N - t * BLOCK_N,
+            D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
         )  # fmt: skip
     if NEED_DTHETA:  # programs walk far, with their frequencies in registers
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
@@ -380,32 +395,33 @@ def lrpe_kernel(
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
 
     for block in range(t, num_blocks, T):
-        n0 = tl.cast(block, tl.int64) * BLOCK_N
-        num_n = N - block * BLOCK_N
+        n0 = block * BLOCK_N
+        num_n = N - n0
         m_n = o_n < num_n
         if not PREFETCH:
             fetched = _fetch(
-                x, dy, r_lo, r_hi, sample, g, heads, n0, o_n, num_n,
-                D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+                x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, num_n,
+                D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
             )  # fmt: skip
         if not NEED_DTHETA:
             omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
 
-        o_g = block * BLOCK_N + o_n + (start - prefix)
+        o_g = n0 + o_n + (start - prefix)
         m_g = m_n & (o_g >= 0) & (o_g < num_grid)
         o_g = tl.where(m_g, o_g, 0)
         o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
-        theta, whole = angle(
+        theta, half = angle(
             omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
         )  # fmt: skip
-        cos, sin = cos_sin(theta, whole, WIDE, FAST)
+        cos, sin = cos_sin(theta, half, WIDE, FAST)
         if STORE_THETA:
             if slot == 0:
                 m_theta = m_n[:, None] & m_c[None, :]
-                tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, whole, WIDE, FAST), mask=m_theta)
+                tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, half, WIDE, FAST), mask=m_theta)
         if NEED_DTHETA:
             weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
+            dtheta_sum = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
 
         for r0 in range(r_lo, r_hi, BLOCK_R):
             if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
@@ -414,52 +430,38 @@ def lrpe_kernel(
                 next_block = tl.where(is_last, block + T, block)
                 if next_block < num_blocks:
                     following = _fetch(
-                        x, dy, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
-                        tl.cast(next_block, tl.int64) * BLOCK_N, o_n, N - next_block * BLOCK_N,
-                        D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+                        x, dy, o, stat, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
+                        next_block * BLOCK_N, o_n, N - next_block * BLOCK_N,
+                        D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                     )  # fmt: skip
             elif r0 > r_lo:
                 fetched = _fetch(
-                    x, dy, r0, r_hi, sample, g, heads, n0, o_n, num_n,
-                    D, C, START, COSINE, INTERLEAVED, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+                    D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                 )  # fmt: skip
-            if NEED_DTHETA:
-                dtheta_sum = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             for i in tl.static_range(BLOCK_R):
-                xa, xb, ga, gb = fetched[i]
-                b, h, is_k, mine = _row(r0 + i, r_hi, sample, g, heads)
-                m_row = o_n < tl.where(mine, num_n, 0)
-                o_row = row_at(o, is_k, b, h, n0, HAS_K, ALIGNED)
-                q_stat = p_stat0
-                num_stats = 0
-                if DIM == -2:
-                    num_heads = tl.where(is_k, H1, H0).to(tl.int64)
-                    num_stats = num_heads * B * D
-                    q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
-                    q_stat += tl.where(mine, (b * num_heads + h) * D, 0)
+                xa, xb, ga, gb, place = fetched[i]
                 if COSINE:
                     dtheta = _cosine(
-                        xa, ga, gb, o_row, q_stat, num_stats, cos, sin, o_n, m_row,
+                        xa, ga, gb, place, cos, sin, o_n,
                         D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
                     )  # fmt: skip
                 else:
-                    x_row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED) if LOAD_X else 0
-                    dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED) if BACKWARD else 0
                     dtheta = _rotate(
-                        xa, xb, ga, gb, x_row, dy_row, o_row, q_stat, num_stats, cos, sin, o_n, m_row,
+                        xa, xb, ga, gb, place, cos, sin, o_n,
                         D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
                         BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                     )  # fmt: skip
-                if NEED_DTHETA:
-                    dtheta_sum += dtheta.to(tl.float64)  # rows and tokens masked off have read dy = 0
-            if NEED_DTHETA:
-                dtheta_sum = tl.where(m_g[:, None], dtheta_sum, 0.0)
-                added = ()
-                for j in tl.static_range(J):
-                    added += (total[j] + weights[j][:, None] * dtheta_sum,)
-                total = added
+                if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
+                    dtheta_sum += dtheta.to(tl.float64)
             if PREFETCH:
                 fetched = following
+        if NEED_DTHETA:
+            dtheta_sum = tl.where(m_g[:, None], dtheta_sum, 0.0)
+            added = ()
+            for j in tl.static_range(J):
+                added += (total[j] + weights[j][:, None] * dtheta_sum,)
+            total = added
 
     if NEED_DTHETA:
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)

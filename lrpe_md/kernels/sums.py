@@ -50,8 +50,8 @@ _SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "g_b", "g_h", "g_n", "dx_b", "dx_
 
 
 @triton.jit
-def _at(p, strides, b, h, n0, ALIGNED: tl.constexpr):
-    return row_at((p, strides, p, strides), False, b, h, n0, False, ALIGNED)
+def _at(p, strides, b, h, n0, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    return row_at((p, strides, p, strides), False, b, h, n0, False, ALIGNED, LONG)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _read(
     p, strides, b, h, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    x = load(_at(p, strides, b, h, n0, ALIGNED), o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
+    x = load(_at(p, strides, b, h, n0, ALIGNED, LONG), o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     return x.to(tl.float64 if WIDE else tl.float32)
 
 
@@ -80,8 +80,8 @@ def softmax_sequence_kernel(
     pid = tl.program_id(0)
     lo = (pid % NUM_D) * BLOCK_D
     row = pid // NUM_D
-    b = tl.cast(row // H, tl.int64)
-    h = tl.cast(row % H, tl.int64)
+    b = row // H
+    h = row % H
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     m_d = lo + o_d < D
@@ -100,7 +100,7 @@ def softmax_sequence_kernel(
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :])
-            row = _at(p_dx, dx_strides, b, h, n0, ALIGNED)
+            row = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
             store(row, dx, o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)

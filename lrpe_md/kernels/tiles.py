@@ -9,10 +9,21 @@ import triton.language as tl
 
 
 @triton.jit
-def row_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
-    """For head h of sample b of q or k: a pointer to token n0, strides of a token and of a channel; 64 bits.
+def _step(o, stride, LONG: tl.constexpr):
+    """o · stride in 64 bits; of 32-bit factors that is one instruction."""
+    if not LONG:
+        stride = tl.cast(stride, tl.int32)
+    return tl.cast(o, tl.int64) * stride
 
-    tensors: pointer and strides (b, h, n, d) of q and of k, where that is not HAS_K anything.
+
+@triton.jit
+def row_at(
+    tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """For head h of sample b of q or k: a pointer to token n0, strides of a token and of a channel.
+
+    tensors: pointer and strides (b, h, n, d) of q and of k, where that is not HAS_K anything. LONG: strides need 64
+    bits, also in units of 8.
     """
     U: tl.constexpr = 8 if ALIGNED else 1
     p_q, q_strides, p_k, k_strides = tensors
@@ -24,7 +35,7 @@ def row_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
         stride_h = tl.where(is_k, k_strides[1], stride_h)
         stride_n = tl.where(is_k, k_strides[2], stride_n)
         stride_d = tl.where(is_k, k_strides[3], stride_d)
-    p = p + (b * stride_b + h * stride_h + n0 * stride_n) * U
+    p = p + (_step(b, stride_b, LONG) + _step(h, stride_h, LONG) + _step(n0, stride_n, LONG)) * U
     if ALIGNED:
         p = tl.multiple_of(p, 16)  # on the sum: on an argument of the kernel the compiler ignores it
     return p, stride_n, stride_d
@@ -32,18 +43,12 @@ def row_at(tensors, is_k, b, h, n0, HAS_K: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _pointers(row, o_n, o_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
-    """LONG: a block of tokens spans 2^31 elements."""
     p, stride_n, stride_d = row
+    tokens = _step(o_n, stride_n, LONG)
     if ALIGNED:
-        stride_n = stride_n * 8
-    if LONG:
-        tokens = o_n.to(tl.int64) * stride_n
+        return (p + tokens * 8)[:, None] + o_d[None, :]
     else:
-        tokens = o_n * tl.cast(stride_n, tl.int32)
-    if ALIGNED:
-        return (p + tokens)[:, None] + o_d[None, :]
-    else:
-        return (p + tokens)[:, None] + o_d[None, :] * stride_d
+        return (p + tokens)[:, None] + _step(o_d, stride_d, LONG)[None, :]
 
 
 @triton.jit
