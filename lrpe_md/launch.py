@@ -73,7 +73,9 @@ def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, widt
     block_r, block_n, num_warps, prefetch = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
-        return Plan(block_r, block_n, num_warps, prefetch, 1, rows)
+        if direction == "dtheta":
+            return Plan(block_r, block_n, num_warps, prefetch, 1, rows)
+        block_r = min(rows, 8)
     num_blocks = triton.cdiv(num_tokens, block_n)
     if direction != "dtheta":
         return Plan(block_r, block_n, num_warps, prefetch, num_blocks, block_r)

@@ -1,8 +1,8 @@
 """Both maps, forward and backward, in one kernel.
 
-A program owns a block of tokens and a range of rows (heads of samples, of q and then of k) that share frequencies. It
-asks for its first rows, forms the angles of the block while they are on their way, and walks over its rows, BLOCK_R at
-a time, with cos Θ and sin Θ in registers.
+A program owns a block of tokens and BLOCK_R rows (heads of samples, of q and then of k) that share frequencies. It asks
+for its rows, forms the angles of the block while they are on their way, and maps row after row with cos Θ and sin Θ in
+registers. Where the frequencies need a gradient, programs are few and walk over many blocks and rows.
 
 The rows are unrolled: as a dimension of the tile they would be spread over threads, which then form the same angles.
 """
@@ -280,6 +280,57 @@ def _fetch(
 
 
 @triton.jit
+def _angles(
+    omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, first_index, num_grid, o_n, o_c, grid,
+    C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
+    STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
+    m_n = n0 + o_n < N
+    o_g = n0 + o_n + first_index
+    m_g = m_n & (o_g >= 0) & (o_g < num_grid)
+    o_g = tl.where(m_g, o_g, 0)
+    o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
+    theta, half = angle(
+        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, o_c < C, grid,
+        C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+    )  # fmt: skip
+    cos, sin = cos_sin(theta, half, WIDE, FAST)
+    if STORE_THETA:
+        if slot == 0:
+            m_theta = m_n[:, None] & (o_c < C)[None, :]
+            tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, half, WIDE, FAST), mask=m_theta)
+    return cos, sin, o_g, m_g
+
+
+@triton.jit
+def _map(
+    fetched, cos, sin, o_n, dtheta,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+):  # fmt: skip
+    """Map fetched rows; dtheta with theirs added."""
+    for i in tl.static_range(BLOCK_R):
+        xa, xb, ga, gb, place = fetched[i]
+        if COSINE:
+            row_dtheta = _cosine(
+                xa, ga, gb, place, cos, sin, o_n,
+                D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
+            )  # fmt: skip
+        else:
+            row_dtheta = _rotate(
+                xa, xb, ga, gb, place, cos, sin, o_n,
+                D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            )  # fmt: skip
+        if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
+            dtheta += row_dtheta.to(tl.float64)
+    return dtheta
+
+
+@triton.jit
 def _weights(
     o_g, m_g, p_phase, p_coords, p_affine, grid,
     K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
@@ -382,88 +433,75 @@ def lrpe_kernel(
     o_n = tl.arange(0, BLOCK_N)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    J: tl.constexpr = K if p_phase is None else K + 1
-    total = ()
-    if PREFETCH:
+    if not NEED_DTHETA:
+        n0 = t * BLOCK_N
         fetched = _fetch(
-            x, dy, o, stat, r_lo, r_hi, sample, g, heads, t * BLOCK_N, o_n, N - t * BLOCK_N,
+            x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0,
             D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
         )  # fmt: skip
-    if NEED_DTHETA:  # programs walk far, with their frequencies in registers
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
-        for _ in tl.static_range(J):
-            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
-
-    for block in range(t, num_blocks, T):
-        n0 = block * BLOCK_N
-        num_n = N - n0
-        m_n = o_n < num_n
-        if not PREFETCH:
+        cos, sin, _, _ = _angles(
+            omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, start - prefix, num_grid, o_n, o_c, grid,
+            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+        )  # fmt: skip
+        _map(
+            fetched, cos, sin, o_n, cos,
+            D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+            BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+        )  # fmt: skip
+    else:
+        J: tl.constexpr = K if p_phase is None else K + 1
+        if PREFETCH:
             fetched = _fetch(
-                x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, num_n,
+                x, dy, o, stat, r_lo, r_hi, sample, g, heads, t * BLOCK_N, o_n, N - t * BLOCK_N,
                 D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
             )  # fmt: skip
-        if not NEED_DTHETA:
-            omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
-
-        o_g = n0 + o_n + (start - prefix)
-        m_g = m_n & (o_g >= 0) & (o_g < num_grid)
-        o_g = tl.where(m_g, o_g, 0)
-        o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
-        theta, half = angle(
-            omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
-            C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
-        )  # fmt: skip
-        cos, sin = cos_sin(theta, half, WIDE, FAST)
-        if STORE_THETA:
-            if slot == 0:
-                m_theta = m_n[:, None] & m_c[None, :]
-                tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, half, WIDE, FAST), mask=m_theta)
-        if NEED_DTHETA:
-            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
-            dtheta_sum = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-
-        for r0 in range(r_lo, r_hi, BLOCK_R):
-            if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
-                following = fetched
-                is_last = r0 + BLOCK_R >= r_hi
-                next_block = tl.where(is_last, block + T, block)
-                if next_block < num_blocks:
-                    following = _fetch(
-                        x, dy, o, stat, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
-                        next_block * BLOCK_N, o_n, N - next_block * BLOCK_N,
-                        D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
-                    )  # fmt: skip
-            elif r0 > r_lo:
+        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
+        total = ()
+        for _ in tl.static_range(J):
+            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+        for block in range(t, num_blocks, T):
+            n0 = block * BLOCK_N
+            if not PREFETCH:
                 fetched = _fetch(
-                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+                    x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0,
                     D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                 )  # fmt: skip
-            for i in tl.static_range(BLOCK_R):
-                xa, xb, ga, gb, place = fetched[i]
-                if COSINE:
-                    dtheta = _cosine(
-                        xa, ga, gb, place, cos, sin, o_n,
-                        D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
+            cos, sin, o_g, m_g = _angles(
+                omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, start - prefix, num_grid, o_n, o_c, grid,
+                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+            )  # fmt: skip
+            dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+            for r0 in range(r_lo, r_hi, BLOCK_R):
+                if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
+                    following = fetched
+                    is_last = r0 + BLOCK_R >= r_hi
+                    next_block = tl.where(is_last, block + T, block)
+                    if next_block < num_blocks:
+                        following = _fetch(
+                            x, dy, o, stat, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
+                            next_block * BLOCK_N, o_n, N - next_block * BLOCK_N,
+                            D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
+                            BLOCK_R, BLOCK_C,
+                        )  # fmt: skip
+                elif r0 > r_lo:
+                    fetched = _fetch(
+                        x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0,
+                        D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                     )  # fmt: skip
-                else:
-                    dtheta = _rotate(
-                        xa, xb, ga, gb, place, cos, sin, o_n,
-                        D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
-                        BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-                    )  # fmt: skip
-                if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
-                    dtheta_sum += dtheta.to(tl.float64)
-            if PREFETCH:
-                fetched = following
-        if NEED_DTHETA:
-            dtheta_sum = tl.where(m_g[:, None], dtheta_sum, 0.0)
+                dtheta = _map(
+                    fetched, cos, sin, o_n, dtheta,
+                    D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                    BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+                )  # fmt: skip
+                if PREFETCH:
+                    fetched = following
+            dtheta = tl.where(m_g[:, None], dtheta, 0.0)
+            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
             added = ()
             for j in tl.static_range(J):
-                added += (total[j] + weights[j][:, None] * dtheta_sum,)
+                added += (total[j] + weights[j][:, None] * dtheta,)
             total = added
-
-    if NEED_DTHETA:
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
         for j in tl.static_range(J):
             tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)

@@ -100,8 +100,8 @@ def softmax_sequence_kernel(
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :])
-            row = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
-            store(row, dx, o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
+            out = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
+            store(out, dx, o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)
