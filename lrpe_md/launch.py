@@ -31,38 +31,40 @@ class Plan(NamedTuple):
     block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
     num_warps: int
-    prefetch: bool  # ask for the next rows before working on these
+    max_registers: int | None  # a thread: fewer leave room for more warps
     token_programs: int  # T: each walks over every T-th block of tokens
     per: int  # rows a program, for which its angles serve
 
 
-# Bytes an element, map and pass -> rows, elements a row, and warps a tile: up to 64 channels wide, and wider. Chosen in
-# tuning runs on an H200 from about 18 tiles each, by the worst of shared and per-head frequencies on the workloads of
-# scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128). 16-bit forward and backward are
-# within 1% of the best found; float32 and dω are less settled, and dω's sums have changed since. float64 is not tuned.
+# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: up to 64 channels wide, and wider.
+# Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
+# workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 1% of the best
+# found without dω, within 8% with it. float64 is not tuned.
+_16 = (2, 512, 1, None)
 TILES = {
-    (2, "cosine", "forward"): ((2, 1024, 4), (1, 512, 1)),
-    (2, "cosine", "backward"): ((2, 1024, 4), (2, 512, 1)),
-    (2, "cosine", "dtheta"): ((4, 512, 2), (2, 512, 1)),
-    (2, "rotate", "forward"): ((2, 1024, 2), (2, 2048, 4)),
-    (2, "rotate", "backward"): ((2, 1024, 2), (2, 2048, 4)),
-    (2, "rotate", "dtheta"): ((4, 512, 1), (4, 512, 1)),
-    (4, "cosine", "forward"): ((2, 128, 1), (2, 128, 1)),
-    (4, "cosine", "backward"): ((2, 128, 1), (2, 128, 1)),
-    (4, "cosine", "dtheta"): ((4, 1024, 4), (2, 256, 2)),
-    (4, "rotate", "forward"): ((2, 2048, 4), (2, 2048, 4)),
-    (4, "rotate", "backward"): ((2, 2048, 4), (2, 2048, 4)),
-    (4, "rotate", "dtheta"): ((4, 1024, 4), (4, 1024, 4)),
+    (2, "cosine", "forward"): ((2, 512, 2, None), _16),
+    (2, "cosine", "backward"): ((2, 256, 1, None), _16),
+    (2, "cosine", "dtheta"): ((2, 512, 2, 128), (2, 1024, 2, 255)),
+    (2, "rotate", "forward"): (_16, _16),
+    (2, "rotate", "backward"): (_16, _16),
+    (2, "rotate", "dtheta"): ((2, 512, 1, 168), (4, 256, 1, 128)),
+    (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None)),
+    (4, "cosine", "backward"): ((2, 512, 2, None), (2, 512, 2, None)),
+    (4, "cosine", "dtheta"): ((2, 1024, 4, 255), (2, 512, 2, 168)),
+    (4, "rotate", "forward"): ((1, 512, 2, None), (1, 1024, 2, None)),
+    (4, "rotate", "backward"): ((1, 512, 2, None), (1, 1024, 2, None)),
+    (4, "rotate", "dtheta"): ((4, 512, 2, 255), (2, 2048, 4, 255)),
 }
+_64 = {"forward": (1, 512, 4, None), "backward": (1, 512, 4, None), "dtheta": (1, 512, 4, 255)}
+NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
+REGISTERS = 65536  # an SM
 
 
-def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, bool]:
-    """Rows, tokens and warps a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    narrow, wide = TILES.get((itemsize, map, direction), ((1, 512, 4), (1, 512, 4)))
-    rows, elements, num_warps = wide if width > 64 else narrow
-    # Prefetching costs registers: with dω, where programs walk far, it won 3% to 6% up to 64 channels, and lost as much
-    # beyond them and without dω.
-    return rows, max(1, elements // width), num_warps, direction == "dtheta" and width <= 64
+def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
+    """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
+    narrow, wide = TILES.get((itemsize, map, direction), (_64[direction], _64[direction]))
+    rows, elements, num_warps, max_registers = wide if width > 64 else narrow
+    return rows, max(1, elements // width), num_warps, max_registers
 
 
 def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int) -> Plan:
@@ -70,24 +72,20 @@ def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, widt
 
     direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
     """
-    block_r, block_n, num_warps, prefetch = tile(map, direction, width, itemsize)
+    block_r, block_n, num_warps, max_registers = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
-        if direction == "dtheta":
-            return Plan(block_r, block_n, num_warps, prefetch, 1, rows)
-        block_r = min(rows, 8)
-    num_blocks = triton.cdiv(num_tokens, block_n)
-    if direction != "dtheta":
-        return Plan(block_r, block_n, num_warps, prefetch, num_blocks, block_r)
-    # Few programs that walk far: their partial sums are written and read once more.
-    programs = FULL // num_warps
-    token_programs = min(num_blocks, max(1, programs // groups))
+    if max_registers is None:
+        block_r = min(rows, 8) if INTERPRETING else block_r
+        return Plan(block_r, block_n, num_warps, None, triton.cdiv(num_tokens, block_n), block_r)
+    if INTERPRETING:
+        return Plan(block_r, block_n, num_warps, max_registers, 1, rows)
+    # As many programs as run at once: they walk far, since their partial sums are written and read once more.
+    programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
+    token_programs = min(triton.cdiv(num_tokens, block_n), max(1, programs // groups))
     parts = max(1, programs // (groups * token_programs))
     per = triton.cdiv(triton.cdiv(rows, parts), block_r) * block_r
-    return Plan(block_r, block_n, num_warps, prefetch, token_programs, per)
-
-
-FULL = 132 * 8  # warps that fill the largest GPUs with dω's registers
+    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
 
 
 class _Call(NamedTuple):
@@ -239,9 +237,14 @@ def _numbers(
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-        "PREFETCH": cut.prefetch, "num_warps": cut.num_warps,
+        "num_warps": cut.num_warps, **_registers(cut.max_registers),
     }  # fmt: skip
     return programs, (programs // groups, groups, slots, channels), numbers, options
+
+
+def _registers(most: int | None) -> dict[str, int]:
+    """An option of Triton's CUDA compiler alone."""
+    return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
 
 
 @lru_cache(maxsize=4096)

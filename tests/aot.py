@@ -115,7 +115,7 @@ class Recorder:
     def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
         found = []
         for args, kwargs in self.calls:
-            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages")}
+            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg")}
             values = dict(zip(self.fn.arg_names, args, strict=False))
             values |= {k: v for k, v in kwargs.items() if k not in options}
             signature, constexprs = {}, {}
@@ -138,12 +138,15 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     saved = {name: getattr(launch, name) for name in names}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     fast, launch._fast = launch._fast, lambda dtype, need: dtype.itemsize == 2 and case.cuda and not need
+    registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
+    launch._numbers.cache_clear()
     try:
         for name, recorder in recorders.items():
             setattr(launch, name, recorder)
         call(case)
     finally:
-        launch._fast = fast
+        launch._fast, launch._registers = fast, registers
+        launch._numbers.cache_clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]

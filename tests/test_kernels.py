@@ -80,12 +80,17 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(
     "cut",
-    [launch.Plan(2, 8, 4, False, 1, 64), launch.Plan(1, 8, 4, True, 3, 1), launch.Plan(2, 16, 4, True, 2, 4)],
+    [launch.Plan(2, 8, 4, None, 1, 64), launch.Plan(1, 8, 4, None, 3, 1), launch.Plan(2, 16, 4, None, 2, 4)],
     ids=["token loop", "parts", "all"],
 )
 def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
     """Programs that loop over blocks of tokens, samples and heads, with parts that don't divide evenly."""
-    monkeypatch.setattr(launch, "plan", lambda *args: cut)
+
+    def plan(map: str, direction: str, num_tokens: int, *_: int) -> launch.Plan:
+        one_tile = cut._replace(token_programs=-(-num_tokens // cut.block_n), per=cut.block_r)
+        return cut if direction == "dtheta" else one_tile
+
+    monkeypatch.setattr(launch, "plan", plan)
     monkeypatch.setattr(launch, "_numbers", launch._numbers.__wrapped__)  # past the cache
     case = Case(map, (5, 6), coords=coords, batch=4, heads=(8, 4), omega_heads=2, head_dim=8, phase=True)
     assert not violations(case)

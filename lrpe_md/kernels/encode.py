@@ -384,7 +384,7 @@ def lrpe_kernel(
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -451,51 +451,27 @@ def lrpe_kernel(
         )  # fmt: skip
     else:
         J: tl.constexpr = K if p_phase is None else K + 1
-        if PREFETCH:
-            fetched = _fetch(
-                x, dy, o, stat, r_lo, r_hi, sample, g, heads, t * BLOCK_N, o_n, N - t * BLOCK_N,
-                D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
-            )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
         total = ()
         for _ in tl.static_range(J):
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         for block in range(t, num_blocks, T):
             n0 = block * BLOCK_N
-            if not PREFETCH:
-                fetched = _fetch(
-                    x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0,
-                    D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
-                )  # fmt: skip
             cos, sin, o_g, m_g = _angles(
                 omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, start - prefix, num_grid, o_n, o_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             for r0 in range(r_lo, r_hi, BLOCK_R):
-                if PREFETCH:  # what comes next is on its way while these rows are worked on, across the blocks too
-                    following = fetched
-                    is_last = r0 + BLOCK_R >= r_hi
-                    next_block = tl.where(is_last, block + T, block)
-                    if next_block < num_blocks:
-                        following = _fetch(
-                            x, dy, o, stat, tl.where(is_last, r_lo, r0 + BLOCK_R), r_hi, sample, g, heads,
-                            next_block * BLOCK_N, o_n, N - next_block * BLOCK_N,
-                            D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-                            BLOCK_R, BLOCK_C,
-                        )  # fmt: skip
-                elif r0 > r_lo:
-                    fetched = _fetch(
-                        x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0,
-                        D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
-                    )  # fmt: skip
+                fetched = _fetch(
+                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0,
+                    D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+                )  # fmt: skip
                 dtheta = _map(
                     fetched, cos, sin, o_n, dtheta,
                     D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
                     BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
-                if PREFETCH:
-                    fetched = following
             dtheta = tl.where(m_g[:, None], dtheta, 0.0)
             weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
             added = ()
