@@ -21,7 +21,7 @@ from lrpe_md.functional import prepare
 from lrpe_md.testing import Inputs, Workload
 
 from .benchmark_measure import Session, describe, quantiles, scratch, time_peer
-from .benchmark_peers import CACHED, OURS, Peer, kernels, large_inputs
+from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs
 
 SMALL = Workload(1, 12, (14, 14), 1, 64)  # where the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")
@@ -40,11 +40,10 @@ def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
 
 def measure_variants(session: Session, modes: list[str], op: Any, name: str, workload: Workload) -> None:
     """Of our own operators, with shared frequencies."""
-    ours = Peer(kernels, omega_grad=True)
     for variant, changes in variants(op, workload).items():
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant=variant):
             inputs = large_inputs(workload.case(op, **changes), session.device)
-            time_peer(session, modes, name, OURS, ours, inputs, variant)
+            time_peer(session, modes, name, OURS, PEERS[OURS], inputs, variant)
     if op in CACHED.maps and session.device.type == "cuda":
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant="cached angles"):
             time_peer(
