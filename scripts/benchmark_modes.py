@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from lrpe_md import CosineMd, RotateMd, ops, reference, rotate
-from lrpe_md.functional import prepare
-from lrpe_md.testing import Inputs, Workload
+from lrpe_md.testing import Inputs, Workload, as_tuple
 
 from .benchmark_measure import Session, describe, quantiles, scratch, time_peer
-from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs
+from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, prepared
 
 SMALL = Workload(1, 12, (14, 14), 1, 64)  # where the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")
@@ -99,7 +98,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
-        spec, layout, coords, affine = _prepared(inputs)
+        spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
         ys = ops.forward(tuple(inputs.xs), inputs.omega, None, coords, affine, spec, layout)
     finally:
         launch.lrpe_kernel = kernel
@@ -121,17 +120,9 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     return call
 
 
-def _prepared(inputs: Inputs) -> Any:
-    case = inputs.case
-    return prepare(
-        case.map, tuple(inputs.xs), inputs.omega, inputs.positions, case.act, case.dim, None, case.pairs,
-        case.rotary_dim,
-    )  # fmt: skip
-
-
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
     """The same launcher behind torch.library.custom_op and register_autograd."""
-    spec, layout, coords, affine = _prepared(inputs)
+    spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
     result = "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
@@ -211,7 +202,7 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
     def module() -> Callable[..., Any]:
         kind = CosineMd if op == "cosine" else RotateMd
         made = kind(inputs.case.head_dim, len(inputs.case.shape)).to(session.device)
-        return lambda xs, omega: _tuple(made(*xs, positions=inputs.positions))
+        return lambda xs, omega: as_tuple(made(*xs, positions=inputs.positions))
 
     if session.device.type == "cuda":
         measure("raw launch", "forward, no gradient", lambda: raw_launch(inputs))
@@ -227,10 +218,6 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
     for name in HOST_PEERS:
         if name in peers and op in peers[name].maps:
             three_ways(name, lambda peer=peers[name]: peer.build(inputs))
-
-
-def _tuple(ys: Any) -> tuple[Tensor, ...]:
-    return ys if isinstance(ys, tuple) else (ys,)
 
 
 # --- first compile ---------------------------------------------------------------------------------------------------

@@ -8,13 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lrpe_md import ops
-from lrpe_md.functional import prepare
-from lrpe_md.testing import Workload
+from lrpe_md.testing import Workload, bind
 from scripts import benchmark, benchmark_report
 from scripts.benchmark_measure import COLUMNS, HERE, Judge, floor_bytes, in_words, make_pass, scratch
 from scripts.benchmark_modes import custom_op, raw_launch
-from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, encode, kernels, large_inputs, load_file, tables
+from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -141,8 +139,7 @@ def test_errors_name_files_only():
 def test_what_is_compared_on_the_host_is_right(op):
     """In the interpreter: the raw launch, the custom_op and the cached angles compute what we do."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
-    call = prepare(op, tuple(inputs.xs), inputs.omega, inputs.positions, "none", None, None, "half", None)
-    expected = ops.forward(tuple(inputs.xs), inputs.omega, None, *call[2:], *call[:2])
+    expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
     assert all(torch.equal(a, b) for a, b in zip(raw_launch(inputs)(), expected, strict=True))
     judge = Judge(inputs)
     forward = custom_op(inputs)
@@ -150,7 +147,7 @@ def test_what_is_compared_on_the_host_is_right(op):
     assert not judge.violations(Peer(custom_op), forward, "bwd")
     if op == "cosine":
         assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(CACHED, cached(inputs), mode)]
-    ours = encode(inputs, "triton")
+    ours = bind(inputs, "triton")
     assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(Peer(kernels), ours, mode)]
 
 

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, launch, rotate
-from lrpe_md.testing import Case, Inputs, budget_violation, make_inputs, run
+from lrpe_md.testing import Case, Inputs, bind, budget_violation, make_inputs, run
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent
@@ -41,14 +41,10 @@ class Call:
         self.omega = inputs.omega.detach().requires_grad_(frequencies)
         self.phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
         self.positions, self.frequencies = inputs.positions, frequencies
-        self.kwargs = {"act": self.case.act, "dim": self.case.dim, "impl": "triton"}
-        if self.case.map == "rotate":
-            self.kwargs |= {"pairs": self.case.pairs, "rotary_dim": self.case.rotary_dim}
+        self.call = bind(inputs, "triton")
 
     def forward(self) -> tuple[Tensor, ...]:
-        kwargs = {"omega": self.omega, "phase": self.phase, "positions": self.positions, **self.kwargs}
-        ys = MAPS[self.case.map](*self.xs, **kwargs)
-        return ys if isinstance(ys, tuple) else (ys,)
+        return self.call(self.xs, self.omega, self.phase)
 
     def backward(self, ys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         wanted = [*self.xs]
