@@ -122,10 +122,10 @@ def test_limit_stops_and_keeps_what_is_there(tmp_path):
 
 
 def test_names_with_commas():
-    assert benchmark.choose("--peers", "torch, eager;lrpe-md", PEERS, ()) == [OURS, "torch, eager"]
-    assert benchmark.choose("--modes", "bwd, fwd", benchmark.MODES, ()) == ["fwd", "bwd"]
+    assert benchmark.choose_in_order("--peers", "torch, eager;lrpe-md", PEERS, ()) == [OURS, "torch, eager"]
+    assert benchmark.choose_in_order("--modes", "bwd, fwd", benchmark.MODES, ()) == ["fwd", "bwd"]
     with pytest.raises(Exception, match="unknown 'fw'"):
-        benchmark.choose("--modes", "fw", benchmark.MODES, ())
+        benchmark.choose_in_order("--modes", "fw", benchmark.MODES, ())
 
 
 def test_errors_name_files_only():
