@@ -47,16 +47,17 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
     batch, heads, num_tokens, num_axes = case.batch, case.heads[0], grid.num_tokens, grid.num_axes
-    if case.map == "rotate":
+    if case.layout == "packed":
         packed = torch.randn(batch, num_tokens, 3, heads, case.head_dim, dtype=case.dtype, **options)
         xs = list(packed.permute(2, 0, 3, 1, 4).unbind()[: len(case.heads)])
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
     for x in xs:  # in the memory order of the outputs
-        size = (batch, num_tokens, heads) if case.map == "rotate" else (batch, heads, num_tokens)
+        tokens_first = case.grad_layout == "bnhd"
+        size = (batch, num_tokens, heads) if tokens_first else (batch, heads, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
-        grads.append(grad.transpose(1, 2) if case.map == "rotate" else grad)
+        grads.append(grad.transpose(1, 2) if tokens_first else grad)
         assert grads[-1].shape[:3] == x.shape[:3]
     if case.omega_heads == 1:
         omega = axial_omega(shared_theta(case), case.channels, num_axes, axis_order="major_first")

@@ -19,17 +19,12 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, launch, rotate
-from lrpe_md.testing import Case, Inputs, bind, budget_violation, make_inputs, run
+from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, run
+from scripts.benchmark_peers import large_inputs
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent
 MAPS = {"cosine": cosine, "rotate": rotate}
-# (batch, heads, grid, head_dim)
-WORKLOADS = {
-    "vit224": (256, 12, Grid((14, 14), prefix=1), 64),
-    "img64": (16, 16, Grid((64, 64)), 64),
-    "video": (2, 24, Grid((21, 30, 52), prefix=512), 128),
-}
 
 
 class Call:
@@ -300,17 +295,13 @@ def added_peak(f: Callable[[], object]) -> int:
     return peak
 
 
-def packed_call(workload: str, map: str, act: str = "none", omega_heads: int = 1, frequencies: bool = False) -> Call:
+def packed_call(workload: str, map: str, act: str = "none", per_head: bool = False, frequencies: bool = False) -> Call:
     """q and k as slices of a projection (B, N, 3, H, D)."""
-    batch, heads, grid, head_dim = WORKLOADS[workload]
-    case = Case(map, grid.shape, grid.prefix, batch=batch, heads=(heads, heads), head_dim=head_dim, act=act)
-    skip_without(2 * batch * heads * grid.num_tokens * (5 * head_dim + 4 * case.out_dim))
-    options = {"dtype": torch.bfloat16, "device": "cuda"}
-    qkv = torch.randn(batch, grid.num_tokens, 3, heads, head_dim, **options)
-    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    grads = [torch.randn(batch, grid.num_tokens, heads, case.out_dim, **options).transpose(1, 2) for _ in range(2)]
-    omega = torch.rand(omega_heads, case.channels, grid.num_axes, device="cuda")
-    return Call(Inputs([q, k], grads, omega, None, grid, case), frequencies)
+    work = WORKLOADS[workload]
+    heads = (work.heads, work.heads)
+    case = work.case(map, per_head=per_head, heads=heads, act=act, layout="packed", grad_layout="bnhd")
+    skip_without(2 * work.batch * work.heads * work.num_tokens * (5 * case.head_dim + 4 * case.out_dim))
+    return Call(large_inputs(case, torch.device("cuda")), frequencies)
 
 
 def forward_and_backward(call: Call) -> tuple[Tensor, ...]:
@@ -338,7 +329,7 @@ def test_memory_is_outputs_and_gradients(workload, map, act):
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_partial_sums_are_few(workload, map, per_head):
     """dω adds at most 1.5% of the bytes that its backward moves: the gradients, x and dx."""
-    call = packed_call(workload, map, omega_heads=WORKLOADS[workload][1] if per_head else 1, frequencies=True)
+    call = packed_call(workload, map, per_head=per_head, frequencies=True)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs, call.omega)
     more = added_peak(lambda: forward_and_backward(call)) - results
