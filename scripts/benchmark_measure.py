@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import Coordinates
 from lrpe_md.testing import Inputs, budget_violation, run
@@ -61,6 +63,19 @@ def cold_times(fn: Callable[[], Any], rep: int) -> list[float]:
         events.append((begin, end))
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def device_events(fn: Callable[[], Any]) -> list[Any]:
+    """What the GPU did for fn, by the profiler: kernels, copies, fills."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        fn()
+        torch.cuda.synchronize()
+    return [
+        event
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
 
 
 @dataclass

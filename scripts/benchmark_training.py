@@ -45,7 +45,6 @@ from timm.layers.attention import Attention
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -53,6 +52,7 @@ from torch.profiler import ProfilerActivity, profile
 from lrpe_md import CosineMd, Grid, RotateMd
 from models.vit import Context, LrpeAttention, adapt
 
+from .benchmark_measure import device_events
 from .common import choose, choose_device, git_commit, gpu_name, versions
 
 COMPILE: dict[str, Any] = {"dynamic": False}
@@ -286,14 +286,7 @@ def attention_backend(trainee: Trainee) -> str:
 
 def kernel_times(trainee: Trainee) -> pd.DataFrame:
     """The CUDA kernels of a step with their calls and milliseconds, the slowest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        trainee.step()
-        synchronize(trainee.device)
-    events = [
-        (event.name, event.time_range.elapsed_us() / 1000)
-        for event in prof.events() or ()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    events = [(event.name, event.time_range.elapsed_us() / 1000) for event in device_events(trainee.step)]
     table = pd.DataFrame(events, columns=["kernel", "ms"])
     table = table.groupby("kernel").agg(calls=("ms", "size"), ms=("ms", "sum")).reset_index()
     table["share"] = table.ms / table.ms.sum()

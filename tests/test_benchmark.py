@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from lrpe_md.testing import Workload, bind
-from scripts import benchmark, benchmark_report
+from scripts import benchmark, benchmark_modes, benchmark_report
 from scripts.benchmark_measure import COLUMNS, HERE, Judge, floor_bytes, in_words, make_pass, scratch
 from scripts.benchmark_modes import custom_op, raw_launch
 from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
@@ -135,12 +135,34 @@ def test_errors_name_files_only():
         load_file("nothing", ROOT, "nowhere.py")
 
 
+def test_host_times_take_turns():
+    calls = []
+    times = benchmark_modes.host_times(
+        [lambda: calls.append("a"), lambda: calls.append("b")], 3, 2, lambda: calls.append("-")
+    )
+    assert "".join(calls) == "-aa-bb" * 3 + "-"
+    assert [len(own) for own in times] == [3, 3]
+    assert all(us > 0 for own in times for us in own)
+
+
+def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
+    code = "import lrpe_md, os, sys\nprint(len(os.listdir(os.environ['TRITON_CACHE_DIR'])), *range(1, len(sys.argv)))"
+    monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", code)
+    assert benchmark_modes.first_calls("cosine", "rotate") == [0, 1, 2]
+    monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", "raise ValueError('no such op')")
+    with pytest.raises(RuntimeError, match=r"^ValueError: no such op\n(.|\n)*Traceback"):
+        benchmark_modes.first_calls("cosine")
+
+
 @pytest.mark.parametrize("op", ["cosine", "rotate"])
 def test_what_is_compared_on_the_host_is_right(op):
     """In the interpreter: the raw launch, the custom_op and the cached angles compute what we do."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
     expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
-    assert all(torch.equal(a, b) for a, b in zip(raw_launch(inputs)(), expected, strict=True))
+    raw = raw_launch(inputs)
+    found, again = raw(), raw()
+    assert all(torch.equal(a, b) for a, b in zip(found + again, expected * 2, strict=True))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(found, again, strict=True))
     judge = Judge(inputs)
     forward = custom_op(inputs)
     assert not judge.violations(Peer(custom_op), forward, "fwd")

@@ -1,29 +1,23 @@
 """What a call may cost on a GPU: compiles, kernels, copies, synchronisation, memory, host time. ``pytest -m gpu``."""
 
 import gc
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, launch, rotate
 from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, run
+from scripts.benchmark_measure import device_events
+from scripts.benchmark_modes import first_calls, host_times, raw_launch
 from scripts.benchmark_peers import large_inputs
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parent.parent
 MAPS = {"cosine": cosine, "rotate": rotate}
 
 
@@ -31,11 +25,10 @@ class Call:
     """A call and its backward, apart from each other."""
 
     def __init__(self, inputs: Inputs, frequencies: bool = False, requires_grad: bool = True) -> None:
-        self.case, self.grads = inputs.case, inputs.grads
+        self.grads, self.frequencies = inputs.grads, frequencies
         self.xs = [x.detach().requires_grad_(requires_grad) for x in inputs.xs]
         self.omega = inputs.omega.detach().requires_grad_(frequencies)
         self.phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
-        self.positions, self.frequencies = inputs.positions, frequencies
         self.call = bind(inputs, "triton")
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -124,29 +117,12 @@ def test_only_far_tokens_add_the_64_bit_variant(map):
     assert forward(far, Grid((2, 2))) == 1
 
 
-FIRST_CALL = """
-import time, torch, triton
-from lrpe_md import Grid, cosine, rotate
-x = torch.randn(2, 4, 197, 64, device="cuda", dtype=torch.bfloat16)
-omega = torch.rand(1, 64 if {map} is cosine else 32, 2, device="cuda")
-torch.cuda.synchronize()
-triton.runtime.driver.active.get_current_target()  # Triton's own start, which any kernel pays
-start = time.perf_counter()
-{map}(x, omega=omega, positions=Grid((14, 14), prefix=1))
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
-"""
-
-
 @pytest.mark.parametrize("map", MAPS)
-def test_first_compile_takes_under_two_seconds(map, tmp_path):
+def test_first_compile_takes_under_two_seconds(map):
     times = []
-    for i in range(3):  # the best: the machine may be busy
-        env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / str(i))}
-        command = [sys.executable, "-c", FIRST_CALL.format(map=map)]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        times.append(float(done.stdout.split()[-1]))
+    for _ in range(3):  # the best: the machine may be busy
+        _, seconds = first_calls(map)
+        times.append(seconds)
         if times[-1] < 2:
             break
     print(f"{map}: first call {min(times):.2f} s")
@@ -157,17 +133,7 @@ def test_first_compile_takes_under_two_seconds(map, tmp_path):
 
 
 def profiled(f: Callable[[], object]) -> list[str]:
-    """Everything that the device did for f: kernels, copies, fills."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        result = f()
-        torch.cuda.synchronize()
-    del result
-    return [
-        event.name
-        for event in prof.events() or ()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    return [event.name for event in device_events(f)]
 
 
 GENERAL = {"shape": (9, 16), "layout": "packed", "omega_heads": 2, "heads": (4, 2), "prefix": 2, "suffix": 3}
@@ -366,61 +332,19 @@ BLOCKS, CALLS, REPEATS = 30, 100, 8
 
 
 def host_us(*calls: Callable[[], object]) -> list[float]:
-    """Median over blocks of the host's time a call; the calls take turns, so that all see the same machine."""
-    times: list[list[float]] = [[] for _ in calls]
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(BLOCKS):
-            for call, own in zip(calls, times, strict=True):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                own.append(1e6 * (time.perf_counter() - start) / CALLS)
-    finally:
-        gc.enable()
-        torch.cuda.synchronize()
-    return [statistics.median(own) for own in times]
+    """Medians."""
+    return [statistics.median(times) for times in host_times(calls, BLOCKS, CALLS, torch.cuda.synchronize)]
 
 
-def raw_launch(monkeypatch: pytest.MonkeyPatch, call: Call) -> Callable[[], None]:
-    """The launch that the call makes, with the same arguments, into an output that is allocated anew each time."""
-    kernel, launches = launch.lrpe_kernel, []
-    run = kernel.run
-
-    def recorded(*args, **kwargs):
-        launches.append((args, kwargs))
-        return run(*args, **kwargs)
-
-    call.forward()
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "run", recorded)
-        (y,) = call.forward()
-    assert len(launches) == 1, f"expected one launch through JITFunction.run, saw {len(launches)}"
-    args, kwargs = list(launches[0][0]), dict(launches[0][1])
-    grid = kwargs.pop("grid")
-    kwargs.pop("warmup")
-    (slot,) = (i for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr() == y.data_ptr())
-    y = y.detach()
-
-    def raw() -> None:
-        args[slot] = torch.empty_like(y)
-        kernel[grid](*args, **kwargs)
-
-    return raw
-
-
-def small_call(map: str, requires_grad: bool) -> Call:
-    case = Case(map, (14, 14), batch=1, heads=(12,), head_dim=64, dtype=torch.bfloat16)
-    return Call(on_gpu(case), requires_grad=requires_grad)
+def small_inputs(map: str) -> Inputs:
+    return on_gpu(Case(map, (14, 14), batch=1, heads=(12,), head_dim=64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("requires_grad", "bound"), [(False, 1.5), (True, 1.75)], ids=["no grad", "grad"])
 @pytest.mark.parametrize("map", MAPS)
-def test_host_time_against_a_raw_launch(map, requires_grad, bound, monkeypatch):
-    call = small_call(map, requires_grad)
-    raw = raw_launch(monkeypatch, call)
+def test_host_time_against_a_raw_launch(map, requires_grad, bound):
+    inputs = small_inputs(map)
+    call, raw = Call(inputs, requires_grad=requires_grad), raw_launch(inputs)
     found = []
     for _ in range(REPEATS):  # the best: noise only adds
         ours, theirs = host_us(call.forward, raw)
@@ -434,8 +358,8 @@ def test_host_time_against_a_raw_launch(map, requires_grad, bound, monkeypatch):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_the_module_adds_little(map):
-    call = small_call(map, requires_grad=False)
-    (x,), grid = call.xs, call.positions
+    inputs = small_inputs(map)
+    (x,), grid = inputs.xs, inputs.positions
     module = (CosineMd if map == "cosine" else RotateMd)(64, 2, device="cuda")
     omega, function = module.get_omega(), MAPS[map]
     found = []
