@@ -8,6 +8,7 @@ reference's error is that of its float32 run scaled by the ratio of the units in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +18,10 @@ from torch import Tensor
 from .functional import Positions, cosine, rotate
 from .positions import Coordinates, Grid
 
-__all__ = ["WORKLOADS", "Case", "Inputs", "Violation", "Workload", "budget_violation", "check", "make_inputs", "run"]
+__all__ = [
+    "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation", "check",
+    "make_inputs", "run",
+]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
@@ -182,18 +186,31 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     return Inputs(xs, grads, omega, phase, positions, case)
 
 
-def run(inputs: Inputs, impl: str, *, frequencies: bool = True, **kwargs: Any) -> dict[str, Tensor]:
-    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase."""
+def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of one tensor as those of q and k."""
+    return ys if isinstance(ys, tuple) else (ys,)
+
+
+def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
+    """(xs, omega, phase=None) -> ys: what the case asks for, with its arguments and at its positions."""
     case = inputs.case
+    call: Any = cosine if case.map == "cosine" else rotate
+    options: dict[str, Any] = {"positions": inputs.positions, "impl": impl, "act": case.act, "dim": case.dim}
+    if case.map == "rotate":
+        options |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
+
+    def forward(xs: Sequence[Tensor], omega: Tensor, phase: Tensor | None = None) -> tuple[Tensor, ...]:
+        return as_tuple(call(*xs, omega=omega, phase=phase, **options))
+
+    return forward
+
+
+def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
+    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase."""
     xs = [x.detach().requires_grad_() for x in inputs.xs]
     omega = inputs.omega.detach().requires_grad_(frequencies)
     phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
-    kwargs = {"omega": omega, "phase": phase, "positions": inputs.positions, "impl": impl, **kwargs}
-    kwargs |= {"act": case.act, "dim": case.dim}
-    if case.map == "rotate":
-        kwargs |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
-    ys = (cosine if case.map == "cosine" else rotate)(*xs, **kwargs)
-    ys = ys if isinstance(ys, tuple) else (ys,)
+    ys = bind(inputs, impl)(xs, omega, phase)
     wanted = {f"dx{i}": x for i, x in enumerate(xs)}
     if frequencies:
         wanted["domega"] = omega

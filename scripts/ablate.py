@@ -20,13 +20,11 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +50,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lrpe_md import CosineMd, Grid, RotateMd
 from models.vit import lrpe_vit_tiny_patch16_224
+
+from .common import choose, choose_device, git_commit, gpu_name, versions
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -253,16 +253,14 @@ def environment(settings: Settings, workers: int) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    git = "git describe --always --abbrev=40 --exclude='*' --dirty=+"
-    commit = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": joblib.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if settings.device == "cuda" else None,
+        "gpu": gpu_name(torch.device(settings.device)),
         "workers": workers,
-        "commit": commit or None,  # + where files differ from it
+        "commit": git_commit() or None,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "timm", "accelerate", "scikit-learn")},
+        **versions("torch", "timm", "accelerate", "scikit-learn"),
     }
 
 
@@ -440,13 +438,6 @@ def plot_resolution(results: pd.DataFrame, settings: Settings, path: Path) -> No
 app = typer.Typer(add_completion=False)
 
 
-def choose(option: str, wanted: list[str] | None, known: Any, default: Any) -> list[str]:
-    for name in wanted or ():
-        if name not in known:
-            raise typer.BadParameter(f"{option}: unknown {name!r}; known are {', '.join(known)}")
-    return list(dict.fromkeys(wanted or default))
-
-
 @app.command()
 def main(
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one is resumed. [runs/ablate-DATE]")] = None,
@@ -467,19 +458,16 @@ def main(
     --out FOLDER goes on, and repeats only the trainings that were running.
     """
     known = {**ENCODINGS, **MORE_ENCODINGS}
-    choose("--data", [data], SOURCES, ())
-    choose("--device", [device], ("auto", "cpu", "cuda"), ())
-    choose("--precision", [precision], ("no", "bf16", "fp16"), ())
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
+    choose("--data", [data], SOURCES)
+    choose("--precision", [precision], ("no", "bf16", "fp16"))
     settings = Settings(
         data=data,
-        encodings={name: known[name] for name in choose("--encoding", encoding, known, known if full else ENCODINGS)},
-        attentions={name: ATTENTIONS[name] for name in choose("--attention", attention, ATTENTIONS, ATTENTIONS)},
+        encodings={n: known[n] for n in choose("--encoding", encoding or (known if full else ENCODINGS), known)},
+        attentions={n: ATTENTIONS[n] for n in choose("--attention", attention or ATTENTIONS, ATTENTIONS)},
         seeds=seeds or (5 if full else 3),
         epochs=epochs or (100 if full else 25),
         limit=limit,
-        device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu",
+        device=choose_device(device).type,
         precision=precision,
         vit=VIT,
         optimizer=OPTIMIZER,

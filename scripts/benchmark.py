@@ -16,12 +16,10 @@ scripts/results/benchmark-*.csv.
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +34,7 @@ from lrpe_md.testing import WORKLOADS, Workload
 from . import benchmark_modes as modes_of
 from .benchmark_measure import PASSES, Judge, OutOfTime, Session, in_words, time_peer
 from .benchmark_peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
+from .common import choose, git_commit, gpu_name, versions
 
 OPS = ("cosine", "rotate")
 OMEGAS = ("shared", "per-head")
@@ -45,40 +44,24 @@ DEFAULT_MODES = PASSES[:3]
 app = typer.Typer(add_completion=False)
 
 
-def choose(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
+def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
     """A list between semicolons, or commas where no name holds one; in the known order."""
     known = list(known)
     if wanted is None:
         return list(default)
     pieces = [piece.strip() for piece in wanted.split(";")]
     names = [name for piece in pieces for name in ([piece] if piece in known else map(str.strip, piece.split(",")))]
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{option}: unknown {name!r}; known are: {'; '.join(known)}")
-    return [name for name in known if name in names]
+    return sorted(choose(option, names, known), key=known.index)
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """Where the numbers come from, without names of hosts or paths."""
-    git = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    try:
-        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-        found = done.stdout.strip()
-    except OSError:
-        found = ""
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return ""
-
     return {
         "copy_gbps": None,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "gpu": gpu_name(device) or "cpu",
         "python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "triton", "timm")},
-        "commit": commit or found,  # + where files differ from it
+        **versions("torch", "triton", "timm"),
+        "commit": commit or git_commit(12),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -138,10 +121,10 @@ def main(
         raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
     started = time.monotonic()
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    wanted_modes = choose("--modes", modes, MODES, DEFAULT_MODES)
+    wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
     passes = [mode for mode in wanted_modes if mode in PASSES]
-    ops, omegas = choose("--op", op, OPS, OPS), choose("--omega", omega, OMEGAS, OMEGAS)
-    works = {name: WORKLOADS[name] for name in choose("--workload", workload, WORKLOADS, WORKLOADS)}
+    ops, omegas = choose_in_order("--op", op, OPS, OPS), choose_in_order("--omega", omega, OMEGAS, OMEGAS)
+    works = {name: WORKLOADS[name] for name in choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)}
     works = {name: shrink(work) for name, work in works.items()} if smoke else works
 
     console = Console(width=160, soft_wrap=True)
@@ -152,7 +135,7 @@ def main(
                 known |= LIBRARIES[name](root.resolve())
             except Exception as error:  # the others can still be measured
                 broken[name] = in_words(error)
-    chosen: dict[str, Peer] = {name: known[name] for name in choose("--peers", peers, known, known)}
+    chosen: dict[str, Peer] = {name: known[name] for name in choose_in_order("--peers", peers, known, known)}
     ours = {name: peer for name, peer in chosen.items() if name == OURS}
     others = {name: peer for name, peer in chosen.items() if name != OURS}
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import Coordinates
 from lrpe_md.testing import Inputs, budget_violation, run
@@ -61,6 +63,19 @@ def cold_times(fn: Callable[[], Any], rep: int) -> list[float]:
         events.append((begin, end))
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def device_events(fn: Callable[[], Any]) -> list[Any]:
+    """What the GPU did for fn, by the profiler: kernels, copies, fills."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        fn()
+        torch.cuda.synchronize()
+    return [
+        event
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
 
 
 @dataclass
@@ -232,22 +247,15 @@ class Judge:
 
     def violations(self, peer: Peer, forward: Forward, mode: str) -> list[str]:
         """Where the pass, on the inputs to be timed, leaves the budget."""
-        inputs = scratch(peer, self.inputs)
-        if mode == "fwd":
-            ys = forward(tuple(x.detach() for x in inputs.xs), inputs.omega.detach())
-            return self._judge({f"y{i}": self.cut(y) for i, y in enumerate(ys)})
         if mode == "bwd_omega":
             self.add_omega()
-        leaves = tuple(x.detach().requires_grad_() for x in inputs.xs)
-        omega = inputs.omega.detach().requires_grad_(mode == "bwd_omega")
-        wanted = [*leaves, omega] if mode == "bwd_omega" else list(leaves)
-        gradients = torch.autograd.grad(forward(leaves, omega), wanted, inputs.grads)
-        found = {f"dx{i}": self.cut(g) for i, g in enumerate(gradients[: len(leaves)])}
-        return self._judge(found | ({"domega": gradients[-1]} if mode == "bwd_omega" else {}))
-
-    def _judge(self, found: dict[str, Tensor]) -> list[str]:
-        case = self.inputs.case
-        judged = [budget_violation(k, t, self.same[k], self.exact[k], case) for k, t in found.items()]
+        names = [f"{'y' if mode == 'fwd' else 'dx'}{i}" for i in range(len(self.inputs.xs))]
+        names += ["domega"] if mode == "bwd_omega" else []
+        results = make_pass(mode, forward, scratch(peer, self.inputs))()
+        judged = [
+            budget_violation(k, t if k == "domega" else self.cut(t), self.same[k], self.exact[k], self.inputs.case)
+            for k, t in zip(names, results, strict=True)
+        ]
         return [str(violation) for violation in judged if violation is not None]
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from lrpe_md import CosineMd, RotateMd, ops, reference, rotate
-from lrpe_md.functional import prepare
-from lrpe_md.testing import Inputs, Workload
+from lrpe_md.testing import Inputs, Workload, as_tuple
 
-from .benchmark_measure import Session, describe, quantiles, scratch, time_peer
-from .benchmark_peers import CACHED, OURS, Peer, kernels, large_inputs
+from .benchmark_measure import Session, describe, device_events, quantiles, scratch, time_peer
+from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, prepared
 
 SMALL = Workload(1, 12, (14, 14), 1, 64)  # where the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")
@@ -40,11 +39,10 @@ def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
 
 def measure_variants(session: Session, modes: list[str], op: Any, name: str, workload: Workload) -> None:
     """Of our own operators, with shared frequencies."""
-    ours = Peer(kernels, omega_grad=True)
     for variant, changes in variants(op, workload).items():
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant=variant):
             inputs = large_inputs(workload.case(op, **changes), session.device)
-            time_peer(session, modes, name, OURS, ours, inputs, variant)
+            time_peer(session, modes, name, OURS, PEERS[OURS], inputs, variant)
     if op in CACHED.maps and session.device.type == "cuda":
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant="cached angles"):
             time_peer(
@@ -55,25 +53,35 @@ def measure_variants(session: Session, modes: list[str], op: Any, name: str, wor
 # --- host ------------------------------------------------------------------------------------------------------------
 
 
-def host_time(session: Session, fn: Callable[[], Any], blocks: int) -> dict[str, Any]:
-    """Microseconds a call by the clock; 50 calls between synchronisations keep the GPU's queue short."""
-    calls = 50 if session.device.type == "cuda" else 2
-    times = []
+def host_times(
+    fns: Sequence[Callable[[], Any]], blocks: int, calls: int, synchronize: Callable[[], Any]
+) -> list[list[float]]:
+    """Microseconds a call by the clock, in each block of so many calls between synchronisations.
+
+    The functions take turns, so that all see the same machine.
+    """
+    times: list[list[float]] = [[] for _ in fns]
     gc.collect()
     gc.disable()
     try:
-        for block in range(blocks + 3):
-            session.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                fn()
-            seconds = time.perf_counter() - start
-            if block >= 3:
-                times.append(1e6 * seconds / calls)
+        for _ in range(blocks):
+            for fn, own in zip(fns, times, strict=True):
+                synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    fn()
+                own.append(1e6 * (time.perf_counter() - start) / calls)
     finally:
         gc.enable()
-        session.synchronize()
-    return {**quantiles(times), "unit": "us"}
+        synchronize()
+    return times
+
+
+def host_time(session: Session, fn: Callable[[], Any], blocks: int) -> dict[str, Any]:
+    """After three blocks of warm-up; short blocks keep the GPU's queue short."""
+    calls = 50 if session.device.type == "cuda" else 2
+    (times,) = host_times([fn], blocks + 3, calls, session.synchronize)
+    return {**quantiles(times[3:]), "unit": "us"}
 
 
 class Listener:
@@ -100,39 +108,30 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
-        spec, layout, coords, affine = _prepared(inputs)
+        spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
         ys = ops.forward(tuple(inputs.xs), inputs.omega, None, coords, affine, spec, layout)
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
         raise RuntimeError(f"expected one launch of lrpe_kernel, saw {len(listener.calls)}")
-    grid, args, kwargs = listener.calls[0]
+    grid, (*args,), kwargs = listener.calls[0]
     addresses = {y.data_ptr() for y in ys}
     places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr() in addresses]
     if len(places) != len(ys):
         raise RuntimeError(f"expected {len(ys)} outputs among the kernel's arguments, found {len(places)}")
 
     def call() -> list[Tensor]:
-        fresh = list(args)
         for i in places:
-            fresh[i] = torch.empty_like(args[i])
-        kernel[grid](*fresh, **kwargs)
-        return [fresh[i] for i in places]
+            args[i] = torch.empty_like(args[i])
+        kernel[grid](*args, **kwargs)
+        return [args[i] for i in places]
 
     return call
 
 
-def _prepared(inputs: Inputs) -> Any:
-    case = inputs.case
-    return prepare(
-        case.map, tuple(inputs.xs), inputs.omega, inputs.positions, case.act, case.dim, None, case.pairs,
-        case.rotary_dim,
-    )  # fmt: skip
-
-
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
     """The same launcher behind torch.library.custom_op and register_autograd."""
-    spec, layout, coords, affine = _prepared(inputs)
+    spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
     result = "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
@@ -170,19 +169,6 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
     return call
 
 
-def count_kernels(session: Session, fn: Callable[[], Any]) -> int:
-    """What one call starts on the GPU, by the profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    fn()
-    session.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        fn()
-        session.synchronize()
-    events: Any = profiler.events()
-    return sum(event.device_type.name == "CUDA" for event in events)
-
-
 def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int) -> None:
     """Ours and the ways it could be called, on a call so small that the GPU waits."""
     inputs = large_inputs(SMALL.case(op), session.device)
@@ -212,7 +198,7 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
     def module() -> Callable[..., Any]:
         kind = CosineMd if op == "cosine" else RotateMd
         made = kind(inputs.case.head_dim, len(inputs.case.shape)).to(session.device)
-        return lambda xs, omega: _tuple(made(*xs, positions=inputs.positions))
+        return lambda xs, omega: as_tuple(made(*xs, positions=inputs.positions))
 
     if session.device.type == "cuda":
         measure("raw launch", "forward, no gradient", lambda: raw_launch(inputs))
@@ -223,31 +209,45 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
         three_ways("custom_op", lambda: custom_op(inputs))
         with session.attempt(**describe("host", "small", OURS, inputs, "kernels")):
             forward = kernels(inputs)
-            number = count_kernels(session, lambda: forward(xs, omega))
+            forward(xs, omega)
+            number = len(device_events(lambda: forward(xs, omega)))
             session.add(**describe("host", "small", OURS, inputs, "kernels"), p50=number, unit="kernels")
     for name in HOST_PEERS:
         if name in peers and op in peers[name].maps:
             three_ways(name, lambda peer=peers[name]: peer.build(inputs))
 
 
-def _tuple(ys: Any) -> tuple[Tensor, ...]:
-    return ys if isinstance(ys, tuple) else (ys,)
-
-
 # --- first compile ---------------------------------------------------------------------------------------------------
 
-FIRST_COMPILE = """
-import sys, time, torch, lrpe_md.launch
+FIRST_CALLS = """
+import sys, time, torch, triton
 from lrpe_md import Grid, cosine, rotate
 x = torch.randn(1, 4, 197, 64, dtype=torch.bfloat16, device="cuda")
 omega = {"cosine": torch.rand(1, 64, 2, device="cuda"), "rotate": torch.rand(1, 32, 2, device="cuda")}
 torch.cuda.synchronize()
+start = time.perf_counter()
+triton.runtime.driver.active.get_current_target()
+print(time.perf_counter() - start)
 for op in sys.argv[1:]:
     start = time.perf_counter()
     (cosine if op == "cosine" else rotate)(x, omega=omega[op], positions=Grid((14, 14), prefix=1))
     torch.cuda.synchronize()
     print(time.perf_counter() - start)
 """
+
+
+def first_calls(*ops: str) -> list[float]:
+    """Seconds in a fresh process with an empty Triton cache: Triton's own start, which any kernel pays, and each op."""
+    root = Path(__file__).parents[1]
+    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as empty:
+        env = {**os.environ, "TRITON_CACHE_DIR": empty, "PYTHONPATH": paths}
+        command = [sys.executable, "-c", FIRST_CALLS, *ops]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, env=env)
+    if done.returncode:
+        said = done.stderr.strip() or "failed"
+        raise RuntimeError(f"{said.splitlines()[-1]}\n{said}")  # a row of the CSV keeps the first line
+    return [float(line) for line in done.stdout.split()]
 
 
 def measure_compile(session: Session, op: str, repeats: int) -> None:
@@ -260,17 +260,9 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
     first, second = [], []
     with session.attempt(**key):
         for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as empty:
-                root = Path(__file__).parents[1]
-                paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-                env = {**os.environ, "TRITON_CACHE_DIR": empty, "PYTHONPATH": paths}
-                command = [sys.executable, "-c", FIRST_COMPILE, *order]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=root, env=env)
-            if done.returncode:
-                raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed")
-            times = [float(line) for line in done.stdout.split()]
-            first.append(times[0])
-            second.append(times[1])
+            start, one, another = first_calls(*order)
+            first.append(start + one)
+            second.append(another)
         session.add(**key, variant="first kernel", **quantiles(first), unit="s")
         session.add(**{**key, "op": order[1]}, variant="one more kernel", **quantiles(second), unit="s")
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lrpe_md import Coordinates, Grid, axial_omega, cosine, geometric_theta, ops, reference, rotate
+from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, ops, reference
 from lrpe_md.functional import prepare
-from lrpe_md.testing import Case, Inputs
+from lrpe_md.testing import Case, Inputs, bind
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
 
@@ -47,16 +47,17 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
     batch, heads, num_tokens, num_axes = case.batch, case.heads[0], grid.num_tokens, grid.num_axes
-    if case.map == "rotate":
+    if case.layout == "packed":
         packed = torch.randn(batch, num_tokens, 3, heads, case.head_dim, dtype=case.dtype, **options)
         xs = list(packed.permute(2, 0, 3, 1, 4).unbind()[: len(case.heads)])
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
     for x in xs:  # in the memory order of the outputs
-        size = (batch, num_tokens, heads) if case.map == "rotate" else (batch, heads, num_tokens)
+        tokens_first = case.grad_layout == "bnhd"
+        size = (batch, num_tokens, heads) if tokens_first else (batch, heads, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
-        grads.append(grad.transpose(1, 2) if case.map == "rotate" else grad)
+        grads.append(grad.transpose(1, 2) if tokens_first else grad)
         assert grads[-1].shape[:3] == x.shape[:3]
     if case.omega_heads == 1:
         omega = axial_omega(shared_theta(case), case.channels, num_axes, axis_order="major_first")
@@ -76,36 +77,26 @@ def shared_theta(case: Case) -> Tensor:
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-def encode(inputs: Inputs, impl: str) -> Forward:
-    case = inputs.case
-    options: dict[str, Any] = {"positions": inputs.positions, "impl": impl, "act": case.act, "dim": case.dim}
-    if case.map == "rotate":
-        options |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
-    call: Any = cosine if case.map == "cosine" else rotate
-
-    def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        ys = call(*xs, omega=omega, **options)
-        return ys if isinstance(ys, tuple) else (ys,)
-
-    return forward
-
-
 def kernels(inputs: Inputs) -> Forward:
     """The kernels; on a CPU, which has none, the reference."""
-    return encode(inputs, "triton" if inputs.omega.is_cuda else "reference")
+    return bind(inputs, "triton" if inputs.omega.is_cuda else "reference")
 
 
 def torch_eager(inputs: Inputs) -> Forward:
-    return encode(inputs, "reference")
+    return bind(inputs, "reference")
+
+
+def prepared(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Any, Any, Any, Any]:
+    """Spec, layout, coords and affine, for the operators below the public functions."""
+    case = inputs.case
+    return prepare(case.map, xs, omega, inputs.positions, case.act, case.dim, None, case.pairs, case.rotary_dim)
 
 
 def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
-    case = inputs.case
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        call = prepare(case.map, xs, omega, inputs.positions, case.act, case.dim, None, case.pairs, case.rotary_dim)
-        return ops.encode(*call, omega, None, xs, True)
+        return ops.encode(*prepared(inputs, xs, omega), omega, None, xs, True)
 
     return forward
 

@@ -250,6 +250,16 @@ def style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "hatch": "" if i < len(COLOURS) else "//"}
 
 
+def save(figure: Any, axes: Any, path: Path) -> None:
+    """With one legend for all axes, each name once."""
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
     """Shared frequencies: ops by row, passes by column, a group of bars for each workload."""
     part = pass_rows(rows)
@@ -282,12 +292,7 @@ def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
                 axis.set_xlim(-0.5, len(workloads) - 0.5)
                 axis.set_title(f"{op}, {PASS_NAMES[name]}", fontsize=10)
             row[0].set_ylabel("share of copy bandwidth")
-        handles: dict[str, Any] = {}
-        for axis in axes.flat:
-            handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        save(figure, axes, path)
     return True
 
 
@@ -319,12 +324,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
                 axis.set_title(f"{op}, {place}", fontsize=10)
             row[0].set_ylabel("forward, ms")
         figure.supxlabel("tokens (8 heads)", fontsize=10)
-        handles: dict[str, Any] = {}
-        for axis in axes.flat:
-            handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        save(figure, axes, path)
     return True
 
 

@@ -29,12 +29,10 @@ import platform
 import random
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -47,13 +45,15 @@ from timm.layers.attention import Attention
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import CosineMd, Grid, RotateMd
 from models.vit import Context, LrpeAttention, adapt
+
+from .benchmark_measure import device_events
+from .common import choose, choose_device, git_commit, gpu_name, versions
 
 COMPILE: dict[str, Any] = {"dynamic": False}
 MODES = ("eager", "compiled")
@@ -286,14 +286,7 @@ def attention_backend(trainee: Trainee) -> str:
 
 def kernel_times(trainee: Trainee) -> pd.DataFrame:
     """The CUDA kernels of a step with their calls and milliseconds, the slowest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        trainee.step()
-        synchronize(trainee.device)
-    events = [
-        (event.name, event.time_range.elapsed_us() / 1000)
-        for event in prof.events() or ()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    events = [(event.name, event.time_range.elapsed_us() / 1000) for event in device_events(trainee.step)]
     table = pd.DataFrame(events, columns=["kernel", "ms"])
     table = table.groupby("kernel").agg(calls=("ms", "size"), ms=("ms", "sum")).reset_index()
     table["share"] = table.ms / table.ms.sum()
@@ -302,21 +295,12 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
 
 def environment(commit: str | None, device: torch.device) -> dict[str, Any]:
     """Where the numbers come from."""
-    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    if commit is None:
-        try:
-            found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-            commit = found.stdout.strip()
-        except FileNotFoundError:
-            commit = ""
-    versions = []
-    for name in ("torch", "triton", "timm"):
-        try:
-            versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            versions.append(f"no {name}")
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else f"none ({platform.machine()} CPU)"
-    return {"gpu": gpu, "versions": ", ".join(versions), "commit": commit}
+    found = versions("torch", "triton", "timm").items()
+    return {
+        "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
+        "versions": ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in found),
+        "commit": git_commit() if commit is None else commit,
+    }
 
 
 def compare(
@@ -364,15 +348,6 @@ def compare(
 app = typer.Typer(add_completion=False)
 
 
-def choose(option: str, wanted: str, known: Any) -> list[str]:
-    """The names in a comma-separated list, each once."""
-    names = list(dict.fromkeys(wanted.split(",")))
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{option}: unknown {name!r}; known are {', '.join(known)}")
-    return names
-
-
 def with_baselines(workload: ViT | Video, wanted: list[str] | None) -> list[str]:
     """Those that this model has, and what they are compared with."""
     names = {name for name in wanted or workload.default if name in workload.baselines}
@@ -414,16 +389,13 @@ def main(
     added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
-    wanted = None if encodings is None else choose("--encodings", encodings, sorted(known))
-    choose("--backend", backend, ("auto", *BACKENDS))
-    choose("--device", device, ("auto", "cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
-    on = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))
+    choose("--backend", [backend], ("auto", *BACKENDS))
+    on = choose_device(device)
     if profiling and on.type != "cuda":
         raise typer.BadParameter("--profile: lists CUDA kernels, but there is no GPU")
-    chosen_modes = choose("--modes", modes, MODES)
-    todo = {model: with_baselines(MODELS[model], wanted) for model in choose("--models", models, MODELS)}
+    chosen_modes = choose("--modes", modes.split(","), MODES)
+    todo = {model: with_baselines(MODELS[model], wanted) for model in choose("--models", models.split(","), MODELS)}
     for model, names in todo.items():
         if not names:
             raise typer.BadParameter(f"--encodings: {model} has none of {encodings}")

@@ -8,13 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lrpe_md import ops
-from lrpe_md.functional import prepare
-from lrpe_md.testing import Workload
-from scripts import benchmark, benchmark_report
+from lrpe_md.testing import Workload, bind
+from scripts import benchmark, benchmark_modes, benchmark_report
 from scripts.benchmark_measure import COLUMNS, HERE, Judge, floor_bytes, in_words, make_pass, scratch
 from scripts.benchmark_modes import custom_op, raw_launch
-from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, encode, kernels, large_inputs, load_file, tables
+from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -124,10 +122,10 @@ def test_limit_stops_and_keeps_what_is_there(tmp_path):
 
 
 def test_names_with_commas():
-    assert benchmark.choose("--peers", "torch, eager;lrpe-md", PEERS, ()) == [OURS, "torch, eager"]
-    assert benchmark.choose("--modes", "bwd, fwd", benchmark.MODES, ()) == ["fwd", "bwd"]
+    assert benchmark.choose_in_order("--peers", "torch, eager;lrpe-md", PEERS, ()) == [OURS, "torch, eager"]
+    assert benchmark.choose_in_order("--modes", "bwd, fwd", benchmark.MODES, ()) == ["fwd", "bwd"]
     with pytest.raises(Exception, match="unknown 'fw'"):
-        benchmark.choose("--modes", "fw", benchmark.MODES, ())
+        benchmark.choose_in_order("--modes", "fw", benchmark.MODES, ())
 
 
 def test_errors_name_files_only():
@@ -137,20 +135,41 @@ def test_errors_name_files_only():
         load_file("nothing", ROOT, "nowhere.py")
 
 
+def test_host_times_take_turns():
+    calls = []
+    times = benchmark_modes.host_times(
+        [lambda: calls.append("a"), lambda: calls.append("b")], 3, 2, lambda: calls.append("-")
+    )
+    assert "".join(calls) == "-aa-bb" * 3 + "-"
+    assert [len(own) for own in times] == [3, 3]
+    assert all(us > 0 for own in times for us in own)
+
+
+def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
+    code = "import lrpe_md, os, sys\nprint(len(os.listdir(os.environ['TRITON_CACHE_DIR'])), *range(1, len(sys.argv)))"
+    monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", code)
+    assert benchmark_modes.first_calls("cosine", "rotate") == [0, 1, 2]
+    monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", "raise ValueError('no such op')")
+    with pytest.raises(RuntimeError, match=r"^ValueError: no such op\n(.|\n)*Traceback"):
+        benchmark_modes.first_calls("cosine")
+
+
 @pytest.mark.parametrize("op", ["cosine", "rotate"])
 def test_what_is_compared_on_the_host_is_right(op):
     """In the interpreter: the raw launch, the custom_op and the cached angles compute what we do."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
-    call = prepare(op, tuple(inputs.xs), inputs.omega, inputs.positions, "none", None, None, "half", None)
-    expected = ops.forward(tuple(inputs.xs), inputs.omega, None, *call[2:], *call[:2])
-    assert all(torch.equal(a, b) for a, b in zip(raw_launch(inputs)(), expected, strict=True))
+    expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
+    raw = raw_launch(inputs)
+    found, again = raw(), raw()
+    assert all(torch.equal(a, b) for a, b in zip(found + again, expected * 2, strict=True))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(found, again, strict=True))
     judge = Judge(inputs)
     forward = custom_op(inputs)
     assert not judge.violations(Peer(custom_op), forward, "fwd")
     assert not judge.violations(Peer(custom_op), forward, "bwd")
     if op == "cosine":
         assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(CACHED, cached(inputs), mode)]
-    ours = encode(inputs, "triton")
+    ours = bind(inputs, "triton")
     assert not [v for mode in ("fwd", "bwd", "bwd_omega") for v in judge.violations(Peer(kernels), ours, mode)]
 
 

@@ -148,6 +148,7 @@ def test_all_models_must_share_the_attention_kernel(tmp_path: Path, monkeypatch:
         (["--models", "vit_h"], "unknown 'vit_h'"),
         (["--modes", "eager,fast"], "unknown 'fast'"),
         (["--backend", "xformers"], "unknown 'xformers'"),
+        (["--backend", "flash,efficient"], "unknown 'flash,efficient'"),
         (["--models", "video", "--encodings", "timm-mixed"], "has none of"),
         (["--profile"], "no GPU"),
     ],

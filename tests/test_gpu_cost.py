@@ -1,54 +1,38 @@
 """What a call may cost on a GPU: compiles, kernels, copies, synchronisation, memory, host time. ``pytest -m gpu``."""
 
 import gc
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, launch, rotate
-from lrpe_md.testing import Case, Inputs, budget_violation, make_inputs, run
+from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, run
+from scripts.benchmark_measure import device_events
+from scripts.benchmark_modes import first_calls, host_times, raw_launch
+from scripts.benchmark_peers import large_inputs
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parent.parent
 MAPS = {"cosine": cosine, "rotate": rotate}
-# (batch, heads, grid, head_dim)
-WORKLOADS = {
-    "vit224": (256, 12, Grid((14, 14), prefix=1), 64),
-    "img64": (16, 16, Grid((64, 64)), 64),
-    "video": (2, 24, Grid((21, 30, 52), prefix=512), 128),
-}
 
 
 class Call:
     """A call and its backward, apart from each other."""
 
     def __init__(self, inputs: Inputs, frequencies: bool = False, requires_grad: bool = True) -> None:
-        self.case, self.grads = inputs.case, inputs.grads
+        self.grads, self.frequencies = inputs.grads, frequencies
         self.xs = [x.detach().requires_grad_(requires_grad) for x in inputs.xs]
         self.omega = inputs.omega.detach().requires_grad_(frequencies)
         self.phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
-        self.positions, self.frequencies = inputs.positions, frequencies
-        self.kwargs = {"act": self.case.act, "dim": self.case.dim, "impl": "triton"}
-        if self.case.map == "rotate":
-            self.kwargs |= {"pairs": self.case.pairs, "rotary_dim": self.case.rotary_dim}
+        self.call = bind(inputs, "triton")
 
     def forward(self) -> tuple[Tensor, ...]:
-        kwargs = {"omega": self.omega, "phase": self.phase, "positions": self.positions, **self.kwargs}
-        ys = MAPS[self.case.map](*self.xs, **kwargs)
-        return ys if isinstance(ys, tuple) else (ys,)
+        return self.call(self.xs, self.omega, self.phase)
 
     def backward(self, ys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         wanted = [*self.xs]
@@ -133,29 +117,12 @@ def test_only_strides_past_32_bits_add_a_variant(map):
     assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31, 1)), Grid((2, 1))) == 1
 
 
-FIRST_CALL = """
-import time, torch, triton
-from lrpe_md import Grid, cosine, rotate
-x = torch.randn(2, 4, 197, 64, device="cuda", dtype=torch.bfloat16)
-omega = torch.rand(1, 64 if {map} is cosine else 32, 2, device="cuda")
-torch.cuda.synchronize()
-triton.runtime.driver.active.get_current_target()  # Triton's own start, which any kernel pays
-start = time.perf_counter()
-{map}(x, omega=omega, positions=Grid((14, 14), prefix=1))
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
-"""
-
-
 @pytest.mark.parametrize("map", MAPS)
-def test_first_compile_takes_under_two_seconds(map, tmp_path):
+def test_first_compile_takes_under_two_seconds(map):
     times = []
-    for i in range(3):  # the best: the machine may be busy
-        env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / str(i))}
-        command = [sys.executable, "-c", FIRST_CALL.format(map=map)]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        times.append(float(done.stdout.split()[-1]))
+    for _ in range(3):  # the best: the machine may be busy
+        _, seconds = first_calls(map)
+        times.append(seconds)
         if times[-1] < 2:
             break
     print(f"{map}: first call {min(times):.2f} s")
@@ -166,17 +133,7 @@ def test_first_compile_takes_under_two_seconds(map, tmp_path):
 
 
 def profiled(f: Callable[[], object]) -> list[str]:
-    """Everything that the device did for f: kernels, copies, fills."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        result = f()
-        torch.cuda.synchronize()
-    del result
-    return [
-        event.name
-        for event in prof.events() or ()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    return [event.name for event in device_events(f)]
 
 
 GENERAL = {"shape": (9, 16), "layout": "packed", "omega_heads": 2, "heads": (4, 2), "prefix": 2, "suffix": 3}
@@ -197,18 +154,23 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("map", MAPS)
-def test_one_kernel_a_pass_and_no_copies(map, form):
-    inputs = on_gpu(Case(map, **{**GENERAL, **FORMS[form]}))
-    for frequencies, num_kernels in ((False, 1), (True, 2)):
+def check_kernels(case: Case, num_kernels: int) -> None:
+    """A pass starts so many; the backward with dω one more, which adds up the partial sums."""
+    inputs = on_gpu(case)
+    for frequencies in (False, True):
         call = Call(inputs, frequencies)
         call.backward(call.forward())
         forward = profiled(call.forward)
-        assert len(forward) == 1, forward
+        assert len(forward) == num_kernels, forward
         ys = call.forward()
         backward = profiled(lambda call=call, ys=ys: call.backward(ys))
-        assert len(backward) == num_kernels, backward
+        assert len(backward) == num_kernels + frequencies, backward
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("map", MAPS)
+def test_one_kernel_a_pass_and_no_copies(map, form):
+    check_kernels(Case(map, **{**GENERAL, **FORMS[form]}), num_kernels=1)
 
 
 @pytest.mark.parametrize("map", MAPS)
@@ -225,16 +187,7 @@ def test_gradient_of_a_sum_is_not_copied(map):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_softmax_over_the_sequence_takes_one_kernel_more(map):
-    case = Case(map, **{**GENERAL, "heads": (4,), "act": "softmax", "dim": -2})
-    inputs = on_gpu(case)
-    for frequencies, num_kernels in ((False, 2), (True, 3)):
-        call = Call(inputs, frequencies)
-        call.backward(call.forward())
-        forward = profiled(call.forward)
-        assert len(forward) == 2, forward
-        ys = call.forward()
-        backward = profiled(lambda call=call, ys=ys: call.backward(ys))
-        assert len(backward) == num_kernels, backward
+    check_kernels(Case(map, **{**GENERAL, "heads": (4,), "act": "softmax", "dim": -2}), num_kernels=2)
 
 
 @contextmanager
@@ -308,17 +261,13 @@ def added_peak(f: Callable[[], object]) -> int:
     return peak
 
 
-def packed_call(workload: str, map: str, act: str = "none", omega_heads: int = 1, frequencies: bool = False) -> Call:
+def packed_call(workload: str, map: str, act: str = "none", per_head: bool = False, frequencies: bool = False) -> Call:
     """q and k as slices of a projection (B, N, 3, H, D)."""
-    batch, heads, grid, head_dim = WORKLOADS[workload]
-    case = Case(map, grid.shape, grid.prefix, batch=batch, heads=(heads, heads), head_dim=head_dim, act=act)
-    skip_without(2 * batch * heads * grid.num_tokens * (5 * head_dim + 4 * case.out_dim))
-    options = {"dtype": torch.bfloat16, "device": "cuda"}
-    qkv = torch.randn(batch, grid.num_tokens, 3, heads, head_dim, **options)
-    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    grads = [torch.randn(batch, grid.num_tokens, heads, case.out_dim, **options).transpose(1, 2) for _ in range(2)]
-    omega = torch.rand(omega_heads, case.channels, grid.num_axes, device="cuda")
-    return Call(Inputs([q, k], grads, omega, None, grid, case), frequencies)
+    work = WORKLOADS[workload]
+    heads = (work.heads, work.heads)
+    case = work.case(map, per_head=per_head, heads=heads, act=act, layout="packed", grad_layout="bnhd")
+    skip_without(2 * work.batch * work.heads * work.num_tokens * (5 * case.head_dim + 4 * case.out_dim))
+    return Call(large_inputs(case, torch.device("cuda")), frequencies)
 
 
 def forward_and_backward(call: Call) -> tuple[Tensor, ...]:
@@ -346,7 +295,7 @@ def test_memory_is_outputs_and_gradients(workload, map, act):
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_partial_sums_are_few(workload, map, per_head):
     """dω adds at most 1.5% of the bytes that its backward moves: the gradients, x and dx."""
-    call = packed_call(workload, map, omega_heads=WORKLOADS[workload][1] if per_head else 1, frequencies=True)
+    call = packed_call(workload, map, per_head=per_head, frequencies=True)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs, call.omega)
     more = added_peak(lambda: forward_and_backward(call)) - results
@@ -383,61 +332,19 @@ BLOCKS, CALLS, REPEATS = 30, 100, 8
 
 
 def host_us(*calls: Callable[[], object]) -> list[float]:
-    """Median over blocks of the host's time a call; the calls take turns, so that all see the same machine."""
-    times: list[list[float]] = [[] for _ in calls]
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(BLOCKS):
-            for call, own in zip(calls, times, strict=True):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                own.append(1e6 * (time.perf_counter() - start) / CALLS)
-    finally:
-        gc.enable()
-        torch.cuda.synchronize()
-    return [statistics.median(own) for own in times]
+    """Medians."""
+    return [statistics.median(times) for times in host_times(calls, BLOCKS, CALLS, torch.cuda.synchronize)]
 
 
-def raw_launch(monkeypatch: pytest.MonkeyPatch, call: Call) -> Callable[[], None]:
-    """The launch that the call makes, with the same arguments, into an output that is allocated anew each time."""
-    kernel, launches = launch.lrpe_kernel, []
-    run = kernel.run
-
-    def recorded(*args, **kwargs):
-        launches.append((args, kwargs))
-        return run(*args, **kwargs)
-
-    call.forward()
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "run", recorded)
-        (y,) = call.forward()
-    assert len(launches) == 1, f"expected one launch through JITFunction.run, saw {len(launches)}"
-    args, kwargs = list(launches[0][0]), dict(launches[0][1])
-    grid = kwargs.pop("grid")
-    kwargs.pop("warmup")
-    (slot,) = (i for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr() == y.data_ptr())
-    y = y.detach()
-
-    def raw() -> None:
-        args[slot] = torch.empty_like(y)
-        kernel[grid](*args, **kwargs)
-
-    return raw
-
-
-def small_call(map: str, requires_grad: bool) -> Call:
-    case = Case(map, (14, 14), batch=1, heads=(12,), head_dim=64, dtype=torch.bfloat16)
-    return Call(on_gpu(case), requires_grad=requires_grad)
+def small_inputs(map: str) -> Inputs:
+    return on_gpu(Case(map, (14, 14), batch=1, heads=(12,), head_dim=64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("requires_grad", "bound"), [(False, 1.5), (True, 1.75)], ids=["no grad", "grad"])
 @pytest.mark.parametrize("map", MAPS)
-def test_host_time_against_a_raw_launch(map, requires_grad, bound, monkeypatch):
-    call = small_call(map, requires_grad)
-    raw = raw_launch(monkeypatch, call)
+def test_host_time_against_a_raw_launch(map, requires_grad, bound):
+    inputs = small_inputs(map)
+    call, raw = Call(inputs, requires_grad=requires_grad), raw_launch(inputs)
     found = []
     for _ in range(REPEATS):  # the best: noise only adds
         ours, theirs = host_us(call.forward, raw)
@@ -451,8 +358,8 @@ def test_host_time_against_a_raw_launch(map, requires_grad, bound, monkeypatch):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_the_module_adds_little(map):
-    call = small_call(map, requires_grad=False)
-    (x,), grid = call.xs, call.positions
+    inputs = small_inputs(map)
+    (x,), grid = inputs.xs, inputs.positions
     module = (CosineMd if map == "cosine" else RotateMd)(64, 2, device="cuda")
     omega, function = module.get_omega(), MAPS[map]
     found = []

@@ -1,0 +1,53 @@
+"""What the scripts share: the names that their options take, and where their numbers come from."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import typer
+
+
+def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The wanted names, each once; one that is not known is refused."""
+    known, names = list(known), list(dict.fromkeys(wanted))
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{option}: unknown {name!r}; known are: {'; '.join(known)}")
+    return names
+
+
+def choose_device(wanted: str) -> torch.device:
+    """What --device auto, cpu or cuda means here."""
+    choose("--device", [wanted], ("auto", "cpu", "cuda"))
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def git_commit(digits: int = 40) -> str:
+    """The checkout's commit, with a + where files differ from it; empty where git knows none."""
+    command = ["git", "describe", "--always", f"--abbrev={digits}", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
+    return done.stdout.strip()
+
+
+def gpu_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of the packages, empty where one is not installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
