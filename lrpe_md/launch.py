@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from . import kernels
-from .ops import Layout, Spec, accumulator, like_in_memory
+from .ops import Layout, Spec, accumulator, like_in_memory, strides_in_memory
 from .positions import grid_coordinates
 
 __all__ = ["INTERPRETING", "Plan", "backward", "forward"]
@@ -76,15 +77,15 @@ def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, widt
     if INTERPRETING:  # the cost is by program, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
     if max_registers is None:
-        block_r = min(rows, 8) if INTERPRETING else block_r
+        block_r = max(1, min(rows, 8)) if INTERPRETING else block_r
         return Plan(block_r, block_n, num_warps, None, triton.cdiv(num_tokens, block_n), block_r)
     if INTERPRETING:
-        return Plan(block_r, block_n, num_warps, max_registers, 1, rows)
+        return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
     token_programs = min(triton.cdiv(num_tokens, block_n), max(1, programs // groups))
     parts = max(1, programs // (groups * token_programs))
-    per = triton.cdiv(triton.cdiv(rows, parts), block_r) * block_r
+    per = triton.cdiv(max(1, triton.cdiv(rows, parts)), block_r) * block_r
     return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
 
 
@@ -123,68 +124,113 @@ def _run(
     call: _Call,
     xs: list[Tensor],
     dys: list[Tensor],
-    outs: list[Tensor],
     stats: list[Tensor],
     theta: Tensor | None,
     load_theta: bool,
     need_dtheta: bool,
-) -> Tensor | None:
-    """Launch the kernel on q (and k); returns the partial sums for dω and dφ."""
+) -> tuple[list[Tensor], Tensor | None]:
+    """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     omega, phase, coords, affine, layout = call
-    address = 0
-    for tensors in (xs, dys, outs):
-        for t in tensors:
-            address |= t.data_ptr()
-    programs, partial_shape, numbers, options = _numbers(
-        spec, layout, outs[0].dtype, _geometry(xs), _geometry(dys), _geometry(outs), address % 16 == 0,
-        omega.shape, 0 if phase is None else phase.shape[0], None if coords is None else coords.shape,
+    address, geometry = 0, []
+    for t in xs:
+        address |= t.data_ptr()
+        geometry += t.shape, t.stride()
+    for t in dys:
+        address |= t.data_ptr()
+        geometry += t.shape, t.stride()
+    source = (dys or xs)[0]
+    dtype, device = source.dtype, omega.device
+    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
+        dtype = accumulator(dtype)
+    key = (
+        spec, layout, dtype, len(xs), len(dys), *geometry, address % 16 == 0, omega.shape,
+        0 if phase is None else phase.shape[0], None if coords is None else coords.shape,
         affine is not None, theta is not None, load_theta, need_dtheta,
     )  # fmt: skip
-    partial = torch.empty(partial_shape, dtype=torch.float64, device=omega.device) if need_dtheta else None
-    x0, x1 = (*xs, None, None)[:2]
-    dy0, dy1 = (*dys, None, None)[:2]
-    stat0, stat1 = (*stats, None, None)[:2]
-    out1 = outs[1] if len(outs) == 2 else None
-    lrpe_kernel[(programs,)](
-        x0, dy0, outs[0], stat0, x1, dy1, out1, stat1, omega, phase, coords, affine, theta, partial,
-        *numbers, **options,
-    )  # fmt: skip
-    return partial
+    numbers = _known.get(key)
+    if numbers is None:
+        if len(_known) >= 4096:
+            _known.clear()
+        numbers = _known[key] = _numbers(
+            spec, layout, dtype, xs, dys, address % 16 == 0, omega, phase, coords, affine, theta, load_theta,
+            need_dtheta,
+        )  # fmt: skip
+    outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in numbers.outs]
+    partial = torch.empty(numbers.partial_shape, dtype=torch.float64, device=device) if need_dtheta else None
+    if numbers.grid[0]:
+        x0, x1 = (*xs, None, None)[:2]
+        dy0, dy1 = (*dys, None, None)[:2]
+        stat0, stat1 = (*stats, None, None)[:2]
+        o0, o1 = (*outs, None)[:2]
+        tensors = x0, dy0, o0, stat0, x1, dy1, o1, stat1, omega, phase, coords, affine, theta, partial
+        _launch(numbers, source.dtype, tensors)
+    return outs, partial
 
 
-def _geometry(tensors: list[Tensor]) -> tuple:
-    return tuple((t.shape, t.stride()) for t in tensors)
+class _Numbers:
+    """Everything about a launch but the tensors, and the kernels compiled for it."""
+
+    __slots__ = ("compiled", "grid", "options", "outs", "partial_shape", "scalars")
+
+    def __init__(
+        self, programs: int, outs: list, partial_shape: tuple, scalars: tuple[int, ...], options: dict
+    ) -> None:
+        self.grid = (programs, 1, 1)
+        self.outs = outs  # (size, stride) of each output
+        self.partial_shape = partial_shape
+        self.scalars = scalars
+        self.options = options
+        self.compiled: dict[Any, tuple[Any, tuple]] = {}
 
 
-@lru_cache(maxsize=4096)
+_known: dict[Any, _Numbers] = {}
+
+
+def _launch(numbers: _Numbers, dtype: torch.dtype, tensors: tuple[Tensor | None, ...]) -> None:
+    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
+    omega: Any = tensors[8]
+    phase, coords = tensors[9:11]
+    # What chooses the kernel beside what _numbers is told.
+    key = dtype, omega.device, omega.dtype, phase is None or phase.dtype, coords is None or coords.dtype
+    found = numbers.compiled.get(key)
+    if found is not None and not lrpe_kernel.pre_run_hooks:
+        compiled, constants = found
+        compiled[numbers.grid](*tensors, *numbers.scalars, *constants)
+        return
+    compiled = lrpe_kernel[numbers.grid](*tensors, *numbers.scalars, **numbers.options)
+    if isinstance(compiled, CompiledKernel):
+        names = [name for name in lrpe_kernel.arg_names if name in numbers.options]
+        numbers.compiled[key] = compiled, tuple(numbers.options[name] for name in names)
+
+
 def _numbers(
     spec: Spec,
     layout: Layout,
     dtype: torch.dtype,
-    xs: tuple,
-    dys: tuple,
-    outs: tuple,
+    xs: list[Tensor],
+    dys: list[Tensor],
     aligned: bool,
-    omega: torch.Size,
-    phase_heads: int,
-    coords: torch.Size | None,
-    has_affine: bool,
-    has_theta: bool,
+    omega: Tensor,
+    phase: Tensor | None,
+    coords: Tensor | None,
+    affine: Tensor | None,
+    theta: Tensor | None,
     load_theta: bool,
     need_dtheta: bool,
-) -> tuple[int, tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    """Programs, the shape of the partial sums, and every number of a launch: the same as long as no shape changes.
-
-    xs, dys, outs are the tensors' (shape, stride); aligned: their addresses are multiples of 16 bytes.
-    """
-    (batch, heads0, num_tokens, _), out_stride = outs[0]
-    heads1 = outs[1][0][1] if len(outs) == 2 else 0
+) -> _Numbers:
+    """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes."""
+    sources = dys or xs
+    batch, heads0, num_tokens, last = sources[0].shape
+    heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     cosine = spec.map == "cosine"
-    head_dim = xs[0][0][3] if xs else outs[0][0][3]
-    omega_heads, channels, num_axes = omega
+    head_dim = last // 2 if cosine and dys else last
+    out_dim = head_dim if dys else spec.out_dim(head_dim)
+    outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
+    omega_heads, channels, num_axes = omega.shape
+    phase_heads = 0 if phase is None else phase.shape[0]
     groups = max(omega_heads, phase_heads, 1)
     group0, group1 = heads0 // groups, heads1 // groups
-    by_sample = coords is not None and len(coords) == 3
+    by_sample = coords is not None and coords.ndim == 3
     block_c = triton.next_power_of_2(channels)
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
@@ -195,18 +241,19 @@ def _numbers(
     in_sample = triton.cdiv(group0 + group1, cut.per)
     outer = triton.cdiv(triton.cdiv(span, cut.per), in_sample)
     programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)
-    tokens_first = out_stride[2] <= out_stride[1]  # neighbours in memory run together
+    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
     first, second = (first, second) if tokens_first else (second, first)
     slots = num_axes + (phase_heads > 0)
 
-    tensors = [*xs, *dys, *outs]
-    aligned = aligned and _in_eights(head_dim, [stride for _, stride in tensors])
+    in_strides, dy_strides, out_strides = [x.stride() for x in xs], [dy.stride() for dy in dys], [o[1] for o in outs]
+    every = [*in_strides, *dy_strides, *out_strides]
+    aligned = aligned and _in_eights(head_dim, every)
     unit = 8 if aligned else 1
     strides = []
     for i in range(2):
-        for group, with_last in ((xs, True), (dys, True), (outs, False)):
-            b, h, n, d = group[i][1] if i < len(group) else (0, 0, 0, 0)
+        for group, with_last in ((in_strides, True), (dy_strides, True), (out_strides, False)):
+            b, h, n, d = group[i] if i < len(group) else (0, 0, 0, 0)
             strides += [b // unit, h // unit, n // unit, *([d] if with_last else [])]
 
     sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
@@ -215,9 +262,9 @@ def _numbers(
     (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
     tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
-    numbers = (
+    scalars = (
         *strides,
-        coords[1] * coords[2] if coords is not None and by_sample else 0,
+        coords.stride(0) if coords is not None and by_sample else 0,
         channels * num_axes if omega_heads > 1 else 0,
         channels if phase_heads > 1 else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
@@ -230,16 +277,16 @@ def _numbers(
         "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
         "COSINE": cosine, "INTERLEAVED": spec.pairs == "interleaved", "ACT": spec.act, "DIM": spec.dim,
         "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": coords is not None, "BY_SAMPLE": by_sample,
-        "AFFINE": has_affine and coords is None,
-        "LOAD_THETA": load_theta, "STORE_THETA": has_theta and not load_theta,
-        "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for _, stride in tensors for s in stride),
+        "AFFINE": affine is not None and coords is None,
+        "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
+        "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
         "WIDE": dtype == torch.float64, "FAST": _fast(dtype, need_dtheta),
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
         "num_warps": cut.num_warps, **_registers(cut.max_registers),
     }  # fmt: skip
-    return programs, (programs // groups, groups, slots, channels), numbers, options
+    return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 
 
 def _registers(most: int | None) -> dict[str, int]:
@@ -271,6 +318,8 @@ def _fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
 
 
 def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
+    if not x.numel():
+        return
     batch, heads, num_tokens, head_dim = x.shape
     block_d = 16
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
@@ -291,20 +340,17 @@ def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache:
     """See :func:`lrpe_md.ops.forward`."""
     xs = [_materialised(x) for x in xs]
     call = _positions(omega, phase, coords, affine, layout)
-    outs = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
-    stats = []
-    if spec.dim == -2:
-        stats = [x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)) for x in xs]
-    theta = None
-    if cache:
-        heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
-        theta = omega.new_empty((heads, layout.num_tokens, spec.num_channels), dtype=torch.float32)
-    if sum(x.numel() for x in xs):
-        with _on(xs[0]):
-            for x, stat in zip(xs, stats, strict=False):
-                _softmax_sequence(x, stat)
-            _run(spec, call, xs, [], outs, stats, theta, False, False)
-    return [*outs, *stats, *([] if theta is None else [theta])]
+    stats, theta = [], None
+    with _on(xs[0]):
+        if spec.dim == -2:
+            for x in xs:
+                stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
+                _softmax_sequence(x, stats[-1])
+        if cache:
+            heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+            theta = omega.new_empty((heads, layout.num_tokens, spec.num_channels), dtype=torch.float32)
+        outs, _ = _run(spec, call, xs, [], stats, theta, False, False)
+    return [*outs, *stats, theta] if theta is not None else [*outs, *stats]
 
 
 def backward(
@@ -316,30 +362,22 @@ def backward(
     theta = None if theta is None else theta.contiguous()
     call = _positions(omega, phase, coords, affine, layout)
     sequence = spec.dim == -2
-    head_dims = [g.shape[3] // 2 if spec.map == "cosine" else g.shape[3] for g in grads]
-    dxs = [like_in_memory(g, d) for g, d in zip(grads, head_dims, strict=True)]
-    # Softmax over the sequence needs all of dx̄ before any of dx: it waits in the accumulator's dtype.
-    outs = (
-        [like_in_memory(g, d, accumulator(g.dtype)) for g, d in zip(grads, head_dims, strict=True)] if sequence else dxs
-    )
-    domega = torch.empty_like(call.omega) if need_omega else None
-    dphase = torch.empty_like(call.phase) if need_phase and call.phase is not None else None
-    if sum(g.numel() for g in grads):
-        with _on(grads[0]):
-            need_dtheta = need_omega or need_phase
-            inner = spec._replace(act="none") if sequence else spec
-            load = xs if need_dtheta or (spec.act != "none" and not sequence) else []
-            partial = _run(inner, call, load, grads, outs, stats, theta, theta is not None, need_dtheta)
-            if partial is not None:
-                _reduce(partial, domega, dphase, call)
-            if sequence:
-                for x, stat, g, dx in zip(xs, stats, outs, dxs, strict=True):
-                    _softmax_sequence(x, stat, g, dx)
-    else:
-        for t in (domega, dphase):
-            if t is not None:
-                t.zero_()
-    return [*dxs, *([] if domega is None else [domega]), *([] if dphase is None else [dphase])]
+    need_dtheta = need_omega or need_phase
+    load = xs if need_dtheta or (spec.act != "none" and not sequence) else []
+    with _on(grads[0]):
+        inner = spec._replace(act="none") if sequence else spec
+        dxs, partial = _run(inner, call, load, grads, stats, theta, theta is not None, need_dtheta)
+        if sequence:
+            dx_bars = dxs
+            dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
+            for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
+                _softmax_sequence(x, stat, dx_bar, dx)
+        if partial is not None:
+            domega = torch.empty_like(call.omega) if need_omega else None
+            dphase = torch.empty_like(call.phase) if need_phase and call.phase is not None else None
+            _reduce(partial, domega, dphase, call)
+            dxs += [t for t in (domega, dphase) if t is not None]
+    return dxs
 
 
 def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call: _Call) -> None:

@@ -192,7 +192,7 @@ def _forward(
     spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
     use_triton("triton", (x,), coords, affine)
     if differentiable:
-        return ops.encode(spec, layout, coords, affine, omega, None, (x,), cache)
+        return ops.encode(spec, layout, coords, affine, omega, None, (x,), ops.is_direct(x, omega), cache)
     direct = ops.is_direct(x, omega, coords, affine)
     return ops.call_forward(direct, (x,), omega, None, coords, affine, spec, layout, cache)
 

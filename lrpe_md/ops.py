@@ -114,13 +114,19 @@ def memory_order(x: Tensor) -> tuple[int, int, int]:
     return first, second, third
 
 
-def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+def strides_in_memory(x: Tensor, last: int) -> tuple[int, int, int, int]:
+    """Strides of a dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
     strides, step = [0, 0, 0], last
     for i in reversed(memory_order(x)):
         strides[i] = step
         step = step * x.shape[i]
-    return torch.empty_strided((*x.shape[:3], last), (*strides, 1), dtype=dtype or x.dtype, device=x.device)
+    return strides[0], strides[1], strides[2], 1
+
+
+def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    strides = strides_in_memory(x, last)
+    return torch.empty_strided((*x.shape[:3], last), strides, dtype=dtype or x.dtype, device=x.device)
 
 
 def _launch() -> Any:
@@ -354,10 +360,14 @@ def encode(
     omega: Tensor,
     phase: Tensor | None,
     xs: tuple[Tensor, ...],
+    direct: bool,
     cache: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Run the kernels, differentiable once in reverse mode (more through the reference)."""
-    direct = is_direct(*xs, omega, phase, coords, affine)
+    """Run the kernels, differentiable once in reverse mode (more through the reference).
+
+    direct: :func:`is_direct` of xs, omega and phase.
+    """
+    direct = direct and _plain((coords, affine))
     if torch.is_grad_enabled() and (
         omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
     ):

@@ -89,6 +89,7 @@ class Listener:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
+        self.pre_run_hooks = [None]  # with hooks the launcher asks the kernel at every launch
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return ops.encode(*prepared(inputs, xs, omega), omega, None, xs, True)
+        return ops.encode(*prepared(inputs, xs, omega), omega, None, xs, ops.is_direct(*xs, omega), True)
 
     return forward
 

@@ -139,14 +139,14 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     fast, launch._fast = launch._fast, lambda dtype, need: dtype.itemsize == 2 and case.cuda and not need
     registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
-    launch._numbers.cache_clear()
+    launch._known.clear()
     try:
         for name, recorder in recorders.items():
             setattr(launch, name, recorder)
         call(case)
     finally:
         launch._fast, launch._registers = fast, registers
-        launch._numbers.cache_clear()
+        launch._known.clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
