@@ -79,7 +79,7 @@ def cosine(
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
     """
-    return _encode("cosine", xs, omega, positions, act, dim, phase, "half", None, impl)
+    return encode("cosine", xs, omega, positions, act, dim, phase, "half", None, impl)
 
 
 @overload
@@ -124,10 +124,10 @@ def rotate(
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
-    return _encode("rotate", xs, omega, positions, act, dim, phase, pairs, rotary_dim, impl)
+    return encode("rotate", xs, omega, positions, act, dim, phase, pairs, rotary_dim, impl)
 
 
-def _encode(
+def encode(
     map: str,
     xs: tuple[Tensor, ...],
     omega: Tensor,
@@ -139,6 +139,7 @@ def _encode(
     rotary_dim: int | slice | None,
     impl: str,
 ) -> Any:
+    """:func:`cosine` and :func:`rotate`, and what the modules call."""
     direct = ops.is_direct(*xs, omega, phase)
     key = _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim) if direct else None
     call = _prepared.get(key) if key else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
-from .functional import Act, Impl, Pairs, Positions, cosine, rotary_slice, rotate
+from .functional import Act, Impl, Pairs, Positions, encode, rotary_slice
 from .positions import offset_positions
 
 __all__ = ["CosineMd", "Rotate1d", "RotateMd"]
@@ -127,6 +127,9 @@ class _Frequencies(nn.Module):
 
     def get_omega(self) -> Tensor:
         """omega (H or 1, C, K), differentiable with respect to what is learned."""
+        fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
+        if fixed is not None:
+            return fixed
         if "theta" in self._parameters:
             return axial_omega(self.theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
         return self.omega
@@ -186,10 +189,9 @@ class CosineMd(_Frequencies):
         self.impl: Impl = impl
 
     def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return cosine(  # pyright: ignore[reportCallIssue]  one or two, checked there
-            *xs, omega=self.get_omega(), positions=positions, act=self.act, dim=self.dim, phase=self.phase,
-            impl=self.impl,
-        )  # fmt: skip
+        return encode(
+            "cosine", xs, self.get_omega(), positions, self.act, self.dim, self.phase, "half", None, self.impl
+        )
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
@@ -236,9 +238,9 @@ class RotateMd(_Frequencies):
         self.impl: Impl = impl
 
     def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return rotate(  # pyright: ignore[reportCallIssue]  one or two, checked there
-            *xs, omega=self.get_omega(), positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
-            act=self.act, dim=self.dim, phase=self.phase, impl=self.impl,
+        return encode(
+            "rotate", xs, self.get_omega(), positions, self.act, self.dim, self.phase, self.pairs, self.rotary_dim,
+            self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
