@@ -280,7 +280,8 @@ def _numbers(
         "AFFINE": affine is not None and coords is None,
         "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
         "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
-        "WIDE": dtype == torch.float64, "FAST": _fast(dtype, need_dtheta),
+        "WIDE": dtype == torch.float64,
+        "FAST": not need_dtheta and dtype.itemsize == 2 and _has_ptx(dtype), "PTX": _has_ptx(dtype),
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
@@ -310,11 +311,10 @@ def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
     return head_dim % 8 == 0 and all(d == 1 and (b | h | n) % 8 == 0 for b, h, n, d in strides)
 
 
-def _fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
-    """The CUDA hardware's sin and cos are below the rounding of 16-bit outputs, but not of dω."""
-    return (
-        not need_dtheta and dtype in (torch.float16, torch.bfloat16) and torch.version.hip is None and not INTERPRETING
-    )
+def _has_ptx(dtype: torch.dtype) -> bool:
+    """CUDA's approximations can be used: of 2^x and 1/x, and where dω is not asked for those of sin and cos, which are
+    below the rounding of 16-bit outputs, but not of dω."""
+    return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
 
 
 def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
@@ -332,7 +332,7 @@ def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tens
     softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
         x, g, dx, stat, *strides, batch, heads, num_tokens,
         D=head_dim, ALIGNED=aligned, LONG=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
-        WIDE=x.dtype == torch.float64, BLOCK_N=block_n, BLOCK_D=block_d,
+        WIDE=x.dtype == torch.float64, PTX=_has_ptx(x.dtype), BLOCK_N=block_n, BLOCK_D=block_d,
     )  # fmt: skip
 
 

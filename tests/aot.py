@@ -137,7 +137,7 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
     saved = {name: getattr(launch, name) for name in names}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
-    fast, launch._fast = launch._fast, lambda dtype, need: dtype.itemsize == 2 and case.cuda and not need
+    has_ptx, launch._has_ptx = launch._has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
     launch._known.clear()
     try:
@@ -145,7 +145,7 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
             setattr(launch, name, recorder)
         call(case)
     finally:
-        launch._fast, launch._registers = fast, registers
+        launch._has_ptx, launch._registers = has_ptx, registers
         launch._known.clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)

@@ -10,65 +10,9 @@ The rows are unrolled: as a dimension of the tile they would be spread over thre
 import triton
 import triton.language as tl
 
+from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, radians
 from .tiles import apart, load, load_pairs, row_at, store, store_pairs
-
-# --- activations -------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _activate(x, ACT: tl.constexpr):
-    if ACT == "relu":
-        x = tl.where(x <= 0.0, 0.0, x)
-    elif ACT == "sigmoid":
-        x = _sigmoid(x)
-    elif ACT == "silu":
-        x = x * _sigmoid(x)
-    elif ACT == "softplus":
-        e = tl.exp(-tl.abs(x))
-        u = 1.0 + e  # log1p(e) = log(u) e / (u - 1), which repairs the rounding of u
-        x = tl.maximum(x, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return x
-
-
-@triton.jit
-def _activate_backward(x, x_bar, dx_bar, ACT: tl.constexpr):
-    if ACT == "relu":
-        dx_bar = tl.where(x <= 0.0, 0.0, dx_bar)
-    elif ACT == "sigmoid":
-        dx_bar = dx_bar * x_bar * (1.0 - x_bar)
-    elif ACT == "silu":
-        s = _sigmoid(x)
-        dx_bar = dx_bar * s * (1.0 + x * (1.0 - s))
-    elif ACT == "softplus":
-        dx_bar = dx_bar * _sigmoid(x)
-    return dx_bar
-
-
-@triton.jit
-def softmax_sequence(x, p_stat, num_stats, lo, n_d, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x̄ from the row's maximum and sum over the sequence, channels lo, lo + STEP, .."""
-    o_d = tl.arange(0, BLOCK_D)
-    p = p_stat + lo + o_d * STEP
-    top = tl.load(p, mask=o_d < n_d, other=0.0)
-    total = tl.load(p + num_stats, mask=o_d < n_d, other=1.0)
-    return tl.exp(x - top[None, :]) / total[None, :]
-
-
-@triton.jit
-def _masked_max(x, n_d, BLOCK_D: tl.constexpr):
-    return tl.max(tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], x, float("-inf")), axis=1)
-
-
-@triton.jit
-def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
-    return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], tl.exp(x - top[:, None]), 0.0)
-
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
 
@@ -77,7 +21,7 @@ def _masked_exp(x, top, n_d, BLOCK_D: tl.constexpr):
 def _cosine(
     x, dy_cos, dy_sin, place, cos, sin, o_n,
     D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
-    NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr,
+    NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x -> [x̄ cos Θ, x̄ sin Θ], or the gradients: dx̄ = dy_cos cos Θ + dy_sin sin Θ, and dΘ of each row."""
     ACC: tl.constexpr = cos.dtype
@@ -87,12 +31,12 @@ def _cosine(
     if LOAD_X:
         x = x.to(ACC)
         if DIM == -1:
-            e = _masked_exp(x, _masked_max(x, D, BLOCK_C), D, BLOCK_C)
-            x_bar = e / tl.sum(e, axis=1)[:, None]
+            e = masked_exp(x, masked_max(x, D, BLOCK_C), D, PTX, BLOCK_C)
+            x_bar = e * reciprocal(tl.sum(e, axis=1), PTX)[:, None]
         elif DIM == -2:
-            x_bar = softmax_sequence(x, p_stat, num_stats, 0, D, 1, BLOCK_C)
+            x_bar = softmax_sequence(x, p_stat, num_stats, 0, D, 1, PTX, BLOCK_C)
         else:
-            x_bar = _activate(x, ACT)
+            x_bar = activate(x, ACT, PTX)
     if BACKWARD:
         dy_cos = dy_cos.to(ACC)
         dy_sin = dy_sin.to(ACC)
@@ -102,7 +46,7 @@ def _cosine(
         if DIM == -1:
             dx = x_bar * (dx - tl.sum(x_bar * dx, axis=1)[:, None])
         elif ACT != "none":
-            dx = _activate_backward(x, x_bar, dx, ACT)
+            dx = activate_backward(x, x_bar, dx, ACT, PTX)
         store(o_row, dx, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
     else:
         store(o_row, x_bar * cos, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
@@ -115,7 +59,7 @@ def _rotate(
     xa, xb, ga, gb, place, cos, sin, o_n,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
 ):  # fmt: skip
     """(a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ), or the gradients: the rotation by -Θ, and dΘ of each row.
@@ -138,40 +82,41 @@ def _rotate(
         if BLOCK_TAIL > 0:
             xt = load(x_row, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
         if DIM == -1:
-            top = tl.maximum(_masked_max(xa, C, BLOCK_C), _masked_max(xb, C, BLOCK_C))
+            top = tl.maximum(masked_max(xa, C, BLOCK_C), masked_max(xb, C, BLOCK_C))
             if BLOCK_HEAD > 0:
-                top = tl.maximum(top, _masked_max(xh, START, BLOCK_HEAD))
+                top = tl.maximum(top, masked_max(xh, START, BLOCK_HEAD))
             if BLOCK_TAIL > 0:
-                top = tl.maximum(top, _masked_max(xt, D - TAIL, BLOCK_TAIL))
-            a_bar = _masked_exp(xa, top, C, BLOCK_C)
-            b_bar = _masked_exp(xb, top, C, BLOCK_C)
+                top = tl.maximum(top, masked_max(xt, D - TAIL, BLOCK_TAIL))
+            a_bar = masked_exp(xa, top, C, PTX, BLOCK_C)
+            b_bar = masked_exp(xb, top, C, PTX, BLOCK_C)
             total = tl.sum(a_bar + b_bar, axis=1)
             if BLOCK_HEAD > 0:
-                h_bar = _masked_exp(xh, top, START, BLOCK_HEAD)
+                h_bar = masked_exp(xh, top, START, PTX, BLOCK_HEAD)
                 total += tl.sum(h_bar, axis=1)
             if BLOCK_TAIL > 0:
-                t_bar = _masked_exp(xt, top, D - TAIL, BLOCK_TAIL)
+                t_bar = masked_exp(xt, top, D - TAIL, PTX, BLOCK_TAIL)
                 total += tl.sum(t_bar, axis=1)
-            a_bar = a_bar / total[:, None]
-            b_bar = b_bar / total[:, None]
+            scale = reciprocal(total, PTX)[:, None]
+            a_bar = a_bar * scale
+            b_bar = b_bar * scale
             if BLOCK_HEAD > 0:
-                h_bar = h_bar / total[:, None]
+                h_bar = h_bar * scale
             if BLOCK_TAIL > 0:
-                t_bar = t_bar / total[:, None]
+                t_bar = t_bar * scale
         elif DIM == -2:
-            a_bar = softmax_sequence(xa, p_stat, num_stats, START, C, STEP, BLOCK_C)
-            b_bar = softmax_sequence(xb, p_stat, num_stats, B_LO, C, STEP, BLOCK_C)
+            a_bar = softmax_sequence(xa, p_stat, num_stats, START, C, STEP, PTX, BLOCK_C)
+            b_bar = softmax_sequence(xb, p_stat, num_stats, B_LO, C, STEP, PTX, BLOCK_C)
             if BLOCK_HEAD > 0:
-                h_bar = softmax_sequence(xh, p_stat, num_stats, 0, START, 1, BLOCK_HEAD)
+                h_bar = softmax_sequence(xh, p_stat, num_stats, 0, START, 1, PTX, BLOCK_HEAD)
             if BLOCK_TAIL > 0:
-                t_bar = softmax_sequence(xt, p_stat, num_stats, TAIL, D - TAIL, 1, BLOCK_TAIL)
+                t_bar = softmax_sequence(xt, p_stat, num_stats, TAIL, D - TAIL, 1, PTX, BLOCK_TAIL)
         else:
-            a_bar = _activate(xa, ACT)
-            b_bar = _activate(xb, ACT)
+            a_bar = activate(xa, ACT, PTX)
+            b_bar = activate(xb, ACT, PTX)
             if BLOCK_HEAD > 0:
-                h_bar = _activate(xh, ACT)
+                h_bar = activate(xh, ACT, PTX)
             if BLOCK_TAIL > 0:
-                t_bar = _activate(xt, ACT)
+                t_bar = activate(xt, ACT, PTX)
     if BACKWARD:
         ga, gb = apart(ga, gb, INTERLEAVED, BLOCK_N, BLOCK_C)
         ga = ga.to(ACC)
@@ -197,12 +142,12 @@ def _rotate(
             if BLOCK_TAIL > 0:
                 t = t_bar * (t - dot[:, None])
         elif ACT != "none":
-            a = _activate_backward(xa, a_bar, a, ACT)
-            b = _activate_backward(xb, b_bar, b, ACT)
+            a = activate_backward(xa, a_bar, a, ACT, PTX)
+            b = activate_backward(xb, b_bar, b, ACT, PTX)
             if BLOCK_HEAD > 0:
-                h = _activate_backward(xh, h_bar, h, ACT)
+                h = activate_backward(xh, h_bar, h, ACT, PTX)
             if BLOCK_TAIL > 0:
-                t = _activate_backward(xt, t_bar, t, ACT)
+                t = activate_backward(xt, t_bar, t, ACT, PTX)
     else:
         a = a_bar * cos - b_bar * sin
         b = a_bar * sin + b_bar * cos
@@ -308,8 +253,8 @@ def _map(
     fetched, cos, sin, o_n, dtheta,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
 ):  # fmt: skip
     """Map fetched rows; dtheta with theirs added."""
     for i in tl.static_range(BLOCK_R):
@@ -317,12 +262,12 @@ def _map(
         if COSINE:
             row_dtheta = _cosine(
                 xa, ga, gb, place, cos, sin, o_n,
-                D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, BLOCK_C,
+                D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX, BLOCK_C,
             )  # fmt: skip
         else:
             row_dtheta = _rotate(
                 xa, xb, ga, gb, place, cos, sin, o_n,
-                D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
         if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
@@ -382,7 +327,7 @@ def lrpe_kernel(
     COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
     BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -446,7 +391,7 @@ def lrpe_kernel(
         )  # fmt: skip
         _map(
             fetched, cos, sin, o_n, cos,
-            D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+            D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
             BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
         )  # fmt: skip
     else:
@@ -469,7 +414,7 @@ def lrpe_kernel(
                 )  # fmt: skip
                 dtheta = _map(
                     fetched, cos, sin, o_n, dtheta,
-                    D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG,
+                    D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
                     BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
             dtheta = tl.where(m_g[:, None], dtheta, 0.0)

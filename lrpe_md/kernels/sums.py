@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .encode import softmax_sequence
+from .activations import exp, softmax_sequence
 from .tiles import load, row_at, store
 
 
@@ -67,7 +67,7 @@ def _read(
 def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
     dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32",
-    D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the sequence: the maximum and the sum (2, B, H, D), or dx = x̄ (dx̄ - Σ_n x̄ dx̄) from dx̄ = g.
@@ -95,11 +95,11 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dot += tl.sum(softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * g, axis=0)
+            dot += tl.sum(softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, PTX, BLOCK_D) * g, axis=0)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, BLOCK_D) * (g - dot[None, :])
+            dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, PTX, BLOCK_D) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
             store(out, dx, o_n, n0 + o_n < N, lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:
@@ -110,7 +110,7 @@ def softmax_sequence_kernel(
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
+            total = total * exp(top - base, PTX) + tl.sum(exp(x - base[None, :], PTX), axis=0)
             top = higher
         tl.store(p_stat + o_d, top, mask=m_d)
         tl.store(p_stat + num_stats + o_d, total, mask=m_d)
