@@ -139,11 +139,15 @@ def _encode(
     rotary_dim: int | slice | None,
     impl: str,
 ) -> Any:
-    call = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim)
-    if use_triton(impl, xs, call[2], call[3]):
-        ys = ops.encode(*call, omega, phase, xs)
-    else:
-        ys = ops.encode_reference(*call, omega, phase, xs)
+    spec, layout, coords, affine = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim)
+    rotated = positions.rotated if isinstance(positions, Coordinates) else None
+    if phase is not None and coords is not None and rotated is not None:
+        # What only some rows get is the frequency of one more axis, on which they are at 1 and the others at 0.
+        coords = torch.cat([coords, rotated[..., None]], dim=-1)
+        heads = max(omega.shape[0], phase.shape[0])
+        omega, phase = torch.cat([t.expand(heads, -1, -1) for t in (omega, phase[..., None])], dim=-1), None
+    encode = ops.encode if use_triton(impl, xs, coords, affine) else ops.encode_reference
+    ys = encode(spec, layout, coords, affine, omega, phase, xs)
     return ys[0] if len(xs) == 1 else ys
 
 
