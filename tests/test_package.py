@@ -21,6 +21,7 @@ LAYERS = {  # each file and what of ours it may import
     "launch": {"kernels", "ops", "positions"},
     "functional": {"ops", "positions"},
     "lrpe": {"functional", "frequencies", "ops", "positions"},
+    "augment": {"positions"},
     "sequences": {"positions"},
     "modules": {"functional", "frequencies", "positions"},
     "testing": {"functional", "positions"},
