@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from lrpe_md import Coordinates, Grid, rotate
-from lrpe_md.augment import AugmentPositions
+from lrpe_md import AugmentPositions, Coordinates, Grid, rotate
 
 GRID = Grid((3, 5), prefix=2, suffix=1).cells()
 

@@ -253,7 +253,7 @@ def test_yarn_by_head():
 
 
 def hugging_face(rope_type, dim, base, length=None, **parameters):
-    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    rope_utils = pytest.importorskip("transformers", minversion="5.23").modeling_rope_utils
     from transformers import LlamaConfig
 
     config = LlamaConfig(

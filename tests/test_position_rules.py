@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrpe_md import Coordinates, Grid, cosine, rotate
-from lrpe_md.positions import window_order
+from lrpe_md import Coordinates, Grid, cosine, rotate, window_order
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 numbers = st.floats(-8, 8, allow_nan=False).map(lambda v: round(v, 3))

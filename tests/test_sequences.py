@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrpe_md import Coordinates, Grid, cosine, launch, rotate
-from lrpe_md.sequences import After, Tokens, compose, pack, pad
+from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, launch, pack, pad, rotate
 
 
 def rows(layout):
