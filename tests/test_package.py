@@ -108,7 +108,14 @@ def test_readme_shows_the_table_that_the_run_wrote():
     assert table in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_snippet_runs():
+def test_readme_snippets_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = readme.split("```python\n")[1].split("```")[0]
-    assert run(code).splitlines() == ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
+    snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+    printed = [["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"], ["577"]]
+    assert [run(code).splitlines() for code in snippets] == printed
+
+
+def test_readme_names_every_preset():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = readme.split("The names: ")[1].split(".\n")[0]
+    assert [name.strip(" `\n") for name in names.split(",")] == lrpe_md.list_presets()

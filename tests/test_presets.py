@@ -30,6 +30,7 @@ from lrpe_md import (
     yarn_scaling,
 )
 from lrpe_md.presets import SCHEMES
+from lrpe_md.testing import budget_violation
 
 BATCH, HEADS = 2, 2
 
@@ -83,12 +84,10 @@ def on(tokens, call, *xs):
     return tuple(found)
 
 
-def timm_axial(q, k, p, segments, options, **kwargs):
+def timm_axial(q, k, p, segments, options, temperature=1e4, reference=None, **kwargs):
     rope = original("timm.layers.pos_embed_sincos")
     prefix, shape = segments
-    kwargs = {"temperature": 1e4, **kwargs}
-    if "reference" in options or p.scheme.reference:
-        kwargs["ref_feat_shape"] = options.get("reference", p.scheme.reference)
+    kwargs |= {"temperature": temperature, "ref_feat_shape": options.get("reference", reference)}
     embed = rope.RotaryEmbeddingCat(p.head_dim, in_pixels=False, **kwargs).get_embed(shape)
     return on(slice(prefix, None), lambda x: rope.apply_rot_embed_cat(x, embed), q, k)
 
@@ -120,15 +119,14 @@ def qwen2_vl_vision(q, k, p, segments, options):
     return swap(*module.apply_rotary_pos_emb_vision(*swap(q, k), cos, sin))
 
 
-def qwen_text(q, k, p, segments, options, name, model, scaling=None, sections=None):
+def qwen_text(q, k, p, segments, options, name, model, base, sections, scaling=None):
     """The text model's rotary on the ids that the whole model gives a sequence of text and images."""
     module = original(f"transformers.models.{name}.modeling_{name}")
     package = original(f"transformers.models.{name}")
     config = getattr(package, f"{model}TextConfig")(
         hidden_size=p.head_dim * HEADS, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=p.head_dim,
         rope_parameters={
-            "rope_theta": p.scheme.frequencies.base, "mrope_section": sections or p.scheme.frequencies.sections(64),
-            "rope_type": "default", **(scaling or {}),
+            "rope_theta": base, "mrope_section": sections, "rope_type": "default", **(scaling or {}),
         },
     )  # fmt: skip
     images = [(s[0], 2 * s[1], 2 * s[2]) for s in segments if not isinstance(s, int)]
@@ -299,14 +297,14 @@ flux2 = partial(
     flux, name="flux2", base=2000, dims=(32, 32, 32, 32), reference=10,
     text=lambda n: torch.cartesian_prod(*[torch.tensor([0])] * 3, torch.arange(n)),
 )  # fmt: skip
-text2, text3 = (
-    partial(qwen_text, name="qwen2_vl", model="Qwen2VL"),
-    partial(qwen_text, name="qwen3_vl", model="Qwen3VL"),
-)
+text2 = partial(qwen_text, name="qwen2_vl", model="Qwen2VL", base=1e6, sections=(16, 24, 24))
+text3 = partial(qwen_text, name="qwen3_vl", model="Qwen3VL", base=5e6, sections=(24, 20, 20))
+eva02 = partial(timm_axial, reference=(16, 16))
+encoder = partial(timm_axial, grid_indexing="xy", reference=(24, 24))
 
 CASES = [
-    case("eva02", timm_axial, 1, (5, 9)),
-    case("eva02", timm_axial, 1, (5, 9), head_dim=32, reference=(24, 20)),
+    case("eva02", eva02, 1, (5, 9)),
+    case("eva02", eva02, 1, (5, 9), head_dim=32, reference=(24, 20)),
     case("rope_vit_axial", partial(xy, temperature=100.0), 1, (5, 9)),
     case("rope_vit_axial", partial(xy, temperature=100.0), 0, (7, 3), head_dim=48, reference=(14, 12)),
     case("rope_vit_mixed", rope_vit_mixed, 1, (5, 9), omega=lambda p: mixed_parameter(p).freqs[:, 1].flip(0)),
@@ -317,9 +315,9 @@ CASES = [
     case("dinov3", dinov3, 5, (5, 9)),
     case("dinov3", dinov3, 5, (5, 9), by="shorter", head_dim=32),
     case("dinov3", dinov3, 0, (5, 9), by="longer"),
-    case("perception_encoder", partial(xy, grid_offset=1.0), 1, (5, 9)),
-    case("perception_encoder", partial(xy, grid_offset=1.0), 1, (5, 9), head_dim=96, reference=(32, 28)),
-    case("perception_encoder", xy, 0, (5, 9), offset=0, reference=(32, 32)),
+    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9)),
+    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9), head_dim=96, reference=(32, 28)),
+    case("perception_encoder", encoder, 0, (5, 9), offset=0, reference=(32, 32)),
     case("pixtral", pixtral, (5, 9), (7, 4)),
     case("pixtral", pixtral, (5, 9), head_dim=32),
     case("qwen2_vl_vision", qwen2_vl_vision, (2, 4, 6), (8, 2)),
@@ -338,7 +336,7 @@ CASES = [
     case("lumina2", lumina2, 6, (5, 9), double=True),
     case("lumina2", lumina2, 6, (5, 9), head_dim=48, double=True),
     case("qwen_image", qwen_image, 6, (5, 9)),
-    case("qwen_image", qwen_image, 6, (5, 8), (9, 3), head_dim=64),
+    case("qwen_image", qwen_image, 6, (5, 8), (11, 3), head_dim=64),
     case("cogvideox", cogvideox, 6, (3, 5, 9)),
     case("cogvideox", cogvideox, 6, (3, 9, 4), head_dim=32),
     case("cogvideox", cogvideox, 6, (3, 5, 9), size=None),
@@ -401,6 +399,29 @@ def test_every_preset_has_a_case():
     assert len(SCHEMES) == 21
 
 
+MODELS = {  # in timm, with what they give to their rotary
+    "eva02_tiny_patch14_224": "eva02",
+    "vit_small_patch16_rope_224": "rope_vit_axial",
+    "vit_small_patch16_dinov3": "dinov3",
+    "vit_pe_core_tiny_patch16_384": "perception_encoder",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_presets_of_whole_models(model):
+    timm = original("timm")
+    vit = timm.create_model(model, depth=1, dynamic_img_size=True)
+    p = preset(MODELS[model])
+    q, k = inputs(vit.num_prefix_tokens + 45, p.head_dim)
+    embed, half = vit.rope.get_embed((5, 9)), vit.blocks[0].attn.rotate_half
+    expected = on(
+        slice(vit.num_prefix_tokens, None), lambda x: timm.layers.apply_rot_embed_cat(x, embed, half=half), q, k
+    )
+    found = encode(p, q, k, p.positions(vit.num_prefix_tokens, (5, 9)))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
 # --- what holds for each -----------------------------------------------------------------------------------
 
 
@@ -436,6 +457,15 @@ def test_a_shard_is_a_slice(name):
         assert torch.equal(full if mask is None else mask, full if expected.rotated is None else expected.rotated)
 
 
+PAIRS = {  # or channels, of each axis, as published; the slowest frequencies barely show in an output
+    "eva02": (16, 16), "rope_vit_axial": (16, 16), "rope_vit_mixed": (32, 32), "dinov3": (16, 16),
+    "perception_encoder": (16, 16), "pixtral": (16, 16), "qwen2_vl_vision": (20, 20), "qwen2_vl": (16, 24, 24),
+    "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
+    "qwen_image": (8, 28, 28), "cogvideox": (8, 12, 12), "hunyuan_video": (8, 28, 28), "wan": (22, 21, 21),
+    "mochi": (64, 64, 64), "cosmos": (22, 21, 21), "transnormer": (128,), "cosformer": (64,), "pope": (64,),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_preset_says(name):
     p = preset(name, num_heads=HEADS)
@@ -450,7 +480,9 @@ def test_what_a_preset_says(name):
     assert p.amplitude == 1
     assert len(scheme.doc.strip().splitlines()) >= 3
     assert "arXiv" in scheme.doc or "diffusers" in scheme.doc
-    assert ((p.omega != 0).sum(-1) == (p.num_axes if scheme.learned and p.num_axes > 1 else 1)).all()
+    assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
+    assert ((p.omega != 0).sum(-1) == (p.num_axes if name in ("rope_vit_mixed", "mochi") else 1)).all()
+    assert scheme.learned == (name in ("rope_vit_mixed", "mochi", "transnormer"))
 
 
 def test_no_scheme_is_named_elsewhere():
@@ -467,6 +499,21 @@ def test_no_scheme_is_named_elsewhere():
         ]  # fmt: skip
         found = [text for text in strings if text in SCHEMES]
         assert sorted(found) == (sorted(SCHEMES) if path.name == "presets.py" else []), path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_presets_on_a_gpu(name):
+    """The kernels on every preset, in float32: as near to float64 as the reference."""
+    p = preset(name, num_heads=HEADS)
+    positions = p.positions(*SEGMENTS[name])
+    cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
+    q, k = inputs(positions.num_tokens, p.head_dim)
+    exact = encode(p, q.double(), k.double(), positions)
+    found = encode(p, q.cuda(), k.cuda(), cuda, omega=p.omega.cuda(), impl="triton")
+    same = encode(p, q, k, positions)
+    for a, b, c in zip(found, exact, same, strict=True):
+        assert budget_violation(name, a.cpu(), c, b) is None
 
 
 # --- grids stay grids, and become tables where they must -----------------------------------------------------
@@ -492,6 +539,7 @@ def test_segments_go_through():
     p = preset("flux1")
     grid = Grid((1, 2, 3), start=1, length=3)
     assert torch.equal(table(p.positions(grid)), grid.coordinates())
+    assert p.positions(2, Grid((1, 2, 3), prefix=1, suffix=2), 3) == Grid((1, 2, 3), prefix=3, suffix=5)
     found = p.positions(2, (2, 3), Tokens(1, "diagonal", start=5), Grid((1, 1, 2)), [1, 2])
     expected = compose(
         Tokens(2, "zero"), Grid((1, 2, 3)), Tokens(1, "diagonal", start=5), Grid((1, 1, 2)),
@@ -586,7 +634,7 @@ def test_text_side_scalings(scaling, parameters):
     p, segments = preset("qwen2_vl", scaling=scaling), (3, (1, 3, 5), 20)
     positions = p.positions(*segments)
     q, k = inputs(positions.num_tokens, 128)
-    expected = qwen_text(q, k, p, segments, {}, "qwen2_vl", "Qwen2VL", scaling=parameters)
+    expected = text2(q, k, p, segments, {}, scaling=parameters)
     for a, b in zip(encode(p, q, k, positions), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
     assert (p.amplitude == 1) == (parameters["rope_type"] == "llama3")

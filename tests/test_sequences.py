@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, launch, pack, pad, rotate
 
@@ -191,6 +193,48 @@ def test_tables_go_where_they_are_told():
     assert pack([Grid((2, 2)).explicit("meta")]).cu_seqlens.is_meta
     assert pad([Grid((2, 2))], device="meta").coords.is_meta
     assert compose(Tokens(2), Grid((2, 2)), device="meta").coords.is_meta
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("map", [cosine, rotate])
+def test_a_mixed_batch_is_one_launch_on_a_gpu(map):
+    layouts = samples()
+    channels = 32 if map is cosine else 16
+    omega, phase = torch.rand(2, channels, 3, device="cuda"), torch.rand(2, channels, device="cuda")
+    xs = [torch.randn(1, 4, layout.num_tokens, 32, device="cuda") for layout in layouts]
+    expected = [
+        map(x, omega=omega, positions=s if isinstance(s, Grid) else s.to("cuda"), impl="triton")
+        for x, s in zip(xs, layouts, strict=True)
+    ]
+    packed, x = pack(layouts, device="cuda").positions, torch.cat(xs, dim=2)
+    map(x, omega=omega, positions=packed, impl="triton")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        y = map(x, omega=omega, positions=packed, impl="triton")
+        torch.cuda.synchronize()
+    events = [
+        e.name for e in prof.events() or ()
+        if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+    ]  # fmt: skip
+    assert len(events) == 1, events
+    torch.testing.assert_close(y, torch.cat(expected, dim=2))
+    masked = map(x, omega=omega, phase=phase, positions=packed, impl="triton")
+    same = map(x.double().cpu(), omega=omega.double().cpu(), phase=phase.double().cpu(), positions=packed.to("cpu"))
+    torch.testing.assert_close(masked.double().cpu(), same, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_layouts_are_made_on_a_gpu():
+    for make in (
+        lambda device: compose(Tokens(3), After(Grid((2, 3, 4)).centre()), Tokens(2, "diagonal"), device=device),
+        lambda device: pad([Grid((2, 3)).cells(), Grid((4, 1))], device=device),
+        lambda device: pack([Grid((2, 3)), Grid((4, 1), prefix=2)], device=device).positions,
+        lambda device: Grid((4, 6)).interpolate(9).take(torch.tensor([[3, 1], [0, 2]], device=device)),
+    ):
+        here, there = make("cpu"), make("cuda")
+        assert there.coords.is_cuda
+        torch.testing.assert_close(there.coords.cpu(), here.coords)
+        assert here.rotated is None or torch.equal(there.rotated.cpu(), here.rotated)
 
 
 # --- errors ------------------------------------------------------------------------------------------------
