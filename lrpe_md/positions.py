@@ -257,6 +257,10 @@ class Coordinates(_Rules):
                     f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "
                     f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
                 )
+            if self.rotated.device != self.coords.device:
+                raise ValueError(
+                    f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
+                )
             object.__setattr__(self, "coords", torch.where(self.rotated[..., None], self.coords, 0))
 
     @property

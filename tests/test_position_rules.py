@@ -255,6 +255,18 @@ def test_a_mask_is_a_prefix_anywhere(map, impl, by_sample, heads):
         torch.testing.assert_close(a, b)
 
 
+def test_a_mask_compiles():
+    omega, phase = torch.rand(2, 4, 2), torch.rand(2, 4)
+
+    def f(x, coords, rotated):
+        return rotate(x, omega=omega, phase=phase, positions=Coordinates(coords, prefix=1, rotated=rotated))
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True)
+    for num in (5, 9):
+        args = torch.randn(2, 2, num + 1, 8), torch.randn(2, num, 2), torch.rand(2, num) > 0.5
+        torch.testing.assert_close(compiled(*args), f(*args))
+
+
 # --- errors ------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -273,6 +285,10 @@ BAD = {
     "mask of another length": (
         r"rotated: .*\(12,\).*got torch.bool \(11,\)",
         lambda g: Coordinates(g.coordinates(), rotated=torch.ones(11, dtype=torch.bool)),
+    ),
+    "mask on another device": (
+        r"rotated: .*device cpu, got meta",
+        lambda g: Coordinates(g.coordinates(), rotated=torch.ones(12, dtype=torch.bool, device="meta")),
     ),
     "mask of floats": (r"rotated: .*float32", lambda g: Coordinates(g.coordinates(), rotated=torch.ones(12))),
 }
