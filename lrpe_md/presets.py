@@ -39,6 +39,36 @@ __all__ = ["SCHEMES", "Axial", "Dense", "Preset", "Scheme", "list_presets", "pre
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
 
 
+# --- series: (number, base, heads) → theta, and dense frequencies: (channels, heads, base, generator) → omega -------
+
+
+def _geometric(num: int, base: float, heads: int) -> Tensor:
+    return geometric_theta(num, base)
+
+
+def _periods(num: int, base: float, heads: int) -> Tensor:
+    return period_theta(1 / geometric_theta(num, base))
+
+
+def _bands(num: int, base: float, heads: int) -> Tensor:
+    return head_bands_theta(num, heads, base**2)
+
+
+def _quarter_turn(num: int, base: float, heads: int) -> Tensor:
+    return torch.full((num,), math.pi / 2, dtype=torch.float64)
+
+
+def _rope_mixed(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+    """Angles from the column's axis, U(0, 2π) a head."""
+    angles = 2 * math.pi * torch.rand(heads, dtype=torch.float64, generator=generator)
+    theta = geometric_theta(-(-channels // 2), base).repeat(2)[:channels]
+    return dense_omega(theta, plane_directions(channels, angles).flip(-1))
+
+
+def _random_frames(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+    return mixed_omega(channels, 3, heads, base=base, generator=generator)
+
+
 # --- frequencies -----------------------------------------------------------------------------------------
 
 
@@ -57,7 +87,7 @@ class Axial:
 
     split: tuple[int, ...]
     base: float = 1e4
-    series: Callable[[int, float, int], Tensor] = lambda num, base, heads: geometric_theta(num, base)
+    series: Callable[[int, float, int], Tensor] = _geometric
     axis_order: AxisOrder = "major_first"
     axis_map: AxisMap = "block"
     remainder: int | None = None
@@ -320,6 +350,22 @@ def _merged(shape: tuple[int, ...], merge: int = 2) -> Coordinates:
     return Grid(shape).take(window_order(shape, (1, merge, merge))).select((1, 2))
 
 
+def _layered(shape: tuple[int, ...]) -> Grid:
+    return Grid((*_frames(shape), 1))
+
+
+def _counted(shape: tuple[int, ...], offset: float = 1) -> Grid:
+    return Grid(shape).offset(offset)
+
+
+def _centred(shape: tuple[int, ...]) -> Grid:
+    return _video(shape).centre((1, 2), whole=True)
+
+
+def _behind_centred(shapes: list[tuple[int, ...]]) -> float:
+    return max((n // 2 for shape in shapes for n in shape[-2:]), default=0)
+
+
 def _cells(shape: tuple[int, ...], by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
     return Grid(shape).cells(by)
 
@@ -337,6 +383,7 @@ def _crop(shape: tuple[int, ...], size: tuple[int, int] | None = (30, 45)) -> Gr
 
 
 def _same_area(shape: tuple[int, ...], area: float = 192 * 192) -> Grid:
+    shape = _frames(shape)
     scale = (area / (shape[1] * shape[2])) ** 0.5
     return Grid(shape).centre((1, 2)).rescale((1, scale, scale))
 
@@ -375,18 +422,7 @@ SCHEMES: dict[str, Scheme] = {
         Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
         parameter (2, depth, H, C) is omega of layer i by ``freqs[:, i].flip(0).permute(1, 2, 0)``: it is (x, y).
         """,
-        64,
-        Dense(
-            2,
-            lambda channels, heads, base, generator: dense_omega(
-                geometric_theta(-(-channels // 2), base).repeat(2)[:channels],
-                plane_directions(
-                    channels, 2 * math.pi * torch.rand(heads, dtype=torch.float64, generator=generator)
-                ).flip(-1),
-            ),
-            base=10.0,
-        ),
-        tokens=SKIP, learned=True,
+        64, Dense(2, _rope_mixed, base=10.0), tokens=SKIP, learned=True,
     ),
     "dinov3": Scheme(
         """DINOv3 (arXiv 2508.10104; timm ``RotaryEmbeddingDinoV3``).
@@ -395,7 +431,7 @@ SCHEMES: dict[str, Scheme] = {
         100^(i/n), so ω = 2π / period. One class token and four registers are not rotated. Trained with a random
         rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them.
         """,
-        64, Axial((1, 1), 100.0, series=lambda num, base, heads: period_theta(1 / geometric_theta(num, base))),
+        64, Axial((1, 1), 100.0, series=_periods),
         pairs="half", grid=_cells, tokens=SKIP, augment={"rescale": 2.0},
     ),
     "perception_encoder": Scheme(
@@ -404,8 +440,7 @@ SCHEMES: dict[str, Scheme] = {
         (x, y), counted from 1 and then scaled to the grid of the pre-training, 24×24 for patches of 16 at 384. The
         class token is not rotated. The gigantic model counts from 0: option ``offset=0``, with ``reference=(32, 32)``.
         """,
-        64, Axial((1, 1), axis_order="minor_first"), grid=lambda shape, offset=1: Grid(shape).offset(offset),
-        reference=(24, 24), tokens=SKIP,
+        64, Axial((1, 1), axis_order="minor_first"), grid=_counted, reference=(24, 24), tokens=SKIP,
     ),
     "pixtral": Scheme(
         """Pixtral's vision tower (arXiv 2410.07073; transformers ``PixtralVisionRotaryEmbedding``).
@@ -418,7 +453,7 @@ SCHEMES: dict[str, Scheme] = {
         """The vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191; transformers).
 
         (h, w), the same in every frame. Tokens come in blocks of 2×2, which are merged later, so positions are a table;
-        option ``merge``. Shapes in patches.
+        option ``merge``. Shapes in patches. Qwen2.5-VL also orders the blocks by windows (:func:`window_order`).
         """,
         80, Axial((1, 1)), pairs="half", grid=_merged,
     ),
@@ -452,7 +487,7 @@ SCHEMES: dict[str, Scheme] = {
 
         (0, h, w, 0); text is (0, 0, 0, l), before the image. Base 2000. Reference images are 10 apart on axis 0.
         """,
-        128, Axial((1, 1, 1, 1), 2000.0), grid=lambda shape: Grid((*_frames(shape), 1)), tokens=Tokens(0, "axis", 3),
+        128, Axial((1, 1, 1, 1), 2000.0), grid=_layered, tokens=Tokens(0, "axis", 3),
         apart=(10, 0, 0, 0),
     ),
     "lumina2": Scheme(
@@ -468,8 +503,8 @@ SCHEMES: dict[str, Scheme] = {
         (frame, h - (H - H//2), w - (W - W//2)); text is on the diagonal from max(H//2, W//2) on, and comes before the
         images. Reference images count on as frames.
         """,
-        128, Axial((2, 7, 7)), grid=lambda shape: _video(shape).centre((1, 2), whole=True), tokens=DIAGONAL,
-        tokens_start=lambda shapes: max((n // 2 for shape in shapes for n in shape[-2:]), default=0), apart=(1, 0, 0),
+        128, Axial((2, 7, 7)), grid=_centred, tokens=DIAGONAL,
+        tokens_start=_behind_centred, apart=(1, 0, 0),
     ),
     "cogvideox": Scheme(
         """CogVideoX (arXiv 2408.06072; diffusers ``get_3d_rotary_pos_embed``).
@@ -500,9 +535,7 @@ SCHEMES: dict[str, Scheme] = {
         The parameter (3, H, C) of a checkpoint is omega by ``pos_frequencies.permute(1, 2, 0)``; diffusers starts
         from zeros, this preset from random directions.
         """,
-        128,
-        Dense(3, lambda channels, heads, base, g: mixed_omega(channels, 3, heads, base=base, generator=g), base=1e4),
-        grid=_same_area, tokens=SKIP, learned=True,
+        128, Dense(3, _random_frames, base=1e4), grid=_same_area, tokens=SKIP, learned=True,
     ),
     "cosmos": Scheme(
         """Cosmos-Predict (arXiv 2501.03575; diffusers ``CosmosRotaryPosEmbed``).
@@ -519,7 +552,7 @@ SCHEMES: dict[str, Scheme] = {
 
         ω[h, c] = 10000^(-2 (h d + c) / (H d)); silu on q and k.
         """,
-        128, Axial((1,), 1e4, series=lambda num, base, heads: head_bands_theta(num, heads, base**2)), map="cosine",
+        128, Axial((1,), 1e4, series=_bands), map="cosine",
         act="silu", tokens=Tokens(0, "axis"), learned=True,
     ),
     "cosformer": Scheme(
@@ -528,7 +561,7 @@ SCHEMES: dict[str, Scheme] = {
         Θ = π (i + 1) / (2 M), M the longer of queries and keys: option ``longest``, by default this one. The
         output's halves are [sin, cos]; relu on q and k.
         """,
-        64, Axial((1,), series=lambda num, base, heads: torch.full((num,), math.pi / 2, dtype=torch.float64)),
+        64, Axial((1,), series=_quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=_portion,
     ),
     "pope": Scheme(

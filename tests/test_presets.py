@@ -4,8 +4,10 @@ Bounds. An original in float64 angles: 1e-6. One in float32: 1e-5 and what its a
 rounding of the exponent, the power, the reciprocal and the product: (3 + ln base) · 2^-24 of each s_j ω_j.
 """
 
+import copy
 import importlib
 import math
+import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -654,6 +656,20 @@ def test_a_scaling_an_axis():
     ratio = encode(p, q, k, p.positions((2, 3, 4)))[0].square().unflatten(-1, (-1, 2)).sum(-1)
     ratio = ratio / q.square().unflatten(-1, (-1, 2)).sum(-1)
     torch.testing.assert_close(ratio, p.amplitude.square().float().expand_as(ratio), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_copies(name):
+    p = preset(name, num_heads=HEADS)
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert torch.equal(other.omega, p.omega)
+        assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
+
+
+def test_an_image_is_one_frame():
+    for name in ("cogvideox", "mochi", "cosmos", "hunyuan_video", "wan", "flux1", "qwen_image", "qwen2_vl"):
+        p = preset(name)
+        assert torch.equal(table(p.positions((4, 6))), table(p.positions((1, 4, 6))))
 
 
 def test_changes():
