@@ -1,8 +1,24 @@
 """Relative positions on any number of axes for vision and video transformers."""
 
+from .augment import AugmentPositions as AugmentPositions
 from .frequencies import axial_omega as axial_omega
+from .frequencies import dense_omega as dense_omega
+from .frequencies import dynamic_ntk_scaling as dynamic_ntk_scaling
 from .frequencies import geometric_theta as geometric_theta
+from .frequencies import golden_directions as golden_directions
+from .frequencies import head_bands_theta as head_bands_theta
+from .frequencies import linear_scaling as linear_scaling
+from .frequencies import llama3_scaling as llama3_scaling
+from .frequencies import log_linspace_theta as log_linspace_theta
+from .frequencies import longrope_scaling as longrope_scaling
 from .frequencies import mixed_omega as mixed_omega
+from .frequencies import ntk_scaling as ntk_scaling
+from .frequencies import period_theta as period_theta
+from .frequencies import plane_directions as plane_directions
+from .frequencies import random_directions as random_directions
+from .frequencies import simplex_directions as simplex_directions
+from .frequencies import split_channels as split_channels
+from .frequencies import yarn_scaling as yarn_scaling
 from .functional import cosine as cosine
 from .functional import rotate as rotate
 from .lrpe import lrpe_cosine_md as lrpe_cosine_md
@@ -24,5 +40,14 @@ from .modules import Rotate1d as Rotate1d
 from .modules import RotateMd as RotateMd
 from .positions import Coordinates as Coordinates
 from .positions import Grid as Grid
+from .positions import window_order as window_order
+from .presets import Preset as Preset
+from .presets import list_presets as list_presets
+from .presets import preset as preset
+from .sequences import After as After
+from .sequences import Tokens as Tokens
+from .sequences import compose as compose
+from .sequences import pack as pack
+from .sequences import pad as pad
 
 __version__ = "0.1.0"

@@ -3,21 +3,34 @@
 ``omega`` (H or 1, C, K) holds one frequency for each head, channel (or pair) and axis, in radians a unit of
 position. An axial scheme is an omega with zeros, a mixed one is dense. Everything here is float64 unless asked
 otherwise, and differentiable where it takes a tensor.
+
+theta is a series of frequencies, edited where a model is stretched (``*_scaling``), and laid over the channels: one
+axis a channel (:func:`axial_omega`), or a direction a channel (:func:`dense_omega`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ["AXIS_ORDERS", "AxisOrder", "axial_omega", "geometric_theta", "mixed_omega"]
+__all__ = [
+    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "dense_omega", "dynamic_ntk_scaling",
+    "geometric_theta", "golden_directions", "head_bands_theta", "linear_scaling", "llama3_scaling",
+    "log_linspace_theta", "longrope_scaling", "mixed_omega", "ntk_scaling", "period_theta", "plane_directions",
+    "random_directions", "simplex_directions", "split_channels", "yarn_scaling",
+]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
 AXIS_ORDERS = ("minor_first", "major_first")
+AxisMap = Literal["block", "alternate", "chunk", "stride", "even_odd"]
+
+
+# --- series ----------------------------------------------------------------------------------------------
 
 
 def geometric_theta(num: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -29,29 +42,127 @@ def geometric_theta(num: int, base: float = 10000.0, *, dtype: torch.dtype = tor
     return (base ** (-torch.arange(num, dtype=torch.float64) / num)).to(dtype)
 
 
+def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """``num`` frequencies from ``first`` to ``last``, both included, evenly spaced in their logarithm: (num,).
+
+    DINOv3 with the periods p to P is ``log_linspace_theta(num, 2π / p, 2π / P)``.
+    """
+    if num < 1:
+        raise ValueError(f"num: expected at least one frequency, got {num}")
+    if not (first > 0 and last > 0):
+        raise ValueError(f"first, last: expected positive numbers, got {first}, {last}")
+    steps = torch.linspace(math.log(first), math.log(last), num, dtype=torch.float64)
+    return steps.exp().to(dtype)
+
+
+def period_theta(periods: Tensor) -> Tensor:
+    """Frequencies 2π / periods, for series that are given as wavelengths; any shape, differentiable."""
+    return 2 * math.pi / periods
+
+
+def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """One geometric series over all heads, a band a head: (num_heads, num), head 0 the fastest.
+
+    TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
+    """
+    return geometric_theta(num_heads * num, base, dtype=dtype).reshape(num_heads, num)
+
+
+# --- one axis a channel ----------------------------------------------------------------------------------
+
+
+def _owned(owners: list[int], num: int) -> list[list[int]]:
+    return [[c for c, owner in enumerate(owners) if owner == b] for b in range(num)]
+
+
+def _turns(widths: Sequence[int]) -> list[list[int]]:
+    return _owned([b for i in range(max(widths)) for b in range(len(widths)) if i < widths[b]], len(widths))
+
+
+def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
+    k = len(widths)
+    return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
+
+
+# From the widths of the axes, in their order, and C: the members that each takes of its series, and the channels where
+# they go, None for a block an axis.
+_Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
+_PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
+    "block": lambda w, c: ([range(n) for n in w], None),
+    "alternate": lambda w, c: ([range(n) for n in w], _turns(w)),
+    "chunk": lambda w, c: ([range(sum(w[:b]), sum(w[: b + 1])) for b in range(len(w))], None),
+    "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
+    "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
+}
+AXIS_MAPS = tuple(_PLACES)
+
+
+def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
+    """Channels (or pairs) of each axis, in proportion to ``shares``.
+
+    Args:
+        num_channels: what is shared out.
+        shares: one whole number an axis: (2, 3, 3) gives the first axis two eighths.
+        remainder: the axis that takes what is left over; None: nothing may be.
+
+    Raises:
+        ValueError: the shares don't divide ``num_channels`` and no axis takes the remainder.
+    """
+    total = sum(shares)
+    if total < 1 or min(shares) < 0:
+        raise ValueError(f"shares: expected whole numbers of at least 0, not all 0, got {tuple(shares)}")
+    parts = [num_channels // total * share for share in shares]
+    left = num_channels - sum(parts)
+    if left and remainder is None:
+        raise ValueError(
+            f"num_channels: expected a multiple of {total}, to be shared {' : '.join(map(str, shares))}, "
+            f"got {num_channels}; or name the axis that takes the remainder"
+        )
+    if remainder is not None:
+        parts[remainder] += left
+    return tuple(parts)
+
+
 def axial_omega(
     theta: Tensor | Sequence[Tensor],
     num_channels: int,
     num_axes: int,
     *,
     axis_order: AxisOrder = "minor_first",
+    axis_map: AxisMap = "block",
+    sections: Sequence[int] | None = None,
 ) -> Tensor:
-    """Lay theta over the channels in blocks, one axis a block: concat(s_1 θ, .., s_k θ)[:d].
+    """Lay theta over the channels, one axis a channel; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
 
     Args:
-        theta: (E,) or (H, E), shared by the axes, K · E ≥ C: the last block is cut where it passes C.
-            Or one tensor for each axis, slowest axis first like ``Grid.shape``, for unequal splits; their
-            widths must add up to at least C.
+        theta: (E,) or (H, E), shared by the axes. Or one tensor for each axis, slowest axis first like
+            ``Grid.shape``.
         num_channels: C: head_dim for cosine, half the rotated width for rotate.
         num_axes: K.
-        axis_order: which axis the first block belongs to. ``"minor_first"``: the fastest (W), the order of
-            the LRPE document; ``"major_first"``: the slowest (T), as in most vision models.
+        axis_order: which axis is first. ``"minor_first"``: the fastest (W), the order of the LRPE document;
+            ``"major_first"``: the slowest (T), as in most vision models.
+        axis_map: how the axes share the channels.
+
+            - ``"block"``: a block an axis, each from the start of its series;
+            - ``"alternate"``: the axes take turns, each from the start of its series;
+            - ``"chunk"``: one series over all channels, cut into a section an axis (Qwen2-VL);
+            - ``"stride"``: one series, channel c to the (c mod K)-th axis until that has its section, and from
+              there to the first (Qwen3-VL); the first axis's section is not used;
+            - ``"even_odd"``: one series dealt out to the axes, a block an axis (Pixtral for K = 2).
+        sections: channels of each axis, slowest axis first; channels beyond their sum stay unrotated. Default:
+            all of theta for each axis, cut where it passes C (block), equal sections, the first axis taking the
+            remainder (the others).
 
     Returns:
         omega (H or 1, C, K), with theta's dtype and device; differentiable with respect to theta.
+
+    Raises:
+        ValueError: theta has fewer members than the map takes, sections that pass C, an unknown name.
     """
     if axis_order not in AXIS_ORDERS:
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+    if axis_map not in AXIS_MAPS:
+        raise ValueError(f"axis_map: expected one of {AXIS_MAPS}, got {axis_map!r}")
     if num_axes < 1:
         raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
     thetas = [theta] * num_axes if isinstance(theta, Tensor) else list(theta)
@@ -61,19 +172,123 @@ def axial_omega(
         if t.ndim not in (1, 2) or not t.is_floating_point():
             raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
     thetas = [t if t.ndim == 2 else t[None] for t in thetas]
-    width = sum(t.shape[1] for t in thetas)
-    if width < num_channels:
+    order = range(num_axes) if axis_order == "major_first" else range(num_axes - 1, -1, -1)
+    if sections is None and axis_map == "block":
+        widths = _cut([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
+    elif sections is None:
+        widths = split_channels(num_channels, (1,) * num_axes, remainder=0)
+    else:
+        if len(sections) != num_axes or min(sections) < 0:
+            raise ValueError(f"sections: expected a width for each of {num_axes} axes, got {tuple(sections)}")
+        widths = [sections[axis] for axis in order]
+    members, channels = _PLACES[axis_map](widths, num_channels)
+    width = sum(map(len, members))
+    if width > num_channels:
+        raise ValueError(f"sections: expected at most {num_channels} channels together, got {tuple(sections or ())}")
+
+    blocks = []
+    for axis, taken in zip(order, members, strict=True):
+        needed = taken[-1] + 1 if taken else 0
+        if thetas[axis].shape[1] < needed:
+            raise ValueError(
+                f"theta: axis {axis} takes {needed} members of its series ({axis_map!r}), got {thetas[axis].shape[1]}"
+            )
+        one_hot = (torch.arange(num_axes, device=thetas[axis].device) == axis).to(thetas[axis].dtype)
+        blocks.append(_members(thetas[axis], taken)[:, :, None] * one_hot)
+    num_heads = max(block.shape[0] for block in blocks)
+    omega = torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
+    if channels is not None:
+        omega = omega[:, torch.tensor([c for taken in channels for c in taken]).argsort().to(omega.device)]
+    return omega if width == num_channels else F.pad(omega, (0, 0, 0, num_channels - width))
+
+
+def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
+    """Blocks of these widths until they reach C."""
+    if sum(widths) < num_channels:
         raise ValueError(
-            f"theta: {num_axes} axes of {[t.shape[1] for t in thetas]} frequencies give {width} channels, "
+            f"theta: {num_axes} axes of {widths} frequencies give {sum(widths)} channels, "
             f"but {num_channels} are needed; theta needs at least {-(-num_channels // num_axes)} an axis"
         )
-    axes = range(num_axes) if axis_order == "major_first" else range(num_axes - 1, -1, -1)
-    blocks = []
-    for axis in axes:
-        one_hot = (torch.arange(num_axes, device=thetas[axis].device) == axis).to(thetas[axis].dtype)
-        blocks.append(thetas[axis][:, :, None] * one_hot)
-    num_heads = max(block.shape[0] for block in blocks)
-    return torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)[:, :num_channels]
+    return [min(width, max(num_channels - sum(widths[:b]), 0)) for b, width in enumerate(widths)]
+
+
+def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
+    """theta[:, members], a view of a range: an index would have to travel to the device."""
+    if isinstance(members, range):
+        return theta[:, members.start : members.stop : members.step]
+    return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
+
+
+# --- a direction a channel -------------------------------------------------------------------------------
+
+
+def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
+    """Magnitudes times directions: theta (C,) or (H, C), directions (C, K) or (H, C, K) → omega (H or 1, C, K)."""
+    theta = theta if theta.ndim == 2 else theta[None]
+    directions = directions if directions.ndim == 3 else directions[None]
+    if theta.shape[1] != directions.shape[1]:
+        raise ValueError(
+            f"theta: expected a frequency for each of the {directions.shape[1]} directions, got {tuple(theta.shape)}"
+        )
+    return theta[:, :, None] * directions
+
+
+def random_directions(
+    num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """A random orthonormal frame a head, its vectors taken by K blocks of channels: (H, C, K)."""
+    if num_axes < 1 or num_heads < 1:
+        raise ValueError(f"num_axes, num_heads: expected at least 1, got {num_axes}, {num_heads}")
+    normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator)
+    frame, triangle = torch.linalg.qr(normal)
+    # Signs from the triangle make the frame uniform over rotations and reflections.
+    frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
+    return frame.mT.repeat_interleave(math.ceil(num_channels / num_axes), dim=1)[:, :num_channels]
+
+
+def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
+    """In the plane, angle a for the first half of the channels and a + π/2 for the second: (H,) → (H, C, 2).
+
+    With a ~ U(0, 2π) a head this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
+    """
+    turned = torch.stack([angles, angles + math.pi / 2], dim=-1)
+    directions = torch.stack([turned.cos(), turned.sin()], dim=-1)
+    return directions.repeat_interleave(math.ceil(num_channels / 2), dim=1)[:, :num_channels]
+
+
+def golden_directions(num_channels: int, num_axes: int) -> Tensor:
+    """Directions that stay evenly spread however many channels are taken, for K = 2 or 3: (C, K), float64.
+
+    On the half circle each channel is turned by the golden section of it from the one before; on the half sphere
+    height and azimuth follow the sequence that generalises it (Roberts 2018; for RoPE: Xiong 2025, "On
+    N-dimensional rotary positional embeddings"). Halves, since v and -v turn a pair alike but for the sense.
+    """
+    index = torch.arange(num_channels, dtype=torch.float64) + 0.5
+    if num_axes == 2:
+        golden = (1 + math.sqrt(5)) / 2  # x^2 = x + 1
+        azimuth = math.pi * (index / golden % 1)
+        return torch.stack([azimuth.cos(), azimuth.sin()], dim=-1)
+    if num_axes == 3:
+        plastic = 1.324717957244746  # x^3 = x + 1
+        height, azimuth = index / plastic % 1, 2 * math.pi * (index / plastic**2 % 1)
+        radius = (1 - height**2).sqrt()
+        return torch.stack([radius * azimuth.cos(), radius * azimuth.sin(), height], dim=-1)
+    raise ValueError(f"num_axes: expected 2 or 3, got {num_axes}")
+
+
+def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
+    """Channels take turns at the K + 1 corners of a regular simplex around the origin: (C, K), float64.
+
+    For K = 2 three directions 120° apart, as in the hexagonal codes of grid cells.
+    """
+    if num_axes < 1:
+        raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
+    # Along axis j corner j stands out, and those after it balance it.
+    corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
+    for j in range(num_axes):
+        corners[j, j] = (1 - corners[j].square().sum()).sqrt()
+        corners[j + 1 :, j] = -corners[j, j] / (num_axes - j)
+    return corners[torch.arange(num_channels) % (num_axes + 1)]
 
 
 def mixed_omega(
@@ -89,17 +304,119 @@ def mixed_omega(
 
     A head draws a random orthonormal frame of the K axes; channels fall into K blocks, one for each vector of
     the frame, each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the
-    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle a head, directions a and a + π/2).
+    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle a head, directions a and a + π/2), up to
+    the sense of rotation.
 
     Returns:
         omega (H, C, K).
     """
-    if num_axes < 1 or num_heads < 1:
-        raise ValueError(f"num_axes, num_heads: expected at least 1, got {num_axes}, {num_heads}")
-    magnitude = geometric_theta(math.ceil(num_channels / num_axes), base)
-    normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator)
-    frame, triangle = torch.linalg.qr(normal)
-    # Signs from the triangle make the frame uniform over rotations and reflections.
-    frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
-    omega = frame.transpose(1, 2)[:, :, None, :] * magnitude[:, None]
-    return omega.flatten(1, 2)[:, :num_channels].to(dtype)
+    directions = random_directions(num_channels, num_axes, num_heads, generator=generator)
+    magnitude = geometric_theta(math.ceil(num_channels / num_axes), base).repeat(num_axes)[:num_channels]
+    return dense_omega(magnitude, directions).to(dtype)
+
+
+# --- scalings: a trained series for longer sequences or larger grids ---------------------------------------
+#
+# Each takes the series of one axis, (E,) or (H, E), and returns the edited one and the amplitude of q and k that goes
+# with it. With several axes each gets its own.
+
+
+def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al., arXiv 2306.15595): θ / factor, amplitude 1."""
+    _check_positive(factor=factor)
+    return theta / factor, 1.0
+
+
+def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
+    """NTK-aware: the base b becomes b · factor^(d / (d - 2)), d = 2E; the slowest turns ``factor`` times slower.
+
+    On a geometric series that is θ_i · factor^(-i / (E - 1)), which needs no base. Amplitude 1. Source: bloc97,
+    "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
+    """
+    _check_positive(factor=factor)
+    num = theta.shape[-1]
+    if num < 2:
+        raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
+    steps = torch.arange(num, dtype=theta.dtype, device=theta.device) / (num - 1)
+    return theta * factor**-steps, 1.0
+
+
+def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
+    """NTK-aware by the present length: :func:`ntk_scaling` with s·L/L0 - (s - 1), and no change up to L0."""
+    _check_positive(factor=factor, length=length, original_length=original_length)
+    return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
+
+
+def yarn_scaling(
+    theta: Tensor,
+    factor: float,
+    *,
+    original_length: float,
+    fast: float = 32.0,
+    slow: float = 1.0,
+    truncate: bool = True,
+) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., arXiv 2309.00071): θ / factor below ``slow`` turns in ``original_length``, θ above ``fast``.
+
+    Between, a ramp over the index; its ends are rounded outwards with ``truncate``, as in the authors' code.
+    Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
+    """
+    _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
+    num = theta.shape[-1]
+    ends = theta.detach().double()
+    first, last = ends[..., :1].log(), ends[..., -1:].log()
+    if num < 2 or not (first > last).all():
+        raise ValueError(f"theta: expected a falling geometric series, got {tuple(theta.shape)}")
+    step = (first - last) / (num - 1)
+    # The (fractional) index that makes `turns` turns in the original length.
+    low, high = ((first - math.log(2 * math.pi * turns / original_length)) / step for turns in (fast, slow))
+    if truncate:
+        low, high = low.floor(), high.ceil()
+    low, high = low.clamp_min(0), high.clamp_max(2 * num - 1)
+    index = torch.arange(num, device=theta.device)
+    ramp = ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
+    amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return theta / factor * ramp + theta * (1 - ramp), amplitude
+
+
+def longrope_scaling(
+    theta: Tensor,
+    short: Sequence[float] | Tensor,
+    long: Sequence[float] | Tensor,
+    *,
+    factor: float,
+    length: int,
+    original_length: int,
+) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i, λ ``long`` beyond the original length, else ``short``.
+
+    Amplitude √(1 + ln factor / ln original_length).
+    """
+    _check_positive(factor=factor, length=length, original_length=original_length)
+    divisors = torch.as_tensor(long if length > original_length else short, dtype=theta.dtype, device=theta.device)
+    if divisors.shape != theta.shape[-1:]:
+        raise ValueError(
+            f"short, long: expected a divisor for each of {theta.shape[-1]} frequencies, got {tuple(divisors.shape)}"
+        )
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+    return theta / divisors, amplitude
+
+
+def llama3_scaling(
+    theta: Tensor, factor: float = 8.0, *, low: float = 1.0, high: float = 4.0, original_length: float = 8192
+) -> tuple[Tensor, float]:
+    """Llama 3.1 (arXiv 2407.21783): θ / factor where the wavelength passes L0 / low, θ where it is below L0 / high.
+
+    Between, a blend that is linear in the turns made over L0 = ``original_length``. Amplitude 1.
+    """
+    _check_positive(factor=factor, low=low, high=high, original_length=original_length)
+    if not high > low:
+        raise ValueError(f"high: expected more than low = {low}, got {high}")
+    keep = ((original_length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return theta / factor * (1 - keep) + theta * keep, 1.0
+
+
+def _check_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ValueError(f"{name}: expected a positive number, got {number}")

@@ -149,10 +149,17 @@ def encode(
             if len(_prepared) >= 4096:
                 _prepared.clear()
             _prepared[key] = call
-    if use_triton(impl, xs, call[2], call[3]):
-        ys = ops.encode(*call, omega, phase, xs, direct)
+    spec, layout, coords, affine = call
+    rotated = positions.rotated if phase is not None and isinstance(positions, Coordinates) else None
+    if phase is not None and coords is not None and rotated is not None:
+        # What only some rows get is the frequency of one more axis, on which they are at 1 and the others at 0.
+        coords = torch.cat([coords, rotated[..., None]], dim=-1)
+        heads = max(omega.shape[0], phase.shape[0])
+        omega, phase = torch.cat([t.expand(heads, -1, -1) for t in (omega, phase[..., None])], dim=-1), None
+    if use_triton(impl, xs, coords, affine):
+        ys = ops.encode(spec, layout, coords, affine, omega, phase, xs, direct)
     else:
-        ys = ops.encode_reference(*call, omega, phase, xs)
+        ys = ops.encode_reference(spec, layout, coords, affine, omega, phase, xs)
     return ys[0] if len(xs) == 1 else ys
 
 

@@ -2,25 +2,49 @@
 
 Positions s have one row a token and one column an axis. Axes are ordered like a tensor's shape, slowest
 first: for a video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
+
+A rule that is affine on each axis leaves a grid a grid, and no table of positions is stored, whatever the size:
+``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Rules apply one after the other, each to the
+positions that those before it gave. Only true tables are coordinates: dropped or reordered tokens, rounding, several
+grids in one sequence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Coordinates", "Grid", "grid_coordinates", "offset_positions"]
+__all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
+
+PerAxis = float | Sequence[float] | Tensor
+Self = TypeVar("Self", bound="_Rules")
+
+
+class _Rules:
+    """What grids and coordinates share: rules that are affine on each axis."""
+
+    def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
+        """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
+        raise NotImplementedError
+
+    def offset(self: Self, by: PerAxis) -> Self:
+        """s → s + by."""
+        return self.transform(shift=by)
+
+    def rescale(self: Self, by: PerAxis) -> Self:
+        """s → s · by: frame rates, areas."""
+        return self.transform(by)
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(_Rules):
     """Tokens in row-major order on a grid, with unrotated tokens before and after them.
 
     The flat index s of a grid token maps to integer coordinates (i_1, .., i_k), the last axis fastest, and
@@ -45,8 +69,8 @@ class Grid:
     shape: tuple[int, ...]
     prefix: int = 0
     suffix: int = 0
-    scale: float | Sequence[float] | Tensor | None = None
-    shift: float | Sequence[float] | Tensor | None = None
+    scale: PerAxis | None = None
+    shift: PerAxis | None = None
     start: int = 0
     length: int | None = None
 
@@ -101,10 +125,8 @@ class Grid:
                 for value, default in ((self.scale, 1.0), (self.shift, 0.0))
             ]
             return torch.stack(columns, dim=-1)
-        scale: Any = self.scale or (1.0,) * self.num_axes
-        shift: Any = self.shift or (0.0,) * self.num_axes
-        special = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-        if torch.compiler.is_compiling() or special:  # whose tensors must not outlive them
+        scale, shift = self._scale_and_shift
+        if torch.compiler.is_compiling() or _fleeting():
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
         return _affine_on(scale, shift, device)
 
@@ -115,20 +137,110 @@ class Grid:
             self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), device=device, dtype=dtype
         )[0]
 
+    def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
+        a, b, u, v = _alike(
+            _per_axis("scale", scale, self.num_axes), _per_axis("shift", shift, self.num_axes), *self._scale_and_shift
+        )
+        if isinstance(a, Tensor):
+            return replace(self, scale=a * u, shift=a * v + b)
+        rows = list(zip(a, b, u, v, strict=True))
+        return replace(self, scale=[x * y for x, _, y, _ in rows], shift=[x * z + w for x, w, _, z in rows])
+
+    def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
+        """s → s · reference_j / n_j: laid over a grid of the size ``reference``; None leaves an axis alone (EVA-02)."""
+        sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
+        if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
+            raise ValueError(
+                f"reference: expected a size of at least 1, or None, for each of {self.num_axes} axes, got {reference}"
+            )
+        return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
+
+    def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
+        """Shift ``axes`` (default: all) so that the middle, index (n - 1) / 2, is at zero (Mochi).
+
+        whole: index n - n // 2 instead, so that integers stay integers (Qwen-Image).
+        """
+        chosen = range(self.num_axes) if axes is None else axes
+        if any(not 0 <= axis < self.num_axes for axis in chosen):
+            raise ValueError(f"axes: expected numbers from 0 to {self.num_axes - 1}, got {tuple(chosen)}")
+        middle = [(n - n // 2 if whole else (n - 1) / 2) for n in self.shape]
+        here = [float(axis in chosen) for axis in range(self.num_axes)]
+        scale, shift = _alike(*self._scale_and_shift)
+        if isinstance(scale, Tensor):
+            there = torch.tensor([here, middle], dtype=torch.float64, device=scale.device)
+            return self.offset(-there[0] * (scale * there[1] + shift))
+        return self.offset([-h * (a * m + b) for h, m, a, b in zip(here, middle, scale, shift, strict=True)])
+
+    def cells(self, by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
+        """s → 2 (s + ½) / m - 1: the centres of n cells that fill [-1, 1], m = n (DINOv3).
+
+        by: "shorter" or "longer" takes for m the size of that axis on all, which keeps the aspect ratio.
+        """
+        choose: dict[str, Any] = {"axis": None, "shorter": torch.sym_min, "longer": torch.sym_max}
+        if by not in choose:
+            raise ValueError(f"by: expected one of {tuple(choose)}, got {by!r}")
+        sizes = self._sizes if by == "axis" else (reduce(choose[by], self._sizes),) * self.num_axes
+        return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
+
+    def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
+        """s → start_j + s · step_j, so that the n-th position is at stop_j (n_j - 1) / n_j: a crop of a larger grid.
+
+        Where start is 0 these are n equal steps to ``stop``, without the end; elsewhere the steps differ a little from
+        that, as they do in CogVideoX.
+        """
+        if not len(start) == len(stop) == self.num_axes:
+            raise ValueError(f"start, stop: expected a number for each of {self.num_axes} axes, got {start}, {stop}")
+        ends = zip(start, stop, self._sizes, strict=True)
+        return self.transform([(b * (n - 1) / n - a) / torch.sym_max(n - 1, 1) for a, b, n in ends], start)
+
+    def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
+        """The same positions as a table."""
+        device = torch.device(device)
+        coords, rotated = grid_coordinates(
+            self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), device=device, dtype=dtype
+        )
+        if self.whole:
+            return Coordinates(coords[self.prefix : self.prefix + self.num_grid_tokens], self.prefix, self.suffix)
+        return Coordinates(coords, rotated=rotated)
+
+    def take(self, index: Tensor) -> Coordinates:
+        """The grid tokens with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
+
+        For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). On the index's device.
+        """
+        if not self.whole:
+            raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
+        _check_index(index)
+        coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
+        return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
+
+    @property
+    def _sizes(self) -> tuple[Any, ...]:
+        """What to divide by: an axis of size 0 has no positions."""
+        return tuple(torch.sym_max(n, 1) for n in self.shape)
+
+    @property
+    def _scale_and_shift(self) -> tuple[Any, Any]:
+        ones, zeros = (1.0,) * self.num_axes, (0.0,) * self.num_axes
+        return ones if self.scale is None else self.scale, zeros if self.shift is None else self.shift
+
 
 @dataclass(frozen=True)
-class Coordinates:
+class Coordinates(_Rules):
     """Explicit positions: packed, dropped, warped or arbitrary tokens.
 
     Args:
         coords: (N, K), or (B, N, K) where each sample has its own; any real dtype, used at full precision.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
         suffix: number of unrotated tokens at the end, likewise.
+        rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
+            between images, padding. Their coordinates are set to zero, so that Θ = 0, and get no phase.
     """
 
     coords: Tensor
     prefix: int = 0
     suffix: int = 0
+    rotated: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.coords, Tensor):
@@ -139,6 +251,17 @@ class Coordinates:
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.prefix < 0 or self.suffix < 0:
             raise ValueError(f"prefix, suffix: expected at least 0, got {self.prefix}, {self.suffix}")
+        if self.rotated is not None:
+            if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
+                raise ValueError(
+                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "
+                    f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
+                )
+            if self.rotated.device != self.coords.device:
+                raise ValueError(
+                    f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
+                )
+            object.__setattr__(self, "coords", torch.where(self.rotated[..., None], self.coords, 0))
 
     @property
     def num_axes(self) -> int:
@@ -147,6 +270,78 @@ class Coordinates:
     @property
     def num_tokens(self) -> int:
         return self.prefix + self.coords.shape[-2] + self.suffix
+
+    def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Coordinates:
+        a, b = _per_axis("scale", scale, self.num_axes), _per_axis("shift", shift, self.num_axes)
+        coords = self.coords if self.coords.is_floating_point() else self.coords.double()
+        a, b = (torch.as_tensor(t, dtype=coords.dtype, device=coords.device) for t in (a, b))
+        return replace(self, coords=coords * a + b)
+
+    def floor(self) -> Coordinates:
+        """s → ⌊s⌋: positions that a model rounds down after scaling (Qwen2.5-VL's seconds)."""
+        return replace(self, coords=self.coords.floor())
+
+    def select(self, axes: Sequence[int | None]) -> Coordinates:
+        """Axes in another order, or on more of them: column j is column ``axes[j]``, or 0 where that is None."""
+        if not all(axis is None or 0 <= axis < self.num_axes for axis in axes):
+            raise ValueError(f"axes: expected None or numbers from 0 to {self.num_axes - 1}, got {tuple(axes)}")
+        zero = torch.zeros_like(self.coords[..., 0])
+        return replace(
+            self, coords=torch.stack([zero if axis is None else self.coords[..., axis] for axis in axes], dim=-1)
+        )
+
+    def take(self, index: Tensor) -> Coordinates:
+        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay."""
+        _check_index(index)
+        if self.coords.ndim == 2:
+            rotated = None if self.rotated is None else self.rotated[index]
+            return replace(self, coords=self.coords[index], rotated=rotated)
+        index = index.expand(self.coords.shape[0], -1)
+        coords = self.coords.gather(1, index[..., None].expand(-1, -1, self.num_axes))
+        return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
+
+    def explicit(self) -> Coordinates:
+        """The same tokens with a row each: prefix and suffix become rows that are not rotated."""
+        if self.prefix == self.suffix == 0:
+            return self
+        ends = (self.prefix, self.suffix)
+        rotated = torch.ones_like(self.coords[..., 0], dtype=torch.bool) if self.rotated is None else self.rotated
+        return Coordinates(
+            torch.nn.functional.pad(self.coords, (0, 0, *ends)), rotated=torch.nn.functional.pad(rotated, ends)
+        )
+
+    def shard(self, start: int, length: int | None = None) -> Coordinates:
+        """Tokens start, start + 1, .. of the sequence, prefix and suffix counted."""
+        length = self.num_tokens - start if length is None else length
+        if not (start >= 0 and 0 <= length <= self.num_tokens - start):
+            raise ValueError(
+                f"start, length: expected a slice of the {self.num_tokens} tokens, got start={start}, length={length}"
+            )
+        whole, part = self.explicit(), slice(start, start + length)
+        return Coordinates(
+            whole.coords[..., part, :], rotated=None if whole.rotated is None else whole.rotated[..., part]
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
+        soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
+        rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
+        return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Grid indices window by window, row-major within each and among them: int64 (N,), for :meth:`Grid.take`.
+
+    ``window=2`` on (H, W), or (1, 2, 2) on (T, H, W), is the 2×2-merge order of Qwen's vision towers. Windows at the
+    far edges are smaller where they don't divide the grid.
+    """
+    windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
+    if len(windows) != len(shape) or not all(w > 0 for w in windows):
+        raise ValueError(f"window: expected a size of at least 1 for each of {len(shape)} axes, got {window}")
+    index = torch.arange(math.prod(shape), device=device)
+    number = torch.zeros_like(index)
+    for i, n, w in zip(_unravel(index, shape).unbind(-1), shape, windows, strict=True):
+        number = number * -(-n // w) + i // w
+    return number.argsort(stable=True)
 
 
 def grid_coordinates(
@@ -162,15 +357,19 @@ def grid_coordinates(
     """The map from flat index to coordinates: positions (N, K) and which tokens are on the grid (N,)."""
     index = torch.arange(num_tokens, device=device) + (start - prefix)
     rotated = (index >= 0) & (index < math.prod(sizes))
-    index = torch.where(rotated, index, 0)
+    coords = _unravel(torch.where(rotated, index, 0), sizes)
+    if affine is not None:
+        coords = coords.to(affine.dtype) * affine[:, 0] + affine[:, 1]
+    return torch.where(rotated[:, None], coords, 0).to(dtype), rotated
+
+
+def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Coordinates (.., K) of flat indices, the last axis fastest."""
     columns = []
     for size in reversed(sizes):
         columns.append(index % max(size, 1))
         index = index // max(size, 1)
-    coords = torch.stack(columns[::-1], dim=-1)
-    if affine is not None:
-        coords = coords.to(affine.dtype) * affine[:, 0] + affine[:, 1]
-    return torch.where(rotated[:, None], coords, 0).to(dtype), rotated
+    return torch.stack(columns[::-1], dim=-1)
 
 
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid | Tensor:
@@ -196,7 +395,7 @@ class _Offset(Grid):
         return True
 
 
-def _per_axis(name: str, value: Any, num_axes: int) -> tuple[float, ...] | Tensor | None:
+def _per_axis(name: str, value: Any, num_axes: int) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -206,7 +405,23 @@ def _per_axis(name: str, value: Any, num_axes: int) -> tuple[float, ...] | Tenso
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
     if len(values) != num_axes or not all(isinstance(v, (Real, torch.SymInt, torch.SymFloat)) for v in values):
         raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
-    return tuple(float(v) for v in values)
+    return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
+
+
+def _alike(*values: Any) -> tuple[Any, ...]:
+    """All tensors, in float64, where one of them is; else as they are."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
+
+
+def _check_index(index: Tensor) -> None:
+    if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
+
+
+def _fleeting() -> bool:
+    """Tensors made now must not outlive this call: a dispatch mode or a function transform is active."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
 @lru_cache(maxsize=256)

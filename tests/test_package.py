@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lrpe_md
+from lrpe_md import frequencies
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lrpe_md"
@@ -21,6 +22,9 @@ LAYERS = {  # each file and what of ours it may import
     "launch": {"kernels", "ops", "positions"},
     "functional": {"ops", "positions"},
     "lrpe": {"functional", "frequencies", "ops", "positions"},
+    "augment": {"positions"},
+    "sequences": {"positions"},
+    "presets": {"frequencies", "positions", "sequences"},
     "modules": {"functional", "frequencies", "positions"},
     "testing": {"functional", "positions"},
 }
@@ -88,7 +92,9 @@ except ValueError as e:
 def test_public_names():
     public = {name for name in vars(lrpe_md) if not name.startswith("_")}
     expected = {"Grid", "Coordinates", "cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d"}
-    expected |= {"geometric_theta", "axial_omega", "mixed_omega"}
+    expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset"}
+    expected |= {"compose", "pack", "pad", "Tokens", "After", "window_order", "AugmentPositions"}
+    expected |= {name for name in frequencies.__all__ if name.islower()}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         expected |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
     expected |= {f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton")} | {"lrpe_rotate_md"}
@@ -102,7 +108,14 @@ def test_readme_shows_the_table_that_the_run_wrote():
     assert table in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_snippet_runs():
+def test_readme_snippets_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = readme.split("```python\n")[1].split("```")[0]
-    assert run(code).splitlines() == ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
+    snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+    printed = [["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"], ["577"]]
+    assert [run(code).splitlines() for code in snippets] == printed
+
+
+def test_readme_names_every_preset():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = readme.split("The names: ")[1].split(".\n")[0]
+    assert [name.strip(" `\n") for name in names.split(",")] == lrpe_md.list_presets()
