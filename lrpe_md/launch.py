@@ -231,12 +231,20 @@ def _numbers(
     groups = max(omega_heads, phase_heads, 1)
     group0, group1 = heads0 // groups, heads1 // groups
     by_sample = coords is not None and coords.ndim == 3
-    block_c = triton.next_power_of_2(channels)
+    block_c, flat = triton.next_power_of_2(channels), 0
+    in_strides, dy_strides, out_strides = [x.stride() for x in xs], [dy.stride() for dy in dys], [o[1] for o in outs]
+    every = [*in_strides, *dy_strides, *out_strides]
+    aligned = aligned and _in_eights(head_dim, every)
+    whole = cosine or 2 * channels == head_dim
+    if aligned and whole and not spec.dim and not need_dtheta and num_tokens * channels < 2**31:
+        flat = triton.cdiv(channels, 8)
+        block_c, flat = (8, flat) if 8 * flat < block_c else (block_c, 0)
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
     direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
-    cut = plan(spec.map, direction, num_tokens, groups, span, width, dtype.itemsize)
-    num_blocks = triton.cdiv(num_tokens, cut.block_n)
+    num_rows = num_tokens * max(1, flat)
+    cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize)
+    num_blocks = triton.cdiv(num_rows, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
     in_sample = triton.cdiv(group0 + group1, cut.per)
     outer = triton.cdiv(triton.cdiv(span, cut.per), in_sample)
@@ -246,9 +254,6 @@ def _numbers(
     first, second = (first, second) if tokens_first else (second, first)
     slots = num_axes + (phase_heads > 0)
 
-    in_strides, dy_strides, out_strides = [x.stride() for x in xs], [dy.stride() for dy in dys], [o[1] for o in outs]
-    every = [*in_strides, *dy_strides, *out_strides]
-    aligned = aligned and _in_eights(head_dim, every)
     unit = 8 if aligned else 1
     strides = []
     for i in range(2):
@@ -285,7 +290,7 @@ def _numbers(
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-        "num_warps": cut.num_warps, **_registers(cut.max_registers),
+        "FLAT": flat, "num_warps": cut.num_warps, **_registers(cut.max_registers),
     }  # fmt: skip
     return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 

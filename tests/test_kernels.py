@@ -96,6 +96,27 @@ def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
     assert not violations(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(head_dim=72),
+        Case(head_dim=24, coords="by_sample", phase=True, omega_heads=2),
+        Case(head_dim=40, act="silu", prefix=2, suffix=3, layout="packed", scale=0.5),
+        Case(head_dim=72, dtype=torch.float64, heads=(2,)),
+        Case("rotate", head_dim=72, phase=True),
+        Case("rotate", head_dim=80, pairs="interleaved", grad_layout="bnhd"),
+    ],
+    ids=str,
+)
+def test_channels_that_are_no_power_of_two(monkeypatch, case):
+    """Without their gradient, tiles are of blocks of channels."""
+    monkeypatch.setattr(launch, "_known", {})
+    assert not violations(case, frequencies=False)
+    flat = [numbers.options["FLAT"] for numbers in launch._known.values()]
+    assert flat == [-(-case.channels // 8)] * 2
+    assert not violations(case)
+
+
 def test_result_keeps_memory_order():
     for layout in ("bhnd", "bnhd", "packed"):
         inputs = make_inputs(Case(layout=layout))

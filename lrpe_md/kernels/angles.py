@@ -95,19 +95,28 @@ def turns(w, UNIT: tl.constexpr):
 
 @triton.jit
 def frequencies(p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr):
-    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one; float64 radians if WIDE."""
+    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one; float64 radians if WIDE.
+
+    o_c, m_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each.
+    """
     omega = ()
     for j in tl.static_range(K):
         w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0)
-        if WIDE:
-            omega += ((w.to(tl.float64), w),)
-        else:
-            omega += (turns(w, 1.0 if FAST else 2.0),)
+        hi, lo = (w.to(tl.float64), w) if WIDE else turns(w, 1.0 if FAST else 2.0)
+        omega += (_of_tokens(hi, lo),)
     if p_phase is not None:
         phase = tl.load(p_phase + o_c, mask=m_c, other=0)
         hi = phase.to(tl.float64 if WIDE else tl.float32)
-        omega += ((hi, (phase - hi.to(phase.dtype)).to(hi.dtype)),)
+        omega += (_of_tokens(hi, (phase - hi.to(phase.dtype)).to(hi.dtype)),)
     return omega
+
+
+@triton.jit
+def _of_tokens(hi, lo):
+    if len(hi.shape) == 1:
+        return hi[None, :], lo[None, :]
+    else:
+        return hi, lo
 
 
 @triton.jit
@@ -124,7 +133,7 @@ def angle(
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
-        theta = tl.load(p_theta + o_theta[:, None] * C + o_c[None, :], mask=m_theta[:, None] & m_c[None, :], other=0)
+        theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & m_c, other=0)
         if WIDE:
             theta = theta.to(tl.float64)
         else:
@@ -133,9 +142,9 @@ def angle(
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         for j in tl.static_range(K):
             s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-            theta += s[:, None] * omega[j][0][None, :]
+            theta += s[:, None] * omega[j][0]
         if p_phase is not None:
-            theta += tl.where(m_g[:, None], omega[K][0][None, :], 0.0)
+            theta += tl.where(m_g[:, None], omega[K][0], 0.0)
     else:
         part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
@@ -143,21 +152,21 @@ def angle(
             s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
             w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
-            w = tl.broadcast_to(w_hi[None, :], [BLOCK_N, BLOCK_C])
+            w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
             a, odd = remainder(s, w, EXPLICIT or AFFINE)  # the launcher sends large grids as AFFINE
             part += a
             half += odd
-            low += s_hi[:, None] * w_lo[None, :]
+            low += s_hi[:, None] * w_lo
             if EXPLICIT or AFFINE:
-                low += s_lo[:, None] * w_hi[None, :]
+                low += s_lo[:, None] * w_hi
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
             f_hi, f_lo = omega[K]
-            one = tl.full([BLOCK_C], C_HI * UNIT, tl.float32)
+            one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
             a, odd = remainder(f_hi, one, True)
             on_grid = m_g[:, None]
-            part += tl.where(on_grid, a[None, :], 0.0)
-            low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one)[None, :], 0.0)
-            half += tl.where(on_grid, odd[None, :], 0)
+            part += tl.where(on_grid, a, 0.0)
+            low += tl.where(on_grid, f_hi * (C_LO * UNIT) + f_lo * one, 0.0)
+            half += tl.where(on_grid, odd, 0)
         shifted = (part + low) + ROUND
         theta = (part + low) - (shifted - ROUND)
         half += shifted.to(tl.int32, bitcast=True)

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, radians
-from .tiles import apart, load, load_pairs, row_at, store, store_pairs
+from .tiles import apart, load, load_pairs, origin, row_at, store, store_pairs
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
 
 
 @triton.jit
 def _cosine(
-    x, dy_cos, dy_sin, place, cos, sin, o_n,
+    x, dy_cos, dy_sin, place, cos, sin, o_n, c0,
     D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
     NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -47,16 +47,16 @@ def _cosine(
             dx = x_bar * (dx - tl.sum(x_bar * dx, axis=1)[:, None])
         elif ACT != "none":
             dx = activate_backward(x, x_bar, dx, ACT, PTX)
-        store(o_row, dx, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, dx, o_n, m_n, c0, 0, D, ALIGNED, LONG, BLOCK_C)
     else:
-        store(o_row, x_bar * cos, o_n, m_n, 0, D, ALIGNED, LONG, BLOCK_C)
-        store(o_row, x_bar * sin, o_n, m_n, D, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * cos, o_n, m_n, c0, 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * sin, o_n, m_n, c0, D, D, ALIGNED, LONG, BLOCK_C)
     return dtheta
 
 
 @triton.jit
 def _rotate(
-    xa, xb, ga, gb, place, cos, sin, o_n,
+    xa, xb, ga, gb, place, cos, sin, o_n, c0,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -78,9 +78,9 @@ def _rotate(
         xa = xa.to(ACC)
         xb = xb.to(ACC)
         if BLOCK_HEAD > 0:
-            xh = load(x_row, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            xh = load(x_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
         if BLOCK_TAIL > 0:
-            xt = load(x_row, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            xt = load(x_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
         if DIM == -1:
             top = tl.maximum(masked_max(xa, C, BLOCK_C), masked_max(xb, C, BLOCK_C))
             if BLOCK_HEAD > 0:
@@ -126,9 +126,9 @@ def _rotate(
         if NEED_DTHETA:
             dtheta = a_bar * b - b_bar * a
         if BLOCK_HEAD > 0:
-            h = load(dy_row, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            h = load(dy_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
         if BLOCK_TAIL > 0:
-            t = load(dy_row, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            t = load(dy_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
         if DIM == -1:
             dot = tl.sum(a_bar * a + b_bar * b, axis=1)
             if BLOCK_HEAD > 0:
@@ -155,11 +155,11 @@ def _rotate(
             h = h_bar
         if BLOCK_TAIL > 0:
             t = t_bar
-    store_pairs(o_row, a, b, o_n, m_n, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_N, BLOCK_C)
+    store_pairs(o_row, a, b, o_n, m_n, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_N, BLOCK_C)
     if BLOCK_HEAD > 0:
-        store(o_row, h, o_n, m_n, 0, START, ALIGNED, LONG, BLOCK_HEAD)
+        store(o_row, h, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD)
     if BLOCK_TAIL > 0:
-        store(o_row, t, o_n, m_n, TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
+        store(o_row, t, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
     return dtheta
 
 
@@ -179,7 +179,7 @@ def _row(r, r_hi, sample, g, heads):
 
 @triton.jit
 def _fetch(
-    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n,
+    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n, c0,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
     DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr,
     LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -197,17 +197,17 @@ def _fetch(
         if LOAD_X:
             x_row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
             if COSINE:
-                xa = load(x_row, o_n, o_n < num, 0, D, ALIGNED, LONG, BLOCK_C)
+                xa = load(x_row, o_n, o_n < num, c0, 0, D, ALIGNED, LONG, BLOCK_C)
                 xb = xa
             else:
-                xa, xb = load_pairs(x_row, o_n, o_n < num, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                xa, xb = load_pairs(x_row, o_n, o_n < num, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
         if BACKWARD:
             dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
             if COSINE:
-                ga = load(dy_row, o_n, o_n < num, 0, D, ALIGNED, LONG, BLOCK_C)
-                gb = load(dy_row, o_n, o_n < num, D, D, ALIGNED, LONG, BLOCK_C)
+                ga = load(dy_row, o_n, o_n < num, c0, 0, D, ALIGNED, LONG, BLOCK_C)
+                gb = load(dy_row, o_n, o_n < num, c0, D, D, ALIGNED, LONG, BLOCK_C)
             else:
-                ga, gb = load_pairs(dy_row, o_n, o_n < num, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                ga, gb = load_pairs(dy_row, o_n, o_n < num, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
         if not LOAD_X:
             x_row, xa, xb = dy_row, ga, gb
         if not BACKWARD:
@@ -243,14 +243,14 @@ def _angles(
     cos, sin = cos_sin(theta, half, WIDE, FAST)
     if STORE_THETA:
         if slot == 0:
-            m_theta = m_n[:, None] & (o_c < C)[None, :]
-            tl.store(p_theta + o_theta[:, None] * C + o_c[None, :], radians(theta, half, WIDE, FAST), mask=m_theta)
+            m_theta = m_n[:, None] & (o_c < C)
+            tl.store(p_theta + o_theta[:, None] * C + o_c, radians(theta, half, WIDE, FAST), mask=m_theta)
     return cos, sin, o_g, m_g
 
 
 @triton.jit
 def _map(
-    fetched, cos, sin, o_n, dtheta,
+    fetched, cos, sin, o_n, c0, dtheta,
     D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -261,12 +261,12 @@ def _map(
         xa, xb, ga, gb, place = fetched[i]
         if COSINE:
             row_dtheta = _cosine(
-                xa, ga, gb, place, cos, sin, o_n,
+                xa, ga, gb, place, cos, sin, o_n, c0,
                 D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX, BLOCK_C,
             )  # fmt: skip
         else:
             row_dtheta = _rotate(
-                xa, xb, ga, gb, place, cos, sin, o_n,
+                xa, xb, ga, gb, place, cos, sin, o_n, c0,
                 D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
@@ -329,7 +329,7 @@ def lrpe_kernel(
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -340,6 +340,9 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
+    FLAT: not 0 where channels are no power of two and none are to be summed: the number of blocks of BLOCK_C channels,
+    and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
+
     theta (G, N, C) cached angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
@@ -376,12 +379,19 @@ def lrpe_kernel(
     if p_phase is not None:
         p_phase += g * phase_h
     o_n = tl.arange(0, BLOCK_N)
+    n0 = t * BLOCK_N
+    c0 = origin()
     o_c = tl.arange(0, BLOCK_C)
+    if FLAT:
+        o_n += n0
+        n0 = 0
+        c0 = (o_n % FLAT * BLOCK_C)[:, None]
+        o_c = c0 + o_c[None, :]
+        o_n = o_n // FLAT
     m_c = o_c < C
     if not NEED_DTHETA:
-        n0 = t * BLOCK_N
         fetched = _fetch(
-            x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0,
+            x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
             D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
@@ -390,7 +400,7 @@ def lrpe_kernel(
             C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
         )  # fmt: skip
         _map(
-            fetched, cos, sin, o_n, cos,
+            fetched, cos, sin, o_n, c0, cos,
             D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
             BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
         )  # fmt: skip
@@ -409,11 +419,11 @@ def lrpe_kernel(
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             for r0 in range(r_lo, r_hi, BLOCK_R):
                 fetched = _fetch(
-                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0,
+                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
                     D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
                 )  # fmt: skip
                 dtheta = _map(
-                    fetched, cos, sin, o_n, dtheta,
+                    fetched, cos, sin, o_n, c0, dtheta,
                     D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
                     BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip

@@ -46,38 +46,44 @@ def _pointers(row, o_n, o_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
     p, stride_n, stride_d = row
     tokens = _step(o_n, stride_n, LONG)
     if ALIGNED:
-        return (p + tokens * 8)[:, None] + o_d[None, :]
+        return (p + tokens * 8)[:, None] + o_d
     else:
-        return (p + tokens)[:, None] + _step(o_d, stride_d, LONG)[None, :]
+        return (p + tokens)[:, None] + _step(o_d, stride_d, LONG)
 
 
 @triton.jit
-def load(row, o_n, m_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Channels lo .. lo + n_d of a block of tokens."""
-    o_d = tl.arange(0, BLOCK_D)
-    mask = m_n[:, None] & (o_d < n_d)[None, :]
+def origin():
+    """c0 of a tile that has all channels."""
+    return tl.zeros([1, 1], dtype=tl.int32)
+
+
+@triton.jit
+def load(row, o_n, m_n, c0, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of a block of tokens channels c0 .. c0 + BLOCK_D of the n_d that begin at lo; c0 (1 or tokens, 1)."""
+    o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
+    mask = m_n[:, None] & (o_d < n_d)
     return tl.load(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), mask=mask, other=0.0)
 
 
 @triton.jit
-def store(row, value, o_n, m_n, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
-    o_d = tl.arange(0, BLOCK_D)
-    mask = m_n[:, None] & (o_d < n_d)[None, :]
+def store(row, value, o_n, m_n, c0, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
+    o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
+    mask = m_n[:, None] & (o_d < n_d)
     tl.store(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_pairs(
-    row, o_n, m_n, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    row, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Both channels of each pair; interleaved ones still side by side, twice: see :func:`apart`."""
     if INTERLEAVED:
-        x1 = load(row, o_n, m_n, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+        x1 = load(row, o_n, m_n, 2 * c0, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
         x2 = x1
     else:
-        x1 = load(row, o_n, m_n, lo, C, ALIGNED, LONG, BLOCK_C)
-        x2 = load(row, o_n, m_n, lo + C, C, ALIGNED, LONG, BLOCK_C)
+        x1 = load(row, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
+        x2 = load(row, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
     return x1, x2
 
 
@@ -92,12 +98,12 @@ def apart(x1, x2, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 
 @triton.jit
 def store_pairs(
-    row, x1, x2, o_n, m_n, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
+    row, x1, x2, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
     LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
         x = tl.reshape(tl.join(x1, x2), [BLOCK_N, 2 * BLOCK_C])
-        store(row, x, o_n, m_n, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+        store(row, x, o_n, m_n, 2 * c0, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
     else:
-        store(row, x1, o_n, m_n, lo, C, ALIGNED, LONG, BLOCK_C)
-        store(row, x2, o_n, m_n, lo + C, C, ALIGNED, LONG, BLOCK_C)
+        store(row, x1, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
+        store(row, x2, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
