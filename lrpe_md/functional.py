@@ -5,24 +5,28 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .ops import Layout, Spec
-from .positions import Coordinates, Grid
+from .ops import Layout, Spec, Tables
+from .positions import Coordinates, Grid, fleeting
 
-__all__ = ["ACTIVATIONS", "Act", "Impl", "Pairs", "Positions", "cosine", "rotate"]
+__all__ = ["ACTIVATIONS", "Act", "Impl", "Order", "Pairs", "Positions", "cosine", "rotate"]
 
 Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
 Impl = Literal["auto", "triton", "reference"]
-Pairs = Literal["half", "interleaved"]
+Pairs = Literal["half", "interleaved"] | Sequence[int]
+Order = Literal["cos_sin", "sin_cos"]
 Positions = Grid | Coordinates | Tensor
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softplus", "softmax")
 PAIRS = ("half", "interleaved")
+ORDERS = ("cos_sin", "sin_cos")
 IMPLS = ("auto", "triton", "reference")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -32,22 +36,25 @@ INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in
 @overload
 def cosine(
     x: Tensor, /, *, omega: Tensor, positions: Positions, act: Act = ..., dim: int | None = ...,
-    phase: Tensor | None = ..., impl: Impl = ...,
+    phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions, act: Act = ..., dim: int | None = ...,
-    phase: Tensor | None = ..., impl: Impl = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | tuple[Positions, Positions], act: Act = ...,
+    dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
+    amplitude: float | Tensor | None = ..., order: Order = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def cosine(
     *xs: Tensor,
     omega: Tensor,
-    positions: Positions,
+    positions: Positions | tuple[Positions, Positions],
     act: Act = "none",
     dim: int | None = None,
-    phase: Tensor | None = None,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    amplitude: float | Tensor | None = None,
+    order: Order = "cos_sin",
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ], x̄ = act(x), Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c].
@@ -59,10 +66,15 @@ def cosine(
             packed qkv projection go in as they are.
         omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
             takes ``omega[h // (H_q / H_k)]``.
-        positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K).
+        positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
+            them is for q and for k, which may then differ in length (cross-attention); each has a launch of its own.
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", on all tokens, prefix included.
         dim: for softmax -1 (features) or -2 (sequence); None for the others.
-        phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix).
+        phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix). A pair is for q and for k, None
+            for no phase: PoPE has one on the keys alone.
+        amplitude: multiplies cos Θ and sin Θ of grid tokens: a number, or (D,), or (H or 1, D) float32 or float64.
+            Under ``torch.compile`` a tensor avoids a recompile for each new value.
+        order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
@@ -71,7 +83,7 @@ def cosine(
 
     Differentiable with respect to xs, omega and phase: the fused backward, deterministic, in first-order
     reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the reference,
-    which is differentiable to any order and also with respect to the coordinates.
+    which is differentiable to any order and also with respect to the coordinates and the amplitude.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
@@ -79,19 +91,20 @@ def cosine(
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
     """
-    return encode("cosine", xs, omega, positions, act, dim, phase, "half", None, impl)
+    return encode("cosine", xs, omega, positions, act, dim, phase, "half", None, impl, amplitude, order)
 
 
 @overload
 def rotate(
     x: Tensor, /, *, omega: Tensor, positions: Positions, pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
-    impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions, pairs: Pairs = ...,
-    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | tuple[Positions, Positions], pairs: Pairs = ...,
+    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -99,12 +112,13 @@ def rotate(
 def rotate(
     *xs: Tensor,
     omega: Tensor,
-    positions: Positions,
+    positions: Positions | tuple[Positions, Positions],
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
-    phase: Tensor | None = None,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    amplitude: float | Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
@@ -114,8 +128,10 @@ def rotate(
     Args:
         omega: (H or 1, R/2, K), R the rotated width.
         pairs: "half" pairs channel p with p + R/2 (llama), "interleaved" 2p with 2p + 1 (RoFormer).
+            Numbers are blocks of so many pairs, with "half" inside each.
         rotary_dim: rotate the first R channels (an int) or a slice of them; the rest pass as x̄. Default: all.
-        phase: φ, (H or 1, R/2).
+        phase: φ, (H or 1, R/2), or one for q and one for k.
+        amplitude: a number, or (R/2,), or (H or 1, R/2): of YaRN and LongRoPE.
 
     Returns:
         (B, H, N, D) for each input, in x's dtype and memory order.
@@ -124,60 +140,73 @@ def rotate(
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
-    return encode("rotate", xs, omega, positions, act, dim, phase, pairs, rotary_dim, impl)
+    return encode("rotate", xs, omega, positions, act, dim, phase, pairs, rotary_dim, impl, amplitude)
 
 
 def encode(
     map: str,
     xs: tuple[Tensor, ...],
     omega: Tensor,
-    positions: Positions,
+    positions: Any,
     act: str,
     dim: int | None,
-    phase: Tensor | None,
-    pairs: str,
+    phase: Any,
+    pairs: Any,
     rotary_dim: int | slice | None,
     impl: str,
+    amplitude: float | Tensor | None = None,
+    order: str = "cos_sin",
 ) -> Any:
     """:func:`cosine` and :func:`rotate`, and what the modules call."""
+    if type(positions) is tuple or type(phase) is tuple:
+        each = zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True)
+        options = act, dim
+        return tuple(
+            encode(map, (x,), omega, where, *options, phi, pairs, rotary_dim, impl, amplitude, order)
+            for where, phi, x in each
+        )
     direct = ops.is_direct(*xs, omega, phase)
-    key = _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim) if direct else None
+    key = None
+    if direct and phase is None and amplitude is None:
+        key = _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order)
     call = _prepared.get(key) if key else None
     if call is None:
-        call = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim)
+        call = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order)
         if key:
             if len(_prepared) >= 4096:
                 _prepared.clear()
             _prepared[key] = call
-    spec, layout, coords, affine = call
-    rotated = positions.rotated if phase is not None and isinstance(positions, Coordinates) else None
-    if phase is not None and coords is not None and rotated is not None:
-        # What only some rows get is the frequency of one more axis, on which they are at 1 and the others at 0.
-        coords = torch.cat([coords, rotated[..., None]], dim=-1)
-        heads = max(omega.shape[0], phase.shape[0])
-        omega, phase = torch.cat([t.expand(heads, -1, -1) for t in (omega, phase[..., None])], dim=-1), None
-    if use_triton(impl, xs, coords, affine):
-        ys = ops.encode(spec, layout, coords, affine, omega, phase, xs, direct)
+    if use_triton(impl, xs, call[2]):
+        ys = ops.encode(*call, omega, phase, xs, direct)
     else:
-        ys = ops.encode_reference(spec, layout, coords, affine, omega, phase, xs)
+        ys = ops.encode_reference(*call, omega, phase, xs)
     return ys[0] if len(xs) == 1 else ys
 
 
-_prepared: dict[tuple, tuple[Spec, Layout, Tensor | None, Tensor | None]] = {}
+def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """A value for each of q and k."""
+    if type(value) is not tuple:
+        return (value,) * len(xs)
+    if not len(value) == len(xs) == 2:
+        raise ValueError(f"{name}: a tuple is one for q and one for k, got {len(value)} for {len(xs)} tensors")
+    return value
 
 
-def _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim) -> tuple | None:
+_prepared: dict[tuple, tuple[Spec, Layout, Tables]] = {}
+
+
+def _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order) -> tuple | None:
     """All that :func:`prepare` looks at, where its result holds no tensor: checking again would find the same."""
     if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
         return None
-    if phase is not None or not 1 <= len(xs) <= 2:
+    if not 1 <= len(xs) <= 2:
         return None
-    for option in (map, act, dim, pairs, rotary_dim):
+    for option in (map, act, dim, pairs, rotary_dim, order):
         if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
             return None
     q, k = xs[0], xs[-1]
     return (
-        map, act, dim, pairs, rotary_dim, len(xs), positions, omega.shape, omega.dtype, omega.device,
+        map, act, dim, pairs, rotary_dim, order, len(xs), positions, omega.shape, omega.dtype, omega.device,
         q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
     )  # fmt: skip
 
@@ -190,10 +219,12 @@ def prepare(
     act: str,
     dim: int | None,
     phase: Tensor | None,
-    pairs: str,
+    pairs: Any,
     rotary_dim: int | slice | None,
-) -> tuple[Spec, Layout, Tensor | None, Tensor | None]:
-    """Check every argument; what remains to be said to an operator: spec, layout, coords and affine."""
+    amplitude: float | Tensor | None = None,
+    order: str = "cos_sin",
+) -> tuple[Spec, Layout, Tables]:
+    """Check every argument; what remains to be said to an operator."""
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{map}: expected one tensor or two (q, k), got {len(xs)}")
     x = xs[0]
@@ -207,16 +238,17 @@ def prepare(
         raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
     if act != "softmax" and dim is not None:
         raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
 
     if map == "cosine":
-        start, channels = 0, head_dim
+        start, channels, sections = 0, head_dim, ()
     else:
-        if pairs not in PAIRS:
-            raise ValueError(f"pairs: expected one of {PAIRS}, got {pairs!r}")
         start, width = rotary_slice(rotary_dim, head_dim)
         channels = width // 2
+        pairs, sections = _pairs(pairs, channels)
 
-    layout, coords, affine = _layout(positions, num_tokens, batch, x.device)
+    layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
     if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
 
@@ -226,13 +258,54 @@ def prepare(
             f"positions: expected at least one axis, got coords {tuple(coords.shape) if coords is not None else ()}"
         )
     _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
-    if phase is not None:
-        _check_omega("phase", phase, x, (channels,), "(H or 1, channels or pairs)", xs)
-        if phase.shape[0] != omega.shape[0] and 1 not in (phase.shape[0], omega.shape[0]):
+    amplitude = _amplitude(amplitude, channels, x.device)
+    for name, t in (("phase", phase), ("amplitude", amplitude)):
+        if t is not None:
+            _check_omega(name, t, x, (channels,), "(H or 1, channels or pairs)", xs)
+    tensors = (("omega", omega), ("phase", phase), ("amplitude", amplitude))
+    several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
+    for name, t in several[1:]:
+        if t.shape[0] != several[0][1].shape[0]:
             raise ValueError(
-                f"phase: expected 1 head or omega's {omega.shape[0]}, got {phase.shape[0]} ({tuple(phase.shape)})"
+                f"{name}: expected 1 head or {several[0][0]}'s {several[0][1].shape[0]}, got {t.shape[0]} "
+                f"({tuple(t.shape)})"
             )
-    return Spec(map, act, dim or 0, pairs, start, channels), layout, coords, affine
+    spec = Spec(map, act, dim or 0, pairs, start, channels, sections, order)
+    return spec, layout, Tables(coords, affine, rotated, amplitude)
+
+
+def _pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
+    """The name of the pairing, and the pairs a block where there are several."""
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        if pairs not in PAIRS:
+            raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
+        return pairs, ()
+    sections = tuple(pairs)
+    if not all(type(n) is int and n > 0 for n in sections) or sum(sections) != channels:
+        raise ValueError(f"pairs: expected blocks of at least one pair that make {channels} together, got {sections}")
+    return ("half", ()) if len(sections) == 1 else ("blocks", sections)
+
+
+def _amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        if value is None or value.ndim == 2:
+            return value
+        if value.ndim == 0:
+            return value.expand(1, channels)
+        return value[None] if value.ndim == 1 else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
+    if value == 1:
+        return None
+    if torch.compiler.is_compiling() or fleeting():
+        return torch.full((1, channels), value, dtype=torch.float64, device=device)
+    return _filled(float(value), channels, device)
+
+
+@lru_cache(maxsize=256)
+def _filled(value: float, channels: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, channels), value, dtype=torch.float64, device=device)
 
 
 def _check_input(name: str, t: Tensor, x: Tensor) -> None:
@@ -290,7 +363,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, in
 
 def _layout(
     positions: Positions, num_tokens: int, batch: int, device: torch.device
-) -> tuple[Layout, Tensor | None, Tensor | None]:
+) -> tuple[Layout, Tensor | None, Tensor | None, Tensor | None]:
     if isinstance(positions, Grid):
         if positions.num_tokens != num_tokens:
             raise ValueError(
@@ -301,7 +374,7 @@ def _layout(
         layout = Layout(
             num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, tuple(positions.shape)
         )
-        return layout, None, positions.affine(device)
+        return layout, None, positions.affine(device), None
     if isinstance(positions, Tensor):
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):
@@ -318,10 +391,10 @@ def _layout(
         raise ValueError(f"positions: expected coords (B, N, K) with B = {batch}, got {tuple(coords.shape)}")
     if coords.device != device:
         raise ValueError(f"positions: expected coords on x's device {device}, got {coords.device}")
-    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None
+    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None, positions.rotated
 
 
-def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None, affine: Tensor | None = None) -> bool:
+def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     """The path that ``impl`` and the inputs ask for."""
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
@@ -349,10 +422,11 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], coords: Tensor | None, affine:
                 "active; use impl='auto'"
             )
         return False
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (coords, affine)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tables):
         if asked:
             raise ValueError(
-                "positions: the kernels give no gradient to coords, scale or shift; use impl='auto' or detach them"
+                "positions, amplitude: the kernels give no gradient to coords, scale, shift or amplitude; use "
+                "impl='auto' or detach them"
             )
         return False
     return True

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from . import kernels
-from .ops import Layout, Spec, accumulator, like_in_memory, strides_in_memory
+from .ops import Layout, Spec, Tables, accumulator, like_in_memory, strides_in_memory
 from .positions import grid_coordinates
 
 __all__ = ["INTERPRETING", "Plan", "backward", "forward"]
@@ -94,12 +94,12 @@ class _Call(NamedTuple):
 
     omega: Tensor
     phase: Tensor | None
-    coords: Tensor | None
-    affine: Tensor | None
+    tables: Tables
     layout: Layout
 
 
-def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
+def _positions(omega, phase, tables: Tables, layout: Layout) -> _Call:
+    coords, affine, rotated, amplitude = tables
     if coords is None and len(layout.sizes) > MAX_AXES:
         coords, _ = grid_coordinates(
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
@@ -110,8 +110,12 @@ def _positions(omega, phase, coords, affine, layout: Layout) -> _Call:
         affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
     if coords is not None:
         coords = _materialised(coords).contiguous()
+    if rotated is not None:
+        rotated = rotated.contiguous().view(torch.uint8)
+    if amplitude is not None:
+        amplitude = _materialised(amplitude).contiguous()
     phase = None if phase is None else _materialised(phase).contiguous()
-    return _Call(_materialised(omega).contiguous(), phase, coords, affine, layout)
+    return _Call(_materialised(omega).contiguous(), phase, Tables(coords, affine, rotated, amplitude), layout)
 
 
 def _materialised(t: Tensor) -> Tensor:
@@ -130,7 +134,8 @@ def _run(
     need_dtheta: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
-    omega, phase, coords, affine, layout = call
+    omega, phase, tables, layout = call
+    coords, affine, rotated, amplitude = tables
     address, geometry = 0, []
     for t in xs:
         address |= t.data_ptr()
@@ -144,17 +149,17 @@ def _run(
         dtype = accumulator(dtype)
     key = (
         spec, layout, dtype, len(xs), len(dys), *geometry, address % 16 == 0, omega.shape,
-        0 if phase is None else phase.shape[0], None if coords is None else coords.shape,
-        affine is not None, theta is not None, load_theta, need_dtheta,
+        0 if phase is None else phase.shape[0], 0 if amplitude is None else amplitude.shape[0],
+        None if coords is None else coords.shape, rotated is None, affine is None, theta is None, load_theta,
+        need_dtheta,
     )  # fmt: skip
     numbers = _known.get(key)
     if numbers is None:
         if len(_known) >= 4096:
             _known.clear()
         numbers = _known[key] = _numbers(
-            spec, layout, dtype, xs, dys, address % 16 == 0, omega, phase, coords, affine, theta, load_theta,
-            need_dtheta,
-        )  # fmt: skip
+            spec, layout, dtype, xs, dys, address % 16 == 0, omega, phase, tables, theta, load_theta, need_dtheta
+        )
     outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in numbers.outs]
     partial = torch.empty(numbers.partial_shape, dtype=torch.float64, device=device) if need_dtheta else None
     if numbers.grid[0]:
@@ -162,7 +167,7 @@ def _run(
         dy0, dy1 = (*dys, None, None)[:2]
         stat0, stat1 = (*stats, None, None)[:2]
         o0, o1 = (*outs, None)[:2]
-        tensors = x0, dy0, o0, stat0, x1, dy1, o1, stat1, omega, phase, coords, affine, theta, partial
+        tensors = x0, dy0, o0, stat0, x1, dy1, o1, stat1, omega, phase, *tables, theta, partial
         _launch(numbers, source.dtype, tensors)
     return outs, partial
 
@@ -189,9 +194,12 @@ _known: dict[Any, _Numbers] = {}
 def _launch(numbers: _Numbers, dtype: torch.dtype, tensors: tuple[Tensor | None, ...]) -> None:
     """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
     omega: Any = tensors[8]
-    phase, coords = tensors[9:11]
+    phase, coords, _, _, amplitude = tensors[9:14]
     # What chooses the kernel beside what _numbers is told.
-    key = dtype, omega.device, omega.dtype, phase is None or phase.dtype, coords is None or coords.dtype
+    key = (
+        dtype, omega.device, omega.dtype, phase is None or phase.dtype, coords is None or coords.dtype,
+        amplitude is None or amplitude.dtype,
+    )  # fmt: skip
     found = numbers.compiled.get(key)
     if found is not None and not lrpe_kernel.pre_run_hooks:
         compiled, constants = found
@@ -212,8 +220,7 @@ def _numbers(
     aligned: bool,
     omega: Tensor,
     phase: Tensor | None,
-    coords: Tensor | None,
-    affine: Tensor | None,
+    tables: Tables,
     theta: Tensor | None,
     load_theta: bool,
     need_dtheta: bool,
@@ -227,8 +234,9 @@ def _numbers(
     out_dim = head_dim if dys else spec.out_dim(head_dim)
     outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     omega_heads, channels, num_axes = omega.shape
-    phase_heads = 0 if phase is None else phase.shape[0]
-    groups = max(omega_heads, phase_heads, 1)
+    coords, affine, rotated, amplitude = tables
+    phase_heads, amplitude_heads = (0 if t is None else t.shape[0] for t in (phase, amplitude))
+    groups = max(omega_heads, phase_heads, amplitude_heads, 1)
     group0, group1 = heads0 // groups, heads1 // groups
     by_sample = coords is not None and coords.ndim == 3
     block_c, flat = triton.next_power_of_2(channels), 0
@@ -272,6 +280,8 @@ def _numbers(
         coords.stride(0) if coords is not None and by_sample else 0,
         channels * num_axes if omega_heads > 1 else 0,
         channels if phase_heads > 1 else 0,
+        channels if amplitude_heads > 1 else 0,
+        rotated.stride(0) if rotated is not None and by_sample else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
         num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, cut.per, group0, group1,
@@ -280,7 +290,8 @@ def _numbers(
     )  # fmt: skip
     options = {
         "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
-        "COSINE": cosine, "INTERLEAVED": spec.pairs == "interleaved", "ACT": spec.act, "DIM": spec.dim,
+        "COSINE": cosine, "SIN_FIRST": spec.order == "sin_cos",
+        "INTERLEAVED": spec.pairs == "interleaved", "SECTIONS": spec.sections, "ACT": spec.act, "DIM": spec.dim,
         "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": coords is not None, "BY_SAMPLE": by_sample,
         "AFFINE": affine is not None and coords is None,
         "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
@@ -341,10 +352,10 @@ def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tens
     )  # fmt: skip
 
 
-def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool) -> list[Tensor]:
+def forward(xs, omega, phase, tables: Tables, spec: Spec, layout: Layout, cache: bool) -> list[Tensor]:
     """See :func:`lrpe_md.ops.forward`."""
     xs = [_materialised(x) for x in xs]
-    call = _positions(omega, phase, coords, affine, layout)
+    call = _positions(omega, phase, tables, layout)
     stats, theta = [], None
     with _on(xs[0]):
         if spec.dim == -2:
@@ -359,13 +370,13 @@ def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache:
 
 
 def backward(
-    grads, xs, stats, omega, phase, coords, affine, theta, spec: Spec, layout: Layout,
+    grads, xs, stats, omega, phase, tables: Tables, theta, spec: Spec, layout: Layout,
     need_omega: bool, need_phase: bool,
 ) -> list[Tensor]:  # fmt: skip
     """See :func:`lrpe_md.ops.backward`."""
     grads, xs = [_materialised(g) for g in grads], [_materialised(x) for x in xs]
     theta = None if theta is None else theta.contiguous()
-    call = _positions(omega, phase, coords, affine, layout)
+    call = _positions(omega, phase, tables, layout)
     sequence = spec.dim == -2
     need_dtheta = need_omega or need_phase
     load = xs if need_dtheta or (spec.act != "none" and not sequence) else []

@@ -189,12 +189,12 @@ def _forward(
     map: str, x: Tensor, omega: Tensor, positions: Positions, act: str, dim: int | None,
     rotary_dim: int | slice | None, *, cache: bool = False, differentiable: bool = False,
 ):  # fmt: skip
-    spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
-    use_triton("triton", (x,), coords, affine)
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+    use_triton("triton", (x,), tables)
     if differentiable:
-        return ops.encode(spec, layout, coords, affine, omega, None, (x,), ops.is_direct(x, omega), cache)
-    direct = ops.is_direct(x, omega, coords, affine)
-    return ops.call_forward(direct, (x,), omega, None, coords, affine, spec, layout, cache)
+        return ops.encode(spec, layout, tables, omega, None, (x,), ops.is_direct(x, omega), cache)
+    direct = ops.is_direct(x, omega, *tables)
+    return ops.call_forward(direct, (x,), omega, None, tables, spec, layout, cache)
 
 
 def _backward(
@@ -203,8 +203,8 @@ def _backward(
     theta = theta.detach().requires_grad_()
     with torch.enable_grad():
         omega, positions, act, dim, rotary_dim = call(x, theta, **kwargs)
-    spec, layout, coords, affine = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
-    use_triton("triton", (x,), coords, affine)
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+    use_triton("triton", (x,), tables)
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
         raise ValueError(
@@ -218,12 +218,12 @@ def _backward(
             f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
             f"{theta_cache.dtype} on {theta_cache.device}"
         )
-    direct = ops.is_direct(do, x, omega, coords, affine, theta_cache)
+    direct = ops.is_direct(do, x, omega, *tables, theta_cache)
     stats = []
     if dim == -2:
-        stats = ops.call_forward(direct, (x,), omega, None, coords, affine, spec, layout, False)[1:]
+        stats = ops.call_forward(direct, (x,), omega, None, tables, spec, layout, False)[1:]
     dx, domega = ops.call_backward(
-        direct, [do], [x], stats, omega, None, coords, affine, theta_cache, spec, layout, True, False
+        direct, [do], [x], stats, omega, None, tables, theta_cache, spec, layout, True, False
     )
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from . import reference
 from .positions import grid_coordinates
 
-__all__ = ["Layout", "Spec", "backward", "encode", "encode_reference", "forward", "transforming"]
+__all__ = ["Layout", "Spec", "Tables", "backward", "encode", "encode_reference", "flatten", "forward", "transforming"]
 
 
 class Spec(NamedTuple):
@@ -26,12 +26,23 @@ class Spec(NamedTuple):
     map: str  # "cosine" | "rotate"
     act: str = "none"
     dim: int = 0  # softmax over -1 (features) or -2 (sequence); 0 otherwise
-    pairs: str = "half"
+    pairs: str = "half"  # | "interleaved" | "blocks"
     rotary_start: int = 0
     num_channels: int = 0  # C: head_dim for cosine, pairs for rotate
+    sections: tuple[int, ...] = ()  # pairs a block, for pairs "blocks"
+    order: str = "cos_sin"
 
     def out_dim(self, head_dim: int) -> int:
         return 2 * head_dim if self.map == "cosine" else head_dim
+
+
+class Tables(NamedTuple):
+    """Tensors beside the frequencies; none of them gets a gradient from the kernels."""
+
+    coords: Tensor | None = None  # (N, K) or (B, N, K), without prefix and suffix
+    affine: Tensor | None = None  # (K, 2): scale and shift of a grid
+    rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
+    amplitude: Tensor | None = None  # (H or 1, C)
 
 
 class Layout(NamedTuple):
@@ -43,8 +54,9 @@ class Layout(NamedTuple):
     start: int
     sizes: tuple[int, ...]  # empty for explicit coords
 
-    def positions(self, coords: Tensor | None, affine: Tensor | None, device: torch.device) -> tuple[Tensor, Any]:
-        """Positions (.., N, K) and the mask of grid tokens (None where all are), for the reference."""
+    def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
+        """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
+        coords, affine, rows, _ = tables
         if coords is None:
             coords, rotated = grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, affine, device=device, dtype=torch.float64
@@ -54,24 +66,24 @@ class Layout(NamedTuple):
         coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
         suffix = self.num_tokens - self.prefix - self.num_grid_tokens
         if self.prefix == 0 and suffix == 0:
-            return coords, None
-        index = torch.arange(self.num_tokens, device=device)
-        rotated = (index >= self.prefix) & (index < self.prefix + self.num_grid_tokens)
-        return torch.nn.functional.pad(coords, (0, 0, self.prefix, suffix)), rotated
+            return coords, rows
+        pad = torch.nn.functional.pad
+        if rows is None:
+            rows = torch.ones(self.num_grid_tokens, dtype=torch.bool, device=device)
+        return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
 
 def encode_reference(
     spec: Spec,
     layout: Layout,
-    coords: Tensor | None,
-    affine: Tensor | None,
+    tables: Tables,
     omega: Tensor,
     phase: Tensor | None,
     xs: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
-    s, rotated = layout.positions(coords, affine, omega.device)
-    ys = (reference.encode(x, s, rotated, omega, phase, **_options(spec)) for x in xs)
+    s, rotated = layout.positions(tables, omega.device)
+    ys = (reference.encode(x, s, rotated, omega, phase, tables.amplitude, **_options(spec)) for x in xs)
     return tuple(_arrange(y, memory_order(x)) for x, y in zip(xs, ys, strict=True))
 
 
@@ -83,22 +95,25 @@ def _arrange(y: Tensor, order: tuple[int, int, int]) -> Tensor:
 
 
 def _options(spec: Spec) -> dict[str, Any]:
-    return {"map": spec.map, "act": spec.act, "dim": spec.dim or None, "pairs": spec.pairs, "start": spec.rotary_start}
+    return {
+        "map": spec.map, "act": spec.act, "dim": spec.dim or None, "pairs": spec.pairs, "start": spec.rotary_start,
+        "sections": tuple(spec.sections), "order": spec.order,
+    }  # fmt: skip
 
 
 # --- operators -------------------------------------------------------------------------------------------
 
 _LAYOUT = "SymInt num_tokens, SymInt prefix, SymInt num_grid_tokens, SymInt start, SymInt[] sizes"
-_SPEC = "str map, str act, int dim, str pairs, int rotary_start, int num_channels"
+_SPEC = "str map, str act, int dim, str pairs, int rotary_start, int num_channels, int[] sections, str order"
+_TABLES = "Tensor? coords, Tensor? affine, Tensor? rotated, Tensor? amplitude"
 _lib = torch.library.Library("lrpe_md", "DEF")
 _lib.define(
-    f"forward(Tensor[] xs, Tensor omega, Tensor? phase, Tensor? coords, Tensor? affine, {_LAYOUT}, {_SPEC}, "
-    "bool cache) -> Tensor[]",
+    f"forward(Tensor[] xs, Tensor omega, Tensor? phase, {_TABLES}, {_LAYOUT}, {_SPEC}, bool cache) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _lib.define(
-    "backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor omega, Tensor? phase, Tensor? coords, "
-    f"Tensor? affine, Tensor? theta, {_LAYOUT}, {_SPEC}, bool need_omega, bool need_phase) -> Tensor[]",
+    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor omega, Tensor? phase, {_TABLES}, "
+    f"Tensor? theta, {_LAYOUT}, {_SPEC}, bool need_omega, bool need_phase) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -135,42 +150,51 @@ def _launch() -> Any:
     return launch
 
 
-def forward(xs, omega, phase, coords, affine, spec: Spec, layout: Layout, cache: bool = False) -> list[Tensor]:
+def forward(xs, omega, phase, tables: Tables, spec: Spec, layout: Layout, cache: bool = False) -> list[Tensor]:
     """Launch: the outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
-    return _launch().forward(xs, omega, phase, coords, affine, spec, layout, cache)
+    return _launch().forward(xs, omega, phase, tables, spec, layout, cache)
 
 
 def backward(
-    grads, xs, stats, omega, phase, coords, affine, theta, spec: Spec, layout: Layout,
+    grads, xs, stats, omega, phase, tables: Tables, theta, spec: Spec, layout: Layout,
     need_omega: bool, need_phase: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Launch: dx for each gradient, then dω and dφ where needed."""
-    return _launch().backward(
-        grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
-    )
+    return _launch().backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need_omega, need_phase)
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Spec, Layout]:
+def flatten(layout: Layout, spec: Spec) -> tuple[Any, ...]:
+    """The arguments of an operator that say the layout and the spec."""
+    return (*layout[:4], list(layout.sizes), *spec[:6], list(spec.sections), spec.order)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Spec, Layout, tuple[Any, ...]]:
+    """The inverse of :func:`flatten`, and the arguments behind."""
     num_tokens, prefix, num_grid_tokens, start, sizes = args[:5]
-    return Spec(*args[5:11]), Layout(num_tokens, prefix, num_grid_tokens, start, tuple(sizes))
+    map, act, dim, pairs, rotary_start, num_channels, sections, order = args[5:13]
+    layout = Layout(num_tokens, prefix, num_grid_tokens, start, tuple(sizes))
+    spec = Spec(map, act, dim, pairs, rotary_start, num_channels, tuple(sections), order)
+    return spec, layout, args[13:]
 
 
-def _forward_cuda(xs, omega, phase, coords, affine, *args):
-    spec, layout = _split(args)
-    return forward(xs, omega, phase, coords, affine, spec, layout, args[11])
+def _forward_cuda(xs, omega, phase, coords, affine, rotated, amplitude, *args):
+    spec, layout, (cache,) = _split(args)
+    return forward(xs, omega, phase, Tables(coords, affine, rotated, amplitude), spec, layout, cache)
 
 
-def _backward_cuda(grads, xs, stats, omega, phase, coords, affine, theta, *args):
-    spec, layout = _split(args)
-    return backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, *args[11:])
+def _backward_cuda(grads, xs, stats, omega, phase, coords, affine, rotated, amplitude, theta, *args):
+    spec, layout, needs = _split(args)
+    tables = Tables(coords, affine, rotated, amplitude)
+    return backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, *needs)
 
 
-def _forward_reference(xs, omega, phase, coords, affine, *args):
-    spec, layout = _split(args)
+def _forward_reference(xs, omega, phase, coords, affine, rotated, amplitude, *args):
+    spec, layout, (cache,) = _split(args)
+    tables = Tables(coords, affine, rotated, amplitude)
     with torch.no_grad():
         detached = tuple(x.detach() for x in xs)
         phase = None if phase is None else phase.detach()
-        ys = encode_reference(spec, layout, coords, affine, omega.detach(), phase, detached)
+        ys = encode_reference(spec, layout, tables, omega.detach(), phase, detached)
         out = []
         for x, y in zip(xs, ys, strict=True):
             out.append(like_in_memory(x, spec.out_dim(x.shape[3])).copy_(y))
@@ -179,48 +203,49 @@ def _forward_reference(xs, omega, phase, coords, affine, *args):
                 wide = x.to(accumulator(x.dtype))
                 top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
                 out.append(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
-        if args[11]:
-            s, rotated = layout.positions(coords, affine, omega.device)
-            theta = reference.angles(s, omega, phase, rotated)
+        if cache:
+            s, on_grid = layout.positions(tables, omega.device)
+            theta = reference.angles(s, omega, phase, on_grid)
             out.append((theta.double() - 2 * torch.pi * (theta.double() / (2 * torch.pi)).round()).float())
         return out
 
 
-def _reference_gradients(spec, layout, coords, affine, omega, phase, xs, grads):
+def _reference_gradients(spec, layout, tables, omega, phase, xs, grads):
     """dx for each gradient, dω and dφ by the closed form, in plain torch operators."""
-    s, rotated = layout.positions(coords, affine, omega.device)
+    s, rotated = layout.positions(tables, omega.device)
     found = [
-        reference.encode_backward(g, xs[i] if xs else None, s, rotated, omega, phase, **_options(spec))
+        reference.encode_backward(
+            g, xs[i] if xs else None, s, rotated, omega, phase, tables.amplitude, **_options(spec)
+        )
         for i, g in enumerate(grads)
-    ]
+    ]  # fmt: skip
     dxs, domegas, dphases = zip(*found, strict=True)
     domega = torch.stack(domegas).sum(0).to(omega.dtype)
     return dxs, domega, None if phase is None else torch.stack(dphases).sum(0).to(phase.dtype)
 
 
-def _backward_reference(grads, xs, stats, omega, phase, coords, affine, theta, *args):
-    spec, layout = _split(args)
-    need_omega, need_phase = args[11:]
-    dxs, domega, dphase = _reference_gradients(spec, layout, coords, affine, omega, phase, xs, grads)
+def _backward_reference(grads, xs, stats, omega, phase, coords, affine, rotated, amplitude, theta, *args):
+    spec, layout, (need_omega, need_phase) = _split(args)
+    tables = Tables(coords, affine, rotated, amplitude)
+    dxs, domega, dphase = _reference_gradients(spec, layout, tables, omega, phase, xs, grads)
     out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
     return out + ([domega] if need_omega else []) + ([dphase] if need_phase and dphase is not None else [])
 
 
-def _forward_fake(xs, omega, phase, coords, affine, *args):
-    spec, layout = _split(args)
+def _forward_fake(xs, omega, phase, coords, affine, rotated, amplitude, *args):
+    spec, layout, (cache,) = _split(args)
     out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     if spec.dim == -2:
         for x in xs:
             out.append(x.new_empty(2, x.shape[0], x.shape[1], x.shape[3], dtype=accumulator(x.dtype)))
-    if args[11]:
+    if cache:
         heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
         out.append(omega.new_empty(heads, layout.num_tokens, spec.num_channels, dtype=torch.float32))
     return out
 
 
-def _backward_fake(grads, xs, stats, omega, phase, coords, affine, theta, *args):
-    spec, _ = _split(args)
-    need_omega, need_phase = args[11:]
+def _backward_fake(grads, xs, stats, omega, phase, coords, affine, rotated, amplitude, theta, *args):
+    spec, _, (need_omega, need_phase) = _split(args)
     out = [like_in_memory(g, _head_dim(spec, g)) for g in grads]
     if need_omega:
         out.append(torch.empty_like(omega, memory_format=torch.contiguous_format))
@@ -248,63 +273,62 @@ torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
 # --- autograd --------------------------------------------------------------------------------------------
 
 
-def call_forward(direct: bool, xs, omega, phase, coords, affine, spec, layout, cache) -> list[Tensor]:
+def call_forward(direct: bool, xs, omega, phase, tables, spec, layout, cache) -> list[Tensor]:
     if direct:
-        return forward(xs, omega, phase, coords, affine, spec, layout, cache)
-    return torch.ops.lrpe_md.forward(
-        list(xs), omega, phase, coords, affine, *layout[:4], list(layout.sizes), *spec, cache
-    )
+        return forward(xs, omega, phase, tables, spec, layout, cache)
+    return torch.ops.lrpe_md.forward(list(xs), omega, phase, *tables, *flatten(layout, spec), cache)
 
 
 def call_backward(
-    direct: bool, grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase
+    direct: bool, grads, xs, stats, omega, phase, tables, theta, spec, layout, need_omega, need_phase
 ) -> list[Tensor]:
     if direct:
-        return backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase)
+        return backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need_omega, need_phase)
     return torch.ops.lrpe_md.backward(
-        list(grads), list(xs), list(stats), omega, phase, coords, affine, theta,
-        *layout[:4], list(layout.sizes), *spec, need_omega, need_phase,
-    )  # fmt: skip
+        list(grads), list(xs), list(stats), omega, phase, *tables, theta, *flatten(layout, spec), need_omega, need_phase
+    )
 
 
 class _Encode(torch.autograd.Function):
     """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x."""
 
     @staticmethod
-    def forward(ctx, direct, cache, spec, layout, coords, affine, omega, phase, *xs):
-        out = call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)
+    def forward(ctx, direct, cache, spec, layout, coords, affine, rotated, amplitude, omega, phase, *xs):
+        tables = Tables(coords, affine, rotated, amplitude)
+        out = call_forward(direct, xs, omega, phase, tables, spec, layout, cache)
         ys, stats = out[: len(xs)], out[len(xs) : len(out) - cache]
-        keep = xs if spec.act != "none" or ctx.needs_input_grad[6] or ctx.needs_input_grad[7] else ()
-        ctx.save_for_backward(omega, phase, coords, affine, out[-1] if cache else None, *stats, *keep)
+        keep = xs if spec.act != "none" or ctx.needs_input_grad[8] or ctx.needs_input_grad[9] else ()
+        ctx.save_for_backward(omega, phase, *tables, out[-1] if cache else None, *stats, *keep)
         ctx.args = direct, spec, layout, len(stats)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
-        omega, phase, coords, affine, theta, *rest = ctx.saved_tensors
+        omega, phase, *tables, theta = ctx.saved_tensors[:7]
+        rest, tables = ctx.saved_tensors[7:], Tables(*tables)
         direct, spec, layout, num_stats = ctx.args
         stats, xs = rest[:num_stats], rest[num_stats:]
-        need_omega, need_phase = ctx.needs_input_grad[6], ctx.needs_input_grad[7]
+        need_omega, need_phase = ctx.needs_input_grad[8], ctx.needs_input_grad[9]
+        no = (None,) * 8
         if not torch.compiler.is_compiling():
-            where = spec, layout, coords, affine, omega, phase, xs, grads
+            where = spec, layout, tables, omega, phase, xs, grads
             if torch.is_grad_enabled():  # create_graph: a double backward
-                return None, None, None, None, None, None, *_differentiable_backward(*where, ctx)
+                return *no, *_differentiable_backward(*where, ctx)
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _reference_gradients(*where)
-                dphase = dphase if need_phase else None
-                return None, None, None, None, None, None, domega if need_omega else None, dphase, *dxs
+                return *no, domega if need_omega else None, dphase if need_phase else None, *dxs
         out = call_backward(
             direct and _plain(grads),
-            grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need_omega, need_phase,
+            grads, xs, stats, omega, phase, tables, theta, spec, layout, need_omega, need_phase,
         )  # fmt: skip
         n = len(grads)
         domega = out[n] if need_omega else None
         dphase = out[-1] if need_phase else None
-        return None, None, None, None, None, None, domega, dphase, *out[:n]
+        return *no, domega, dphase, *out[:n]
 
 
-def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, grads, ctx):
+def _differentiable_backward(spec, layout, tables, omega, phase, xs, grads, ctx):
     """The first derivative as a differentiable function of the gradients, x, omega and phase.
 
     Views stand in for the saved tensors: were those differentiated, paths through the user's own graph (k made from
@@ -316,9 +340,9 @@ def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, gra
     omega, phase = omega.view_as(omega), None if phase is None else phase.view_as(phase)
     xs = [x.view_as(x) for x in xs]
     needs = ctx.needs_input_grad
-    inputs = [*([omega] if needs[6] else []), *([phase] if needs[7] else [])]
+    inputs = [*([omega] if needs[8] else []), *([phase] if needs[9] else [])]
     inputs += [x for x in xs if x.requires_grad]
-    ys = encode_reference(spec, layout, coords, affine, omega, phase, tuple(xs))
+    ys = encode_reference(spec, layout, tables, omega, phase, tuple(xs))
     pairs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
     found = list(
         torch.autograd.grad(
@@ -326,8 +350,8 @@ def _differentiable_backward(spec, layout, coords, affine, omega, phase, xs, gra
             create_graph=True, allow_unused=True, materialize_grads=True,
         )
     )  # fmt: skip
-    domega = found.pop(0) if needs[6] else None
-    dphase = found.pop(0) if needs[7] else None
+    domega = found.pop(0) if needs[8] else None
+    dphase = found.pop(0) if needs[9] else None
     return domega, dphase, *(found.pop(0) if x.requires_grad else None for x in xs)
 
 
@@ -355,8 +379,7 @@ def is_direct(*tensors: Tensor | None) -> bool:
 def encode(
     spec: Spec,
     layout: Layout,
-    coords: Tensor | None,
-    affine: Tensor | None,
+    tables: Tables,
     omega: Tensor,
     phase: Tensor | None,
     xs: tuple[Tensor, ...],
@@ -367,9 +390,9 @@ def encode(
 
     direct: :func:`is_direct` of xs, omega and phase.
     """
-    direct = direct and _plain((coords, affine))
+    direct = direct and _plain(tables)
     if torch.is_grad_enabled() and (
         omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
     ):
-        return _Encode.apply(direct, cache, spec, layout, coords, affine, omega, phase, *xs)
-    return tuple(call_forward(direct, xs, omega, phase, coords, affine, spec, layout, cache)[: len(xs)])
+        return _Encode.apply(direct, cache, spec, layout, *tables, omega, phase, *xs)
+    return tuple(call_forward(direct, xs, omega, phase, tables, spec, layout, cache)[: len(xs)])

@@ -126,7 +126,7 @@ class Grid(_Rules):
             ]
             return torch.stack(columns, dim=-1)
         scale, shift = self._scale_and_shift
-        if torch.compiler.is_compiling() or _fleeting():
+        if torch.compiler.is_compiling() or fleeting():
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
         return _affine_on(scale, shift, device)
 
@@ -419,7 +419,7 @@ def _check_index(index: Tensor) -> None:
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
 
 
-def _fleeting() -> bool:
+def fleeting() -> bool:
     """Tensors made now must not outlive this call: a dispatch mode or a function transform is active."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 

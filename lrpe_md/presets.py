@@ -209,8 +209,9 @@ class Preset:
     @property
     def options(self) -> dict[str, Any]:
         """What :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` says, also takes."""
-        pairs = {"pairs": self.scheme.pairs} if self.scheme.map == "rotate" else {}
-        return {"act": self.scheme.act, **pairs}
+        rotating = self.scheme.map == "rotate"
+        form = {"pairs": self.scheme.pairs} if rotating else {"order": self.scheme.order}
+        return {"act": self.scheme.act, "amplitude": self.amplitude, **form}
 
     def positions(
         self,
@@ -260,14 +261,18 @@ class Preset:
                 number += 1
             else:
                 parts.append(segment)
-        return _one_grid(parts, start, length) or compose(*parts, num_axes=self.num_axes, start=start, length=length)
+        scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
+        return _one_grid(parts, scaled, start, length) or compose(
+            *parts, num_axes=self.num_axes, start=start, length=length
+        )
 
 
-def _one_grid(parts: list[Segment], start: int, length: int | None) -> Grid | None:
+def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None) -> Grid | None:
     """The sequence as a grid, where it is one grid between tokens that are not rotated."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # Zero positions are no rotation; a scheme with a phase has no such tokens.
-    still = all(part.rule in ("skip", "zero") for part in parts if isinstance(part, Tokens))
+    # Zero positions are no rotation but for the amplitude; a scheme with a phase has no such tokens.
+    rules = ("skip",) if scaled else ("skip", "zero")
+    still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
     if len(grids) != 1 or not still:
         return None
     grid = parts[grids[0]]

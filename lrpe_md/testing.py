@@ -49,9 +49,12 @@ class Case:
     omega_dtype: torch.dtype = torch.float32
     act: str = "none"
     dim: int | None = None
-    pairs: str = "half"
+    pairs: Any = "half"
     rotary_dim: int | slice | None = None
+    order: str = "cos_sin"
     phase: bool = False
+    amplitude_heads: int = 0  # 0: none
+    masked: bool = False  # some rows of coords are not rotated
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
     grad_layout: Literal["bhnd", "bnhd", "odd", "expanded"] = "bhnd"
     base: float = 100.0
@@ -114,6 +117,7 @@ class Inputs:
     phase: Tensor | None
     positions: Positions
     case: Case = field(default_factory=Case)
+    amplitude: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same inputs with every floating-point tensor in another dtype."""
@@ -126,8 +130,9 @@ class Inputs:
             positions = replace(positions, coords=cast(positions.coords))
         elif isinstance(positions, Tensor):
             positions = cast(positions)
-        phase = None if self.phase is None else cast(self.phase)
-        return Inputs([*map(cast, self.xs)], [*map(cast, self.grads)], cast(self.omega), phase, positions, self.case)
+        phase, amplitude = (None if t is None else cast(t) for t in (self.phase, self.amplitude))
+        xs, grads = [*map(cast, self.xs)], [*map(cast, self.grads)]
+        return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude)
 
 
 def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
@@ -159,7 +164,8 @@ def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
     coords = torch.randn(size, generator=generator, dtype=torch.float64) * case.coords_scale
     if not case.coords_dtype.is_floating_point:
         coords = coords.round()
-    return Coordinates(coords.to(device, case.coords_dtype), case.prefix, case.suffix)
+    rotated = (torch.rand(size[:-1], generator=generator) < 0.7).to(device) if case.masked else None
+    return Coordinates(coords.to(device, case.coords_dtype), case.prefix, case.suffix, rotated)
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
@@ -183,7 +189,10 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     direction = randn(case.omega_heads, case.channels, num_axes).double()
     omega = (direction * case.base ** -exponent[:, None]).to(device, case.omega_dtype)
     phase = randn(case.omega_heads, case.channels).mul(3).to(device) if case.phase else None
-    return Inputs(xs, grads, omega, phase, positions, case)
+    amplitude = None
+    if case.amplitude_heads:
+        amplitude = randn(case.amplitude_heads, case.channels).mul(0.5).add(1.5).to(device)
+    return Inputs(xs, grads, omega, phase, positions, case, amplitude)
 
 
 def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -196,8 +205,11 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
     options: dict[str, Any] = {"positions": inputs.positions, "impl": impl, "act": case.act, "dim": case.dim}
+    options |= {"amplitude": inputs.amplitude}
     if case.map == "rotate":
         options |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
+    else:
+        options |= {"order": case.order}
 
     def forward(xs: Sequence[Tensor], omega: Tensor, phase: Tensor | None = None) -> tuple[Tensor, ...]:
         return as_tuple(call(*xs, omega=omega, phase=phase, **options))

@@ -109,8 +109,8 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
-        spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
-        ys = ops.forward(tuple(inputs.xs), inputs.omega, None, coords, affine, spec, layout)
+        spec, layout, tables = prepared(inputs, tuple(inputs.xs), inputs.omega)
+        ys = ops.forward(tuple(inputs.xs), inputs.omega, None, tables, spec, layout)
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
@@ -132,7 +132,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
 
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
     """The same launcher behind torch.library.custom_op and register_autograd."""
-    spec, layout, coords, affine = prepared(inputs, tuple(inputs.xs), inputs.omega)
+    spec, layout, tables = prepared(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
     result = "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
@@ -141,11 +141,11 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
         return ts[0] if number == 1 else tuple(ts)
 
     def forward(*args: Tensor) -> Any:
-        return single(ops.forward(args[:number], args[number], None, coords, affine, spec, layout))
+        return single(ops.forward(args[:number], args[number], None, tables, spec, layout))
 
     def backward(*args: Tensor) -> Any:
         grads, omega = args[:number], args[number]
-        return single(ops.backward(grads, [], [], omega, None, coords, affine, None, spec, layout, False, False))
+        return single(ops.backward(grads, [], [], omega, None, tables, None, spec, layout, False, False))
 
     def define(name: str, function: Any) -> Any:
         schema = f"({', '.join(names)}, Tensor omega) -> {result}"

@@ -86,8 +86,8 @@ def torch_eager(inputs: Inputs) -> Forward:
     return bind(inputs, "reference")
 
 
-def prepared(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Any, Any, Any, Any]:
-    """Spec, layout, coords and affine, for the operators below the public functions."""
+def prepared(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Any, Any, Any]:
+    """Spec, layout and tables, for the operators below the public functions."""
     case = inputs.case
     return prepare(case.map, xs, omega, inputs.positions, case.act, case.dim, None, case.pairs, case.rotary_dim)
 

@@ -37,16 +37,18 @@ DTYPES = {
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 AXES: dict[str, list[Any]] = {
-    "map": ["cosine", "half", "interleaved"],
+    "map": ["cosine", "half", "interleaved", "blocks"],
+    "order": ["cos_sin", "sin_cos"],
     "act": ["none", "relu", "sigmoid", "silu", "softplus", "softmax -1", "softmax -2"],
     "run": ["forward", "backward", "backward omega"],
-    "positions": ["grid", "affine", "coords", "integer coords by sample"],
+    "positions": ["grid", "affine", "coords", "integer coords by sample", "masked coords by sample"],
     "axes": [1, 2, 3, 4],
     "dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
     "head_dim": [64, 72, 20],
     "rotary": ["all", "first", "slice"],
     "tensors": [2, 1],
     "phase": [False, True],
+    "amplitude": [False, True],
     "omega": [torch.float32, torch.float64],
     "cache": [False, True],
     "long": [False, True],
@@ -57,8 +59,10 @@ def possible(case: dict[str, Any]) -> bool:
     """Whether a (partial) case exists."""
     if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
         return False
+    if case.get("map", "cosine") != "cosine" and case.get("order", "cos_sin") != "cos_sin":
+        return False
     # The cached angles replace the positions of a grid or of coordinates shared by the batch.
-    return not (case.get("cache") and case.get("positions") == "integer coords by sample")
+    return not (case.get("cache") and "by sample" in case.get("positions", ""))
 
 
 def cases() -> list[SimpleNamespace]:
@@ -164,25 +168,28 @@ def call(case: SimpleNamespace) -> None:
         positions = Grid(shape, prefix=1, scale=0.5 if case.positions == "affine" else None)
     else:
         coords = torch.randn(*((2,) if "sample" in case.positions else ()), num_tokens - 1, case.axes)
-        positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1)
+        rotated = torch.ones(coords.shape[:-1], dtype=torch.bool) if "masked" in case.positions else None
+        positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1, rotated=rotated)
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
     width = case.head_dim if case.map == "cosine" else functional.rotary_slice(rotary, case.head_dim)[1]
     channels = width if case.map == "cosine" else width // 2
     omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
-    spec, layout, coords, affine = functional.prepare(
+    amplitude = torch.randn(heads, channels) if case.amplitude else None
+    pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
+    spec, layout, tables = functional.prepare(
         "cosine" if case.map == "cosine" else "rotate", tuple(xs), omega, positions, act, int(dim) if dim else None,
-        phase, "half" if case.map == "cosine" else case.map, rotary,
+        phase, pairs, rotary, amplitude, case.order,
     )  # fmt: skip
     if case.run == "forward":
-        launch.forward(xs, omega, phase, coords, affine, spec, layout, case.cache)
+        launch.forward(xs, omega, phase, tables, spec, layout, case.cache)
         return
     grads = [torch.randn(*x.shape[:3], spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim) for x in xs]
     theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
     need = case.run == "backward omega"
-    launch.backward(grads, xs, stats, omega, phase, coords, affine, theta, spec, layout, need, need and case.phase)
+    launch.backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need, need and case.phase)
 
 
 def findings(ptx: str) -> dict[str, Any]:

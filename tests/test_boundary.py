@@ -279,15 +279,16 @@ def test_opcheck(map, act, dim, cache, device):
     _, args = example(map, device, dtype=torch.float32, act=act, dim=dim)
     *xs, omega, phase = (a.detach() for a in args)
     grid = Grid((2, 3), prefix=1, scale=0.5)
-    spec, layout, coords, affine = prepare(map, tuple(xs), omega, grid, act, dim, phase, "half", None)
-    where = (*layout[:4], list(layout.sizes), *spec)
-    outs = torch.ops.lrpe_md.forward(xs, omega, phase, coords, affine, *where, cache)
-    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, omega, phase, coords, affine, *where, cache))
+    amplitude = None if cache else torch.rand(omega.shape[:2], device=device)
+    spec, layout, tables = prepare(map, tuple(xs), omega, grid, act, dim, phase, "half", None, amplitude)
+    where = ops.flatten(layout, spec)
+    outs = torch.ops.lrpe_md.forward(xs, omega, phase, *tables, *where, cache)
+    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, omega, phase, *tables, *where, cache))
     grads = [torch.randn_like(y) for y in outs[:2]]
     stats = outs[2:4] if dim == -2 else []
     theta = outs[-1] if cache else None
     for need in (False, True):
-        call = (grads, xs, stats, omega, phase, coords, affine, theta, *where, need, need)
+        call = (grads, xs, stats, omega, phase, *tables, theta, *where, need, need)
         torch.library.opcheck(torch.ops.lrpe_md.backward.default, call)
 
 
@@ -295,10 +296,9 @@ def test_operator_agrees_with_launcher(map, device):
     """What compilers run on a CPU (the reference) and what the interpreter runs (the kernels)."""
     _, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
     *xs, omega, phase = (a.detach() for a in args)
-    spec, layout, coords, affine = prepare(map, tuple(xs), omega, Grid((2, 3), 1), "softmax", -2, phase, "half", None)
-    where = (*layout[:4], list(layout.sizes), *spec)
-    expected = torch.ops.lrpe_md.forward(xs, omega, phase, coords, affine, *where, True)
-    found = ops.forward(xs, omega, phase, coords, affine, spec, layout, True)
+    spec, layout, tables = prepare(map, tuple(xs), omega, Grid((2, 3), 1), "softmax", -2, phase, "half", None)
+    expected = torch.ops.lrpe_md.forward(xs, omega, phase, *tables, *ops.flatten(layout, spec), True)
+    found = ops.forward(xs, omega, phase, tables, spec, layout, True)
     assert len(found) == len(expected) == 5
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()

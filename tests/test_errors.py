@@ -37,6 +37,39 @@ BAD = {
     "odd head_dim": (ValueError, r"even head_dim", lambda: lrpe_md.lrpe_rotate_md(x[..., :7], theta, shape=(3, 4))),
     "unknown act": (ValueError, r"act: .*'gelu'", lambda: cosine(x, omega=omega, positions=grid, act="gelu")),
     "unknown pairs": (ValueError, r"pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs="third")),
+    "blocks of pairs that are too few": (
+        ValueError, r"pairs: .*make 4 together, got \(1, 2\)",
+        lambda: rotate(x, omega=pairs, positions=grid, pairs=(1, 2)),
+    ),
+    "no pairs in a block": (
+        ValueError, r"pairs: .*at least one pair", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
+    ),
+    "pairs of a number": (ValueError, r"pairs: .*got 4", lambda: rotate(x, omega=pairs, positions=grid, pairs=4)),
+    "unknown order": (ValueError, r"order: .*'sin'", lambda: cosine(x, omega=omega, positions=grid, order="sin")),
+    "amplitude of another width": (
+        ValueError, r"amplitude: .*\(H or 1, 8\).*got \(1, 4\)",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(4)),
+    ),
+    "amplitude of other heads": (
+        ValueError, r"amplitude: expected 1 head or omega's 2, got 4",
+        lambda: cosine(x, omega=torch.rand(2, 8, 2), positions=grid, amplitude=torch.ones(4, 8)),
+    ),
+    "amplitude in bfloat16": (
+        TypeError, r"amplitude: expected float32 or float64",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(8, dtype=torch.bfloat16)),
+    ),
+    "amplitude of text": (
+        TypeError, r"amplitude: expected a number or a tensor, got str",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude="1"),
+    ),
+    "positions of three tensors": (
+        ValueError, r"positions: a tuple is one for q and one for k, got 3 for 2 tensors",
+        lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
+    ),
+    "a phase for k without k": (
+        ValueError, r"phase: a tuple is one for q and one for k, got 2 for 1 tensors",
+        lambda: cosine(x, omega=omega, positions=grid, phase=(None, torch.zeros(1, 8))),
+    ),
     "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),
     "unknown axis order": (ValueError, r"axis_order", lambda: axial_omega(theta, 8, 2, axis_order="xy")),
     "unknown frequencies": (ValueError, r"frequencies", lambda: CosineMd(8, 2, frequencies="random")),

@@ -117,6 +117,29 @@ def test_channels_that_are_no_power_of_two(monkeypatch, case):
     assert not violations(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(amplitude_heads=1),
+        Case("rotate", amplitude_heads=2, omega_heads=2, phase=True, suffix=2),
+        Case("rotate", amplitude_heads=2, rotary_dim=slice(2, 14)),
+        Case("rotate", head_dim=24, amplitude_heads=1, dtype=torch.float64),
+        Case(order="sin_cos", act="silu"),
+        Case(order="sin_cos", head_dim=24, grad_layout="bnhd"),
+        Case("rotate", pairs=(3, 5)),
+        Case("rotate", head_dim=48, pairs=(8, 16), layout="packed"),
+        Case("rotate", pairs=(1, 2, 3), rotary_dim=slice(2, 14), act="softmax", dim=-2, phase=True),
+        Case("rotate", pairs=(2, 6), act="softmax", dim=-1, layout="odd"),
+        Case(coords="by_sample", masked=True, phase=True, amplitude_heads=1, prefix=2, suffix=1),
+        Case("rotate", coords="shared", masked=True, phase=True, omega_heads=2),
+    ],
+    ids=str,
+)
+def test_amplitude_order_blocks_and_masks(case):
+    assert not violations(case)
+    assert not violations(case, frequencies=False)
+
+
 def test_result_keeps_memory_order():
     for layout in ("bhnd", "bnhd", "packed"):
         inputs = make_inputs(Case(layout=layout))

@@ -172,3 +172,77 @@ def test_mixed_directions():
     again = mixed_omega(8, 2, 3, base=10.0, generator=torch.Generator().manual_seed(0))
     assert torch.equal(omega, again)
     assert mixed_omega(7, 3).shape == (1, 7, 3)
+
+
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+@pytest.mark.parametrize("value", [1.5, torch.tensor(1.5), torch.linspace(1, 2, 4), torch.rand(2, 4) + 1])
+def test_amplitude_scales_tokens_of_the_grid(map, value):
+    """The whole result is scaled, but of prefix and suffix nothing."""
+    x = torch.randn(2, 2, 9, 4 if map == "cosine" else 8)
+    call, grid = {"cosine": cosine, "rotate": rotate}[map], Grid((2, 3), prefix=2, suffix=1)
+    omega = torch.rand(1, 4, 2)
+    plain = call(x, omega=omega, positions=grid)
+    scaled = call(x, omega=omega, positions=grid, amplitude=value)
+    gain = torch.as_tensor(value).broadcast_to(2, 4).repeat(1, 2)
+    torch.testing.assert_close(scaled[:, :, 2:8], plain[:, :, 2:8] * gain[:, None])
+    assert torch.equal(scaled[:, :, [0, 1, 8]], plain[:, :, [0, 1, 8]])
+
+
+def test_amplitude_of_one_is_none():
+    x, omega = torch.randn(1, 2, 6, 4), torch.rand(1, 4, 2)
+    plain = cosine(x, omega=omega, positions=Grid((2, 3)))
+    assert torch.equal(cosine(x, omega=omega, positions=Grid((2, 3)), amplitude=1.0), plain)
+
+
+def test_amplitude_gets_a_gradient_from_the_reference():
+    x, omega = torch.randn(1, 2, 6, 4, dtype=torch.float64), torch.rand(1, 4, 2, dtype=torch.float64)
+    amplitude = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: cosine(x, omega=omega, positions=Grid((2, 3)), amplitude=a), amplitude)
+
+
+def test_sine_first():
+    x, omega = torch.randn(1, 2, 6, 4), torch.rand(1, 4, 2)
+    cos, sin = cosine(x, omega=omega, positions=Grid((2, 3))).chunk(2, dim=-1)
+    found = cosine(x, omega=omega, positions=Grid((2, 3)), order="sin_cos")
+    assert torch.equal(found, torch.cat([sin, cos], dim=-1))
+
+
+def test_blocks_of_pairs_are_slices_of_their_own():
+    """Half inside each block: as if each block were a head of its own."""
+    x, omega = torch.randn(2, 3, 6, 20), torch.rand(3, 8, 2)
+    found = rotate(x, omega=omega, positions=Grid((2, 3)), pairs=(3, 5), rotary_dim=slice(2, 18))
+    blocks = [
+        rotate(x[..., 2:8], omega=omega[:, :3], positions=Grid((2, 3))),
+        rotate(x[..., 8:18], omega=omega[:, 3:], positions=Grid((2, 3))),
+    ]
+    assert torch.equal(found, torch.cat([x[..., :2], *blocks, x[..., 18:]], dim=-1))
+    one, half = (
+        rotate(x, omega=torch.rand(1, 10, 2).fill_(0.3), positions=Grid((2, 3)), pairs=p) for p in ([10], "half")
+    )
+    assert torch.equal(one, half)
+
+
+def test_positions_and_phases_of_their_own_for_q_and_k():
+    """Cross-attention: other tokens, of another number."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8)
+    omega, phase = torch.rand(2, 4, 2), torch.rand(2, 4)
+    where = Grid((2, 3)), Coordinates(torch.randn(4, 2), prefix=1)
+    found = rotate(q, k, omega=omega, positions=where, phase=(None, phase))
+    assert torch.equal(found[0], rotate(q, omega=omega, positions=where[0]))
+    assert torch.equal(found[1], rotate(k, omega=omega, positions=where[1], phase=phase))
+    both = rotate(q, q, omega=omega, positions=where[0], phase=(None, phase))
+    assert torch.equal(both[1], rotate(q, omega=omega, positions=where[0], phase=phase))
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_masked_rows_are_like_a_prefix(map, prefix):
+    x = torch.randn(2, 2, 6 + prefix, 4 if map == "cosine" else 8)
+    call, mask = {"cosine": cosine, "rotate": rotate}[map], torch.tensor([True, False, True, True, False, True])
+    coords, omega, phase = torch.randn(6, 2), torch.rand(2, 4, 2), torch.rand(2, 4)
+    options = {"omega": omega, "phase": phase, "amplitude": torch.rand(4) + 1}
+    found = call(x, positions=Coordinates(coords, prefix=prefix, rotated=mask), **options)
+    rotated = call(x, positions=Coordinates(coords, prefix=prefix), **options)
+    still = call(x, positions=Grid((1, 0), prefix=6 + prefix), **options)
+    mask = torch.cat([torch.ones(prefix, dtype=torch.bool), mask])
+    assert torch.equal(found, torch.where(mask[:, None], rotated, still))

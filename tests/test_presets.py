@@ -41,23 +41,11 @@ BATCH, HEADS = 2, 2
 
 
 def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
-    """q and k by a preset.
-
-    Three things are done around the operator here: a phase on k alone, the amplitude, and the order of the cosine
-    map's halves. With arguments for them this is one call.
-    """
-    kwargs = {"omega": p.omega if omega is None else omega, "positions": positions, "impl": impl, **p.options}
+    """q and k by a preset."""
     call = rotate if p.scheme.map == "rotate" else cosine
-    if phase is None:
-        q, k = call(q, k, **kwargs)
-    else:
-        q, k = call(q, **kwargs), call(k, phase=phase, **kwargs)
-    if p.scheme.order == "sin_cos":
-        q, k = (torch.cat(t.chunk(2, dim=-1)[::-1], dim=-1) for t in (q, k))
-    if isinstance(p.amplitude, torch.Tensor):
-        by_pair = p.amplitude.repeat(2) if p.scheme.pairs == "half" else p.amplitude.repeat_interleave(2)
-        return q * by_pair.to(q.dtype), k * by_pair.to(k.dtype)
-    return q * p.amplitude, k * p.amplitude
+    phase = None if phase is None else (None, phase)
+    omega = p.omega if omega is None else omega
+    return call(q, k, omega=omega, positions=positions, phase=phase, impl=impl, **p.options)
 
 
 def original(name):
@@ -478,7 +466,7 @@ def test_what_a_preset_says(name):
     assert p.omega.shape[1:] == (channels, scheme.frequencies.num_axes)
     assert p.omega.shape[0] == (HEADS if name in ("rope_vit_mixed", "mochi", "transnormer") else 1)
     assert p.phase == ((HEADS, channels) if scheme.phase else None)
-    assert set(p.options) == ({"act", "pairs"} if scheme.map == "rotate" else {"act"})
+    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"}
     assert p.amplitude == 1
     assert len(scheme.doc.strip().splitlines()) >= 3
     assert "arXiv" in scheme.doc or "diffusers" in scheme.doc

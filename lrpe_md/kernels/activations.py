@@ -87,10 +87,8 @@ def masked_exp(x, top, n_d, PTX: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def softmax_sequence(x, p_stat, num_stats, lo, n_d, STEP: tl.constexpr, PTX: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x̄ from the row's maximum and sum over the sequence, channels lo, lo + STEP, .."""
-    o_d = tl.arange(0, BLOCK_D)
-    p = p_stat + lo + o_d * STEP
-    top = tl.load(p, mask=o_d < n_d, other=0.0)
-    total = tl.load(p + num_stats, mask=o_d < n_d, other=1.0)
-    return exp(x - top[None, :], PTX) * reciprocal(total, PTX)[None, :]
+def softmax_sequence(x, p_stat, num_stats, o_d, m_d, PTX: tl.constexpr):
+    """x̄ from the row's maximum and sum over the sequence, for channels o_d (1, channels)."""
+    top = tl.load(p_stat + o_d, mask=m_d, other=0.0)
+    total = tl.load(p_stat + num_stats + o_d, mask=m_d, other=1.0)
+    return exp(x - top, PTX) * reciprocal(total, PTX)

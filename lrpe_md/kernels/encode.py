@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, radians
-from .tiles import apart, load, load_pairs, origin, row_at, store, store_pairs
+from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
 
@@ -20,8 +20,9 @@ from .tiles import apart, load, load_pairs, origin, row_at, store, store_pairs
 @triton.jit
 def _cosine(
     x, dy_cos, dy_sin, place, cos, sin, o_n, c0,
-    D: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr,
-    NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_C: tl.constexpr,
+    D: tl.constexpr, SIN_FIRST: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr,
+    LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x -> [x̄ cos Θ, x̄ sin Θ], or the gradients: dx̄ = dy_cos cos Θ + dy_sin sin Θ, and dΘ of each row."""
     ACC: tl.constexpr = cos.dtype
@@ -34,7 +35,8 @@ def _cosine(
             e = masked_exp(x, masked_max(x, D, BLOCK_C), D, PTX, BLOCK_C)
             x_bar = e * reciprocal(tl.sum(e, axis=1), PTX)[:, None]
         elif DIM == -2:
-            x_bar = softmax_sequence(x, p_stat, num_stats, 0, D, 1, PTX, BLOCK_C)
+            o_d = tl.arange(0, BLOCK_C)[None, :]
+            x_bar = softmax_sequence(x, p_stat, num_stats, o_d, o_d < D, PTX)
         else:
             x_bar = activate(x, ACT, PTX)
     if BACKWARD:
@@ -49,15 +51,15 @@ def _cosine(
             dx = activate_backward(x, x_bar, dx, ACT, PTX)
         store(o_row, dx, o_n, m_n, c0, 0, D, ALIGNED, LONG, BLOCK_C)
     else:
-        store(o_row, x_bar * cos, o_n, m_n, c0, 0, D, ALIGNED, LONG, BLOCK_C)
-        store(o_row, x_bar * sin, o_n, m_n, c0, D, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * cos, o_n, m_n, c0, D if SIN_FIRST else 0, D, ALIGNED, LONG, BLOCK_C)
+        store(o_row, x_bar * sin, o_n, m_n, c0, 0 if SIN_FIRST else D, D, ALIGNED, LONG, BLOCK_C)
     return dtheta
 
 
 @triton.jit
 def _rotate(
     xa, xb, ga, gb, place, cos, sin, o_n, c0,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
@@ -68,8 +70,6 @@ def _rotate(
     """
     ACC: tl.constexpr = cos.dtype
     TAIL: tl.constexpr = START + 2 * C
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1
-    B_LO: tl.constexpr = START + 1 if INTERLEAVED else START + C
     x_row, dy_row, o_row, num, p_stat, num_stats = place
     m_n = o_n < num
     dtheta = cos
@@ -104,12 +104,16 @@ def _rotate(
             if BLOCK_TAIL > 0:
                 t_bar = t_bar * scale
         elif DIM == -2:
-            a_bar = softmax_sequence(xa, p_stat, num_stats, START, C, STEP, PTX, BLOCK_C)
-            b_bar = softmax_sequence(xb, p_stat, num_stats, B_LO, C, STEP, PTX, BLOCK_C)
+            o_a, o_b = pair_channels(origin(), START, C, INTERLEAVED, SECTIONS, BLOCK_C)
+            m_c = tl.arange(0, BLOCK_C)[None, :] < C
+            a_bar = softmax_sequence(xa, p_stat, num_stats, o_a, m_c, PTX)
+            b_bar = softmax_sequence(xb, p_stat, num_stats, o_b, m_c, PTX)
             if BLOCK_HEAD > 0:
-                h_bar = softmax_sequence(xh, p_stat, num_stats, 0, START, 1, PTX, BLOCK_HEAD)
+                o_h = tl.arange(0, BLOCK_HEAD)[None, :]
+                h_bar = softmax_sequence(xh, p_stat, num_stats, o_h, o_h < START, PTX)
             if BLOCK_TAIL > 0:
-                t_bar = softmax_sequence(xt, p_stat, num_stats, TAIL, D - TAIL, 1, PTX, BLOCK_TAIL)
+                o_t = TAIL + tl.arange(0, BLOCK_TAIL)[None, :]
+                t_bar = softmax_sequence(xt, p_stat, num_stats, o_t, o_t < D, PTX)
         else:
             a_bar = activate(xa, ACT, PTX)
             b_bar = activate(xb, ACT, PTX)
@@ -155,7 +159,7 @@ def _rotate(
             h = h_bar
         if BLOCK_TAIL > 0:
             t = t_bar
-    store_pairs(o_row, a, b, o_n, m_n, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_N, BLOCK_C)
+    store_pairs(o_row, a, b, o_n, m_n, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_N, BLOCK_C)
     if BLOCK_HEAD > 0:
         store(o_row, h, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD)
     if BLOCK_TAIL > 0:
@@ -180,7 +184,8 @@ def _row(r, r_hi, sample, g, heads):
 @triton.jit
 def _fetch(
     x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n, c0,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, SIN_FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr,
     LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -200,14 +205,14 @@ def _fetch(
                 xa = load(x_row, o_n, o_n < num, c0, 0, D, ALIGNED, LONG, BLOCK_C)
                 xb = xa
             else:
-                xa, xb = load_pairs(x_row, o_n, o_n < num, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                xa, xb = load_pairs(x_row, o_n, o_n < num, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_C)
         if BACKWARD:
             dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
             if COSINE:
-                ga = load(dy_row, o_n, o_n < num, c0, 0, D, ALIGNED, LONG, BLOCK_C)
-                gb = load(dy_row, o_n, o_n < num, c0, D, D, ALIGNED, LONG, BLOCK_C)
+                ga = load(dy_row, o_n, o_n < num, c0, D if SIN_FIRST else 0, D, ALIGNED, LONG, BLOCK_C)
+                gb = load(dy_row, o_n, o_n < num, c0, 0 if SIN_FIRST else D, D, ALIGNED, LONG, BLOCK_C)
             else:
-                ga, gb = load_pairs(dy_row, o_n, o_n < num, c0, START, C, INTERLEAVED, ALIGNED, LONG, BLOCK_C)
+                ga, gb = load_pairs(dy_row, o_n, o_n < num, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_C)
         if not LOAD_X:
             x_row, xa, xb = dy_row, ga, gb
         if not BACKWARD:
@@ -226,21 +231,29 @@ def _fetch(
 
 @triton.jit
 def _angles(
-    omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, first_index, num_grid, o_n, o_c, grid,
-    C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
+    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid, o_n,
+    o_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
     m_n = n0 + o_n < N
     o_g = n0 + o_n + first_index
     m_g = m_n & (o_g >= 0) & (o_g < num_grid)
     o_g = tl.where(m_g, o_g, 0)
+    if p_rotated is not None:
+        m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
         omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, o_c < C, grid,
         C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
+    if p_amplitude is not None:
+        amplitude = tl.load(p_amplitude + o_c, mask=o_c < C, other=0).to(cos.dtype)
+        gain = tl.where(m_g[:, None], amplitude if FLAT else amplitude[None, :], 1.0)
+        cos *= gain
+        sin *= gain
     if STORE_THETA:
         if slot == 0:
             m_theta = m_n[:, None] & (o_c < C)
@@ -251,7 +264,8 @@ def _angles(
 @triton.jit
 def _map(
     fetched, cos, sin, o_n, c0, dtheta,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, SIN_FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
@@ -262,12 +276,12 @@ def _map(
         if COSINE:
             row_dtheta = _cosine(
                 xa, ga, gb, place, cos, sin, o_n, c0,
-                D, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX, BLOCK_C,
+                D, SIN_FIRST, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX, BLOCK_C,
             )  # fmt: skip
         else:
             row_dtheta = _rotate(
                 xa, xb, ga, gb, place, cos, sin, o_n, c0,
-                D, C, START, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
+                D, C, START, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
         if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
@@ -294,14 +308,14 @@ def _weights(
 
 _POINTERS = [
     "p_x0", "p_dy0", "p_o0", "p_stat0", "p_x1", "p_dy1", "p_o1", "p_stat1",
-    "p_omega", "p_phase", "p_coords", "p_affine", "p_theta", "p_partial",
+    "p_omega", "p_phase", "p_coords", "p_affine", "p_rotated", "p_amplitude", "p_theta", "p_partial",
 ]  # fmt: skip
 _STRIDES = [
     f"{name}{i}_{axis}" for i in (0, 1) for name, axes in (("x", "bhnd"), ("dy", "bhnd"), ("o", "bhn")) for axis in axes
 ]
 _SIZES = [
-    "coords_b", "omega_h", "phase_h", "B", "H0", "H1", "N", "prefix", "num_grid", "start", "n1", "n2", "n3",
-    "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
+    "coords_b", "omega_h", "phase_h", "amplitude_h", "rotated_b", "B", "H0", "H1", "N", "prefix", "num_grid", "start",
+    "n1", "n2", "n3", "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
     "num_blocks", "tokens_first", "first", "second", "G", "M", "P", "span", "per", "group0", "group1",
     "magic_first", "magic_second", "magic_g", "magic_p", "magic_h",
     "shift_first", "shift_second", "shift_g", "shift_p", "shift_h",
@@ -311,20 +325,21 @@ _SIZES = [
 @triton.jit(do_not_specialize=_STRIDES + _SIZES, do_not_specialize_on_alignment=_POINTERS)
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_affine, p_theta, p_partial,
+    p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64",
     o0_b: "i64", o0_h: "i64", o0_n: "i64",
     x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64", dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64",
     o1_b: "i64", o1_h: "i64", o1_n: "i64",
-    coords_b: "i64", omega_h: "i32", phase_h: "i32", B: "i32", H0: "i32", H1: "i32", N: "i32", prefix: "i32",
-    num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
+    coords_b: "i64", omega_h: "i32", phase_h: "i32", amplitude_h: "i32", rotated_b: "i64", B: "i32", H0: "i32",
+    H1: "i32", N: "i32", prefix: "i32", num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
     magic1: "u32", magic2: "u32", magic3: "u32", shift1: "i32", shift2: "i32", shift3: "i32",
     num_blocks: "i32", tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", P: "i32",
     span: "i32", per: "i32", group0: "i32", group1: "i32",
     magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_p: "u32", magic_h: "u32",
     shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
-    COSINE: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
+    COSINE: tl.constexpr, SIN_FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SECTIONS: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
     BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
@@ -340,6 +355,7 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
+    rotated (.., num_grid) bytes, amplitude (G or 1, C),
     FLAT: not 0 where channels are no power of two and none are to be summed: the number of blocks of BLOCK_C channels,
     and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
 
@@ -364,6 +380,8 @@ def lrpe_kernel(
         sample = divide(outer, magic_p, shift_p)
         outer -= sample * P
         p_coords += sample.to(tl.int64) * coords_b
+        if p_rotated is not None:
+            p_rotated += sample.to(tl.int64) * rotated_b
     part += outer * M
     r_lo = part * per
     r_hi = tl.minimum(r_lo + per, span)
@@ -378,6 +396,8 @@ def lrpe_kernel(
     p_omega += g * omega_h
     if p_phase is not None:
         p_phase += g * phase_h
+    if p_amplitude is not None:
+        p_amplitude += g * amplitude_h
     o_n = tl.arange(0, BLOCK_N)
     n0 = t * BLOCK_N
     c0 = origin()
@@ -392,17 +412,19 @@ def lrpe_kernel(
     if not NEED_DTHETA:
         fetched = _fetch(
             x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-            D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+            D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
+            BLOCK_R, BLOCK_C,
         )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
         cos, sin, _, _ = _angles(
-            omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, start - prefix, num_grid, o_n, o_c, grid,
-            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
+            num_grid, o_n, o_c, grid,
+            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
         _map(
             fetched, cos, sin, o_n, c0, cos,
-            D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
-            BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED,
+            LONG, PTX, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
         )  # fmt: skip
     else:
         J: tl.constexpr = K if p_phase is None else K + 1
@@ -413,19 +435,21 @@ def lrpe_kernel(
         for block in range(t, num_blocks, T):
             n0 = block * BLOCK_N
             cos, sin, o_g, m_g = _angles(
-                omega, p_phase, p_coords, p_affine, p_theta, g, slot, n0, N, start - prefix, num_grid, o_n, o_c, grid,
-                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
+                num_grid, o_n, o_c, grid,
+                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             for r0 in range(r_lo, r_hi, BLOCK_R):
                 fetched = _fetch(
                     x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-                    D, C, START, COSINE, INTERLEAVED, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG, BLOCK_R, BLOCK_C,
+                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
+                    BLOCK_R, BLOCK_C,
                 )  # fmt: skip
                 dtheta = _map(
                     fetched, cos, sin, o_n, c0, dtheta,
-                    D, C, START, COSINE, INTERLEAVED, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
-                    BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
+                    ALIGNED, LONG, PTX, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
             dtheta = tl.where(m_g[:, None], dtheta, 0.0)
             weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)

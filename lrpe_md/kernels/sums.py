@@ -95,11 +95,11 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dot += tl.sum(softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, PTX, BLOCK_D) * g, axis=0)
+            dot += tl.sum(softmax_sequence(x, p_stat, num_stats, o_d[None, :], m_d[None, :], PTX) * g, axis=0)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
-            dx = softmax_sequence(x, p_stat, num_stats, 0, D - lo, 1, PTX, BLOCK_D) * (g - dot[None, :])
+            dx = softmax_sequence(x, p_stat, num_stats, o_d[None, :], m_d[None, :], PTX) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
             store(out, dx, o_n, n0 + o_n < N, origin(), lo, D - lo, ALIGNED, LONG, BLOCK_D)
     else:

@@ -58,29 +58,64 @@ def origin():
 
 
 @triton.jit
+def load_at(row, o_n, m_n, o_d, m_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    """Channels o_d (1 or tokens, channels) of a block of tokens."""
+    return tl.load(_pointers(row, o_n, o_d, ALIGNED, LONG), mask=m_n[:, None] & m_d, other=0.0)
+
+
+@triton.jit
+def store_at(row, value, o_n, m_n, o_d, m_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    tl.store(_pointers(row, o_n, o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=m_n[:, None] & m_d)
+
+
+@triton.jit
 def load(row, o_n, m_n, c0, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
     """Of a block of tokens channels c0 .. c0 + BLOCK_D of the n_d that begin at lo; c0 (1 or tokens, 1)."""
     o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
-    mask = m_n[:, None] & (o_d < n_d)
-    return tl.load(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), mask=mask, other=0.0)
+    return load_at(row, o_n, m_n, lo + o_d, o_d < n_d, ALIGNED, LONG)
 
 
 @triton.jit
 def store(row, value, o_n, m_n, c0, lo, n_d, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
-    mask = m_n[:, None] & (o_d < n_d)
-    tl.store(_pointers(row, o_n, lo + o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=mask)
+    store_at(row, value, o_n, m_n, lo + o_d, o_d < n_d, ALIGNED, LONG)
+
+
+@triton.jit
+def pair_channels(c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Both channels of pairs c0 .. c0 + BLOCK_C: side by side, C apart, or half a block of SECTIONS apart."""
+    o_c = c0 + tl.arange(0, BLOCK_C)[None, :]
+    if INTERLEAVED:
+        a = lo + 2 * o_c
+        return a, a + 1
+    elif len(SECTIONS) > 0:
+        before = o_c * 0
+        size = o_c * 0 + SECTIONS[0]
+        begin = 0
+        for i in tl.static_range(len(SECTIONS) - 1):
+            begin += SECTIONS[i]
+            before = tl.where(o_c >= begin, begin, before)
+            size = tl.where(o_c >= begin, SECTIONS[i + 1], size)
+        a = lo + before + o_c
+        return a, a + size
+    else:
+        return lo + o_c, lo + C + o_c
 
 
 @triton.jit
 def load_pairs(
-    row, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    row, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Both channels of each pair; interleaved ones still side by side, twice: see :func:`apart`."""
     if INTERLEAVED:
         x1 = load(row, o_n, m_n, 2 * c0, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
         x2 = x1
+    elif len(SECTIONS) > 0:
+        a, b = pair_channels(c0, lo, C, INTERLEAVED, SECTIONS, BLOCK_C)
+        m_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        x1 = load_at(row, o_n, m_n, a, m_c, ALIGNED, LONG)
+        x2 = load_at(row, o_n, m_n, b, m_c, ALIGNED, LONG)
     else:
         x1 = load(row, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
         x2 = load(row, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
@@ -98,12 +133,17 @@ def apart(x1, x2, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 
 @triton.jit
 def store_pairs(
-    row, x1, x2, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    row, x1, x2, o_n, m_n, c0, lo, C: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
+    ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
         x = tl.reshape(tl.join(x1, x2), [BLOCK_N, 2 * BLOCK_C])
         store(row, x, o_n, m_n, 2 * c0, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
+    elif len(SECTIONS) > 0:
+        a, b = pair_channels(c0, lo, C, INTERLEAVED, SECTIONS, BLOCK_C)
+        m_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        store_at(row, x1, o_n, m_n, a, m_c, ALIGNED, LONG)
+        store_at(row, x2, o_n, m_n, b, m_c, ALIGNED, LONG)
     else:
         store(row, x1, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
         store(row, x2, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
