@@ -158,11 +158,10 @@ def encode(
     order: str = "cos_sin",
 ) -> Any:
     """:func:`cosine` and :func:`rotate`, and what the modules call."""
-    if type(positions) is tuple or type(phase) is tuple:
+    if type(phase) is tuple or (type(positions) is tuple and isinstance(positions[0], (Grid, Coordinates, Tensor))):
         each = zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True)
-        options = act, dim
         return tuple(
-            encode(map, (x,), omega, where, *options, phi, pairs, rotary_dim, impl, amplitude, order)
+            encode(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, impl, amplitude, order)
             for where, phi, x in each
         )
     direct = ops.is_direct(*xs, omega, phase)
