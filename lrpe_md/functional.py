@@ -424,7 +424,7 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tables):
         if asked:
             raise ValueError(
-                "positions, amplitude: the kernels give no gradient to coords, scale, shift or amplitude; use "
+                "positions, amplitude: the kernels give no gradient to amplitude, coords, scale or shift; use "
                 "impl='auto' or detach them"
             )
         return False

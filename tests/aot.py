@@ -34,7 +34,7 @@ TARGETS = {
 }
 DTYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 AXES: dict[str, list[Any]] = {
     "map": ["cosine", "half", "interleaved", "blocks"],
@@ -59,7 +59,7 @@ def possible(case: dict[str, Any]) -> bool:
     """Whether a (partial) case exists."""
     if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
         return False
-    if case.get("map", "cosine") != "cosine" and case.get("order", "cos_sin") != "cos_sin":
+    if case.get("order") == "sin_cos" and (case.get("map", "cosine") != "cosine" or case.get("rotary", "all") != "all"):
         return False
     # The cached angles replace the positions of a grid or of coordinates shared by the batch.
     return not (case.get("cache") and "by sample" in case.get("positions", ""))
