@@ -60,7 +60,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
         if library in sys.modules:
             steps += import_module(LIBRARIES[library], __name__).plan(model, impl)
     if not steps:
-        names = "; ".join(import_module(path, __name__).NAMES for name, path in LIBRARIES.items() if name in sys.modules)
+        names = "; ".join(
+            import_module(path, __name__).NAMES for name, path in LIBRARIES.items() if name in sys.modules
+        )
         raise TypeError(
             f"model: expected one with a rotary encoding of {names or 'timm, diffusers or transformers'}, "
             f"got {type(model).__module__}.{type(model).__qualname__}"
@@ -73,5 +75,3 @@ def restore_rotary(model: Model) -> Model:
     """Take back :func:`adapt_rotary`, in place; a model that is not adapted stays as it is."""
     restore(model)
     return model
-
-

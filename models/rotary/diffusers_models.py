@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import (
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, Grid, Preset, preset
+from lrpe_md import Coordinates, Preset, preset
 from lrpe_md.functional import Impl
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
@@ -102,7 +102,8 @@ class LrpeFluxAttnProcessor(_Processor, FluxAttnProcessor):
         image_rotary_emb: Any = None,
     ) -> Any:
         if not isinstance(image_rotary_emb, Rotary):
-            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            text: Any = encoder_hidden_states
+            return super().__call__(attn, hidden_states, text, attention_mask, image_rotary_emb)
         q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, hidden_states, OWN))
         q, k = attn.norm_q(q), attn.norm_k(k)
         if encoder_hidden_states is not None:  # text, in front

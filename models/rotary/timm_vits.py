@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from timm.layers import AttentionRope
+from timm.layers.attention import AttentionRope
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 from timm.models.eva import Eva, EvaAttention
 from torch import Tensor, nn

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,15 +40,16 @@ class _Rope(Adapted):
 
 class _Text(_Rope):
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Rotary, None]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (3, B, N), or (B, N) for text alone."""
         coords = position_ids.expand(3, -1, -1).permute(1, 2, 0)
+        # One sample's positions hold for a whole batch.
         return self.rotation.at(Coordinates(coords[0] if coords.shape[0] == 1 else coords)), None
 
 
 class _Vision(_Rope):
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Rotary, None]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (N, 2)."""
         return self.rotation.at(Coordinates(position_ids)), None
 
@@ -84,6 +86,19 @@ class LrpeQwen3VLMoeVisionRotaryEmbedding(_Vision, qwen3_vl_moe.Qwen3VLMoeVision
     pass
 
 
+class LrpeQwen2_5_VisionTransformer(Adapted, qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel):
+    """It brings patches, and with them cos and sin, in the order of its windows."""
+
+    def permute_input_for_window_attn(self, input_tensor: Any, window_index: Tensor, seq_len: int) -> Any:
+        if input_tensor is None:
+            return None
+        if not isinstance(input_tensor, Rotary):
+            return super().permute_input_for_window_attn(input_tensor, window_index, seq_len)
+        positions: Any = input_tensor.positions
+        coords = super().permute_input_for_window_attn(positions.coords, window_index, seq_len)
+        return replace(input_tensor, positions=replace(positions, coords=coords))
+
+
 ROPES: dict[type, tuple[type, str]] = {
     cls.__bases__[-1]: (cls, name)
     for name, classes in {
@@ -115,19 +130,20 @@ FUNCTIONS = {"apply_rotary_pos_emb": _text, "apply_rotary_pos_emb_vision": _visi
 
 
 def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
 
-    apply_rotary.lrpe_original = original  # pyright: ignore[reportFunctionMemberAccess]
-    return apply_rotary
+    return functools.wraps(original)(apply_rotary)
+
+
+_exchanged: set[tuple[Any, str]] = set()
 
 
 def _install(module: Any) -> None:
     for name, ours in FUNCTIONS.items():
-        original = getattr(module, name)
-        if not hasattr(original, "lrpe_original"):
-            setattr(module, name, _dispatch(original, ours))
+        if (module, name) not in _exchanged:
+            _exchanged.add((module, name))
+            setattr(module, name, _dispatch(getattr(module, name), ours))
 
 
 # --- the exchange ----------------------------------------------------------------------------------------------
@@ -136,11 +152,13 @@ def _install(module: Any) -> None:
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
     """The exchanges that put our encoding into the known rotary modules of ``model``."""
     steps: list[Step] = []
-    for path, rope in parts(model).items():
-        if type(rope) in ROPES:
-            cls, name = ROPES[type(rope)]
-            rotation = PresetRotate(_chosen(path, rope, name), device=rope.inv_freq.device, impl=impl)
-            steps.append(Step(rope, cls, {"rotation": rotation}))
+    for path, part in parts(model).items():
+        if type(part) in ROPES:
+            cls, name = ROPES[type(part)]
+            rotation = PresetRotate(_chosen(path, part, name), device=part.inv_freq.device, impl=impl)
+            steps.append(Step(part, cls, {"rotation": rotation}))
+        elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
+            steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
     for step in steps:
         _install(sys.modules[type(step.part).__module__])
     return steps
