@@ -457,7 +457,8 @@ def _attentions(model: Any) -> list[Any]:
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families bring a forward of their own)"
+            "(subclasses and other families bring a forward of their own; models.rotary.adapt_rotary takes those with "
+            "a rotary encoding)"
         )
     found: list[Attention] = []
     for i, block in enumerate(model.blocks):

@@ -10,7 +10,6 @@ It lives here and not in ``lrpe_md``, which imports none of these libraries: wha
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -24,7 +23,11 @@ __all__ = ["PresetRotate", "Rotary", "adapt_rotary", "restore_rotary"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-LIBRARIES = {"timm": ".timm_vits", "diffusers": ".diffusers_models", "transformers": ".transformers_models"}
+LIBRARIES = {  # the adapter of each, and what it takes
+    "timm": (".timm_vits", "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
+    "diffusers": (".diffusers_models", "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "transformers": (".transformers_models", "transformers' Qwen2-VL, Qwen2.5-VL and Qwen3-VL"),
+}
 
 
 def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
@@ -43,8 +46,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
         impl: see :func:`lrpe_md.rotate`.
 
     The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
-    16-bit model's outputs differ by that rounding. Random positions in training (timm's ``rope_*_coords``) are drawn
-    as in timm, but from a generator of the encoding's own.
+    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``, and don't load an adapter that
+    exchanges attention processors (diffusers' IP adapters) afterwards. Random positions in training (timm's
+    ``rope_*_coords``) are drawn as in timm, but from a generator of the encoding's own.
 
     Raises:
         TypeError: not a model, or none of its parts is known.
@@ -55,16 +59,15 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     restore(model)  # what was adapted fits
+    libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
     steps: list[Any] = []
-    for library in LIBRARIES:
-        if library in sys.modules:
-            steps += import_module(LIBRARIES[library], __name__).plan(model, impl)
+    for library, (adapter, _) in LIBRARIES.items():
+        if library in libraries:
+            steps += import_module(adapter, __name__).plan(model, impl)
     if not steps:
-        names = "; ".join(
-            import_module(path, __name__).NAMES for name, path in LIBRARIES.items() if name in sys.modules
-        )
+        names = "; ".join(names for _, names in LIBRARIES.values())
         raise TypeError(
-            f"model: expected one with a rotary encoding of {names or 'timm, diffusers or transformers'}, "
+            f"model: expected one with a rotary encoding of {names}, "
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)

@@ -25,9 +25,7 @@ from lrpe_md.functional import Impl
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
 
-__all__ = ["NAMES", "plan"]
-
-NAMES = "diffusers' FLUX.1, Wan and HunyuanVideo transformers"
+__all__ = ["plan"]
 
 
 # --- rotary modules ------------------------------------------------------------------------------------------

@@ -21,9 +21,7 @@ from models.vit import attend
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
 
-__all__ = ["NAMES", "plan"]
-
-NAMES = "timm's Eva (EVA-02, RoPE-ViT axial and mixed, DINOv3, Perception Encoder)"
+__all__ = ["plan"]
 
 
 class _Rope(Adapted):

@@ -25,9 +25,7 @@ from lrpe_md.functional import Impl
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
 
-__all__ = ["NAMES", "plan"]
-
-NAMES = "transformers' Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+__all__ = ["plan"]
 
 
 # --- rotary modules ------------------------------------------------------------------------------------------
