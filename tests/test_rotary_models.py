@@ -62,7 +62,7 @@ def gradients(model, call, x, seed=None):
         torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     y = call(model, x)
-    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)) / y.numel() ** 0.5
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y) / y.numel() ** 0.5
     wanted = {"x": x, **dict(model.named_parameters())}
     found = torch.autograd.grad((y * direction).sum(), list(wanted.values()), allow_unused=True)
     return y.detach(), {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
@@ -115,8 +115,12 @@ VITS = {  # model, its own arguments
     "dinov3 with qkv bias": ("vit_small_patch16_dinov3_qkvb", {}),
     "perception encoder": ("vit_pe_core_tiny_patch16_384", {}),
     "registers": ("vit_medium_patch16_rope_reg1_gap_256", {}),
-    "grouped queries": ("vit_small_patch16_dinov3", {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 1}),
-    "post norm, gate": ("eva02_tiny_patch14_224", {"use_post_norm": True, "scale_attn_inner": True}),
+    "grouped queries": (
+        "vit_small_patch16_dinov3",
+        {"attn_type": "rope", "qkv_fused": False, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128},
+    ),
+    "post norm": ("eva02_tiny_patch14_224", {"use_post_norm": True, "scale_attn_inner": True}),
+    "gate": ("eva02_tiny_patch14_224", {}),
     "shorter side": ("vit_small_patch16_dinov3", {"rope_grid_indexing": "xy", "rope_grid_offset": 0.25}),
 }
 
@@ -125,6 +129,9 @@ def timm_vit(name="axial", **kwargs):
     model, own = VITS[name]
     size = {"img_size": (16 * 5, 16 * 3) if "patch14" not in model else (14 * 5, 14 * 3)}
     vit = library("timm").create_model(model, **{**TINY, **size, **own, **kwargs})
+    if name == "gate":  # an argument of the blocks that Eva does not pass on
+        for block in vit.blocks:
+            block.attn.gate = nn.Linear(64, 64)
     if name == "shorter side":
         vit.rope.normalize_coords = "min"
         if vit.rope.feat_shape is not None:
@@ -233,6 +240,10 @@ def test_casts(name):
     adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
     expected = adapted.double()(x.double())
     torch.testing.assert_close(expected, vit(x).double(), rtol=0, atol=BOUND)
+    for dtype in (torch.float64, torch.bfloat16):
+        cast = copy.deepcopy(adapted).to(dtype)
+        cast(x.to(dtype)).square().sum().backward()
+        assert all(p.grad is not None for p in cast.parameters())
     half = adapted.bfloat16()
     assert all(m.omega.dtype == torch.float64 for m in half.modules() if isinstance(m, PresetRotate))
     found = half(x.bfloat16())
@@ -267,6 +278,16 @@ def test_timm_compiles():
     expected = vit(x)
     compiled = torch.compile(adapt_rotary(vit), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected, rtol=0, atol=BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3"])
+def test_timm_on_a_gpu(name):
+    vit = timm_vit(name, patch_drop_rate=0.4).cuda()
+    adapted, x = adapt_rotary(copy.deepcopy(vit), impl="triton"), image(vit).cuda()
+    same(vit, adapted, logits, x)
+    same(vit.train(), adapted.train(), logits, x, seed=3)
+    assert all(m.omega.is_cuda for m in adapted.modules() if isinstance(m, PresetRotate))
 
 
 # --- diffusers -------------------------------------------------------------------------------------------------
@@ -448,7 +469,7 @@ QWENS = {  # model, text and vision configuration, rotary parameters, calls of r
     "Qwen3VLMoe": (
         "Qwen3VLMoe",
         {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
-        QWEN3, {"mrope_section": [4, 2, 2], "rope_theta": 5e6}, 3,
+        QWEN3, {"mrope_section": [4, 2, 2], "rope_theta": 1e4}, 3,
     ),
 }  # fmt: skip
 
