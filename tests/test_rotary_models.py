@@ -129,8 +129,9 @@ def timm_vit(name="axial", **kwargs):
     model, own = VITS[name]
     size = {"img_size": (16 * 5, 16 * 3) if "patch14" not in model else (14 * 5, 14 * 3)}
     vit = library("timm").create_model(model, **{**TINY, **size, **own, **kwargs})
-    if name == "gate":  # an argument of the blocks that Eva does not pass on
+    if name == "gate":  # and another argument of the attentions that Eva does not pass on
         for block in vit.blocks:
+            block.attn.qkv_bias_separate = True
             block.attn.gate = nn.Linear(64, 64)
     if name == "shorter side":
         vit.rope.normalize_coords = "min"
