@@ -107,6 +107,19 @@ def softmax_attention(
         )
 
 
+def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Softmax attention of q, k, v (B, H, N, ..) as one of timm's attentions has it: fused or not, with its dropout."""
+    if attn.fused_attn:
+        dropout_p = attn.attn_drop.p if attn.training else 0.0
+        return softmax_attention(
+            q, k, v, scale=attn.scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
+        )
+    # timm.layers.set_fused_attn(False): for export and for hooks on the weights.
+    weights = (q * attn.scale) @ k.mT
+    weights = maybe_add_mask(weights, resolve_self_attn_mask(q.shape[-2], weights, attn_mask, is_causal))
+    return attn.attn_drop(weights.softmax(dim=-1)) @ v
+
+
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -200,22 +213,11 @@ class LrpeAttention(Attention):
                 if is_causal:
                     _check_causal(encoding)
                 q, k = encoding(q, k, positions=positions)
-            x = self._softmax(q, k, v, mask, is_causal)
+            x = attend(self, q, k, v, mask, is_causal)
         x = self.norm(rearrange(x, "b h n d -> b n (h d)"))
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
-
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        if self.fused_attn:
-            dropout_p = self.attn_drop.p if self.training else 0.0
-            return softmax_attention(
-                q, k, v, scale=self.scale, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p
-            )
-        # timm.layers.set_fused_attn(False): for export and for hooks on the weights.
-        weights = (q * self.scale) @ k.mT
-        weights = maybe_add_mask(weights, resolve_self_attn_mask(q.shape[-2], weights, mask, is_causal))
-        return self.attn_drop(weights.softmax(dim=-1)) @ v
 
     def extra_repr(self) -> str:
         return f"attention={self.attention!r}" + (
@@ -455,7 +457,8 @@ def _attentions(model: Any) -> list[Any]:
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families bring a forward of their own)"
+            "(subclasses and other families bring a forward of their own; models.rotary.adapt_rotary takes those with "
+            "a rotary encoding)"
         )
     found: list[Attention] = []
     for i, block in enumerate(model.blocks):

@@ -1,0 +1,131 @@
+"""What the adapters of all libraries share: the encoding that travels through a model, and how parts are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_md import Coordinates, Grid, Preset, RotateMd, rotate
+from lrpe_md.functional import Impl, Pairs
+
+__all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "parts", "restore"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """What a model hands to its attentions where it handed cos and sin: frequencies and positions.
+
+    Called with q and k (B, H, N, D); see :func:`lrpe_md.rotate`. ``amplitude`` is a factor of both.
+    """
+
+    omega: Tensor
+    positions: Grid | Coordinates
+    pairs: Pairs
+    amplitude: float = 1.0
+    impl: Impl = "auto"
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = rotate(q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, impl=self.impl)
+        return (q, k) if self.amplitude == 1 else (q * self.amplitude, k * self.amplitude)
+
+    def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for q and k (B, N, H, D)."""
+        q, k = self(q.transpose(1, 2), k.transpose(1, 2))
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    def behind(self, num_tokens: int) -> Rotary:
+        """With so many unrotated tokens more at the end: text behind a video."""
+        return replace(self, positions=replace(self.positions, suffix=self.positions.suffix + num_tokens))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Rotary:
+        """On another device: accelerate asks for it where a model is spread over several."""
+        positions = self.positions if isinstance(self.positions, Grid) else self.positions.to(device)
+        return replace(self, omega=self.omega.to(device, non_blocking=non_blocking), positions=positions)
+
+
+class PresetRotate(RotateMd):
+    """:class:`lrpe_md.RotateMd` with the fixed frequencies of a preset, float64 whatever the model is cast to.
+
+    Args:
+        preset: on the CPU; its amplitude must be one number.
+        omega: instead of the preset's, (1, C, K).
+        pairs: instead of the preset's.
+        device: of the frequencies.
+        impl: see :func:`lrpe_md.rotate`.
+    """
+
+    def __init__(
+        self,
+        preset: Preset,
+        *,
+        omega: Tensor | None = None,
+        pairs: Pairs | None = None,
+        device: torch.device | str | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        # Plain attributes, that no cast reaches; the parent asks for them while it is built.
+        self.preset, self.fixed = preset, preset.omega if omega is None else omega
+        assert isinstance(preset.amplitude, float)
+        super().__init__(
+            preset.head_dim, preset.num_axes, pairs=pairs or preset.scheme.pairs, device=device, impl=impl,
+            dtype=torch.float64,
+        )  # fmt: skip
+
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        return self.fixed.to(device or torch.get_default_device(), self.dtype, copy=True)
+
+    def at(self, positions: Grid | Coordinates) -> Rotary:
+        amplitude: Any = self.preset.amplitude
+        return Rotary(self.get_omega(), positions, self.pairs, amplitude, self.impl)
+
+    def extra_repr(self) -> str:
+        return f"preset={self.preset.name!r}, head_dim={self.head_dim}, pairs={self.pairs!r}"
+
+
+class Adapted:
+    """A part of a library's model with our encoding: the class that it had comes last among the bases.
+
+    Only the class of an object changes, so that parameters, their names, hooks and optimizers stay as they are.
+    """
+
+    extras: ClassVar[Sequence[str]] = ()  # attributes that adapting adds
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange: an object gets a class, and attributes."""
+
+    part: Any
+    cls: type
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def parts(model: nn.Module) -> dict[str, Any]:
+    """All modules by name, and the attention processors that some of them have."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = module
+        processor = getattr(module, "processor", None)
+        if processor is not None:
+            found[f"{name}.processor".lstrip(".")] = processor
+    return found
+
+
+def apply(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step.part.__class__ = step.cls
+        for name, value in step.attributes.items():
+            setattr(step.part, name, value)
+
+
+def restore(model: nn.Module) -> None:
+    for part in parts(model).values():
+        if isinstance(part, Adapted):
+            for name in type(part).extras:
+                if hasattr(part, name):
+                    delattr(part, name)
+            part.__class__ = type(part).__bases__[-1]

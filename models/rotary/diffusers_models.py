@@ -1,0 +1,232 @@
+"""diffusers' transformers: FLUX.1, Wan, HunyuanVideo, and what is made of the same parts (ControlNets, VACE).
+
+The rotary module gives positions where it gave cos and sin, and the attention processors encode q and k with them.
+Source: diffusers 0.42, ``diffusers/models/transformers/transformer_{flux,wan,hunyuan_video}.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxPosEmbed
+from diffusers.models.transformers.transformer_hunyuan_video import (
+    HunyuanVideoAttnProcessor2_0,
+    HunyuanVideoRotaryPosEmbed,
+)
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
+from torch import Tensor, nn
+
+from lrpe_md import Coordinates, Preset, preset
+from lrpe_md.functional import Impl
+
+from .common import Adapted, PresetRotate, Rotary, Step, parts
+
+__all__ = ["plan"]
+
+
+# --- rotary modules ------------------------------------------------------------------------------------------
+
+
+class _Rope(Adapted):
+    extras = ("rotation",)
+    rotation: PresetRotate
+
+    def _at(self, *segments: Any) -> Rotary:
+        return self.rotation.at(self.rotation.preset.positions(*segments))
+
+
+class LrpeFluxPosEmbed(_Rope, FluxPosEmbed):
+    def forward(self, ids: Tensor) -> Any:
+        """ids (N, 3), text and image as the pipeline places them."""
+        return self.rotation.at(Coordinates(ids))
+
+
+class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):
+    def forward(self, hidden_states: Tensor) -> Any:
+        """hidden_states (B, C, T, H, W)."""
+        sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
+        return self._at(tuple(size // patch for size, patch in sizes))
+
+
+class LrpeHunyuanVideoRotaryPosEmbed(_Rope, HunyuanVideoRotaryPosEmbed):
+    def forward(self, hidden_states: Tensor) -> Any:
+        """hidden_states (B, C, T, H, W)."""
+        frames, height, width = hidden_states.shape[2:]
+        return self._at((frames // self.patch_size_t, height // self.patch_size, width // self.patch_size))
+
+
+# --- attention processors, as diffusers calls them -------------------------------------------------------------
+
+
+class _Processor(Adapted):
+    """Called with anything else than a :class:`Rotary`, they are diffusers' own."""
+
+    _attention_backend: Any
+    _parallel_config: Any
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+        """Attention of (B, N, H, D) on the backend that the user chose → (B, N, H D)."""
+        if self._parallel_config is not None:
+            raise ValueError(
+                "parallel_config: expected none, a split sequence has other positions than its rank's grid says; use "
+                "restore_rotary(model) before enable_parallelism"
+            )
+        out = dispatch_attention_fn(q, k, v, attn_mask=attn_mask, backend=self._attention_backend)
+        return out.flatten(2, 3).to(q.dtype)
+
+
+def _qkv(attn: Any, x: Tensor, names: tuple[str, str, str, str]) -> tuple[Tensor, ...]:
+    """q, k, v (B, N, H D), by a projection each or by one where they were fused."""
+    if getattr(attn, "fused_projections", False):
+        return getattr(attn, names[3])(x).chunk(3, dim=-1)
+    return tuple(getattr(attn, name)(x) for name in names[:3])
+
+
+OWN = ("to_q", "to_k", "to_v", "to_qkv")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv")
+
+
+class LrpeFluxAttnProcessor(_Processor, FluxAttnProcessor):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if not isinstance(image_rotary_emb, Rotary):
+            text: Any = encoder_hidden_states
+            return super().__call__(attn, hidden_states, text, attention_mask, image_rotary_emb)
+        q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, hidden_states, OWN))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if encoder_hidden_states is not None:  # text, in front
+            tq, tk, tv = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, encoder_hidden_states, ADDED))
+            pairs = ((attn.norm_added_q(tq), q), (attn.norm_added_k(tk), k), (tv, v))
+            q, k, v = (torch.cat(pair, dim=1) for pair in pairs)
+        x = self._attend(*image_rotary_emb.bnhd(q, k), v, attention_mask)
+        if encoder_hidden_states is None:
+            return x
+        num_text = encoder_hidden_states.shape[1]
+        text, image = x[:, :num_text].contiguous(), x[:, num_text:].contiguous()
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+
+
+class LrpeWanAttnProcessor(_Processor, WanAttnProcessor):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Any:
+        if not isinstance(rotary_emb, Rotary):
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        if encoder_hidden_states is not None:
+            raise ValueError("encoder_hidden_states: expected none where positions are encoded, got cross-attention")
+        q, k, v = _qkv(attn, hidden_states, OWN)
+        q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in (attn.norm_q(q), attn.norm_k(k), v))
+        x = self._attend(*rotary_emb.bnhd(q, k), v, attention_mask)
+        return attn.to_out[1](attn.to_out[0](x))
+
+
+class LrpeHunyuanVideoAttnProcessor2_0(_Processor, HunyuanVideoAttnProcessor2_0):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if not isinstance(image_rotary_emb, Rotary):
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        video, text, rotary = hidden_states, encoder_hidden_states, image_rotary_emb
+        num_text = 0 if text is None else text.shape[1]
+
+        def project(x: Tensor, names: tuple[str, str, str], norms: tuple[Any, Any]) -> list[Tensor]:
+            q, k, v = (getattr(attn, name)(x).unflatten(2, (attn.heads, -1)) for name in names)
+            return [q if norms[0] is None else norms[0](q), k if norms[1] is None else norms[1](k), v]
+
+        one = attn.add_q_proj is None  # a single stream: one projection for both
+        x = video if text is None or not one else torch.cat([video, text], dim=1)
+        q, k, v = project(x, OWN[:3], (attn.norm_q, attn.norm_k))
+        if text is not None and not one:
+            added = project(text, ADDED[:3], (attn.norm_added_q, attn.norm_added_k))
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), added, strict=True))
+        q, k = rotary.behind(num_text).bnhd(q, k)
+        x = self._attend(q, k, v, attention_mask)
+        if text is None:
+            return x, None
+        video, text = x[:, :-num_text], x[:, -num_text:]
+        if getattr(attn, "to_out", None) is not None:
+            video = attn.to_out[1](attn.to_out[0](video))
+        if getattr(attn, "to_add_out", None) is not None:
+            text = attn.to_add_out(text)
+        return video, text
+
+
+# --- which part becomes what -----------------------------------------------------------------------------------
+
+
+def _flux(path: str, rope: Any) -> Preset:
+    if len(rope.axes_dim) != 3:
+        raise ValueError(f"{path}: expected 3 axes, got axes_dim={tuple(rope.axes_dim)}")
+    return _shared("flux1", rope.axes_dim, rope.theta)
+
+
+def _hunyuan_video(path: str, rope: Any) -> Preset:
+    return _shared("hunyuan_video", rope.rope_dim, rope.theta)
+
+
+def _shared(name: str, axes_dim: Any, base: float) -> Preset:
+    return preset(name, sum(axes_dim), base=base, split=[dim // 2 for dim in axes_dim])
+
+
+def _wan(path: str, rope: Any) -> Preset:
+    chosen = preset("wan", rope.attention_head_dim)
+    if not rope.freqs_cos.is_meta and rope.freqs_cos.shape[0] > 1:  # it keeps no theta, only what follows from it
+        first = chosen.omega[0].sum(-1).cos().to(rope.freqs_cos)
+        if not torch.allclose(rope.freqs_cos[1, ::2], first, atol=1e-2):
+            raise ValueError(f"{path}: expected Wan's theta 10000, got a table of another")
+    return chosen
+
+
+ROPES: dict[type, tuple[type, Callable[[str, Any], Preset]]] = {
+    FluxPosEmbed: (LrpeFluxPosEmbed, _flux),
+    WanRotaryPosEmbed: (LrpeWanRotaryPosEmbed, _wan),
+    HunyuanVideoRotaryPosEmbed: (LrpeHunyuanVideoRotaryPosEmbed, _hunyuan_video),
+}
+PROCESSORS: dict[type, type] = {
+    FluxAttnProcessor: LrpeFluxAttnProcessor,
+    WanAttnProcessor: LrpeWanAttnProcessor,
+    HunyuanVideoAttnProcessor2_0: LrpeHunyuanVideoAttnProcessor2_0,
+}
+
+
+def plan(model: nn.Module, impl: Impl) -> list[Step]:
+    """The exchanges that put our encoding into the known rotary modules of ``model`` and the attentions they serve."""
+    everything = parts(model)
+    ropes = {path: part for path, part in everything.items() if type(part) in ROPES}
+    steps: list[Step] = []
+    for path, rope in ropes.items():
+        cls, choose = ROPES[type(rope)]
+        device = next(iter(model.parameters())).device
+        steps.append(Step(rope, cls, {"rotation": PresetRotate(choose(path, rope), device=device, impl=impl)}))
+    for path, part in everything.items() if ropes else ():
+        if type(part) in PROCESSORS:
+            steps.append(Step(part, PROCESSORS[type(part)]))
+        elif path.endswith("processor") and _takes_rotary(part):
+            raise ValueError(
+                f"{path}: expected one of {', '.join(p.__name__ for p in PROCESSORS)}, got {type(part).__name__}"
+            )
+    return steps
+
+
+def _takes_rotary(processor: Any) -> bool:
+    return any(name.endswith("rotary_emb") for name in inspect.signature(processor).parameters)

@@ -1,0 +1,212 @@
+"""timm's ViTs with a rotary encoding of their own (``Eva``): EVA-02, RoPE-ViT axial and mixed, DINOv3, PE.
+
+Source: timm 1.0.31, ``timm/models/eva.py`` and ``timm/layers/pos_embed_sincos.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from timm.layers.attention import AttentionRope
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
+from timm.models.eva import Eva, EvaAttention
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_md import AugmentPositions, Grid, preset
+from lrpe_md.functional import Impl
+from models.vit import attend
+
+from .common import Adapted, PresetRotate, Rotary, Step, parts
+
+__all__ = ["plan"]
+
+
+class _Rope(Adapted):
+    """The rotary of a model: holds timm's settings and parameters; :class:`LrpeEva` asks it for :class:`Rotary`."""
+
+    extras = ("rotation", "augment", "impl")
+    rotation: PresetRotate
+    augment: AugmentPositions | None
+    impl: Impl
+    grid_indexing: str
+
+    def get_embed(self, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Numbers of the patches (N, 1), of which timm gathers those that it keeps."""
+        height, width = self.feat_shape if shape is None else shape  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.arange(height * width, device=self.device)[:, None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rotation.omega.device
+
+    def place(self, grid: Grid) -> Grid:
+        """Positions in timm's units."""
+        raise NotImplementedError
+
+    def rotaries(self, positions: Any) -> Rotary | list[Rotary]:
+        """For all layers, or one a layer."""
+        return self.rotation.at(positions)
+
+
+class LrpeRotaryEmbeddingCat(_Rope, RotaryEmbeddingCat):
+    def place(self, grid: Grid) -> Grid:
+        reference: Any = self.ref_feat_shape
+        grid = grid.offset(self.grid_offset)
+        return grid if reference is None else grid.interpolate(reference)
+
+
+class LrpeRotaryEmbeddingDinoV3(_Rope, RotaryEmbeddingDinoV3):
+    def place(self, grid: Grid) -> Grid:
+        by: Any = {"separate": "axis", "min": "shorter", "max": "longer"}[self.normalize_coords]
+        return grid.offset(self.grid_offset).cells(by)
+
+
+class LrpeRotaryEmbeddingMixed(_Rope, RotaryEmbeddingMixed):
+    @property
+    def device(self) -> torch.device:
+        return self.freqs.device
+
+    def place(self, grid: Grid) -> Grid:
+        return grid
+
+    def rotaries(self, positions: Any) -> list[Rotary]:
+        freqs = self.freqs if self.freqs.dtype == torch.float64 else self.freqs.float()
+        omega = freqs.permute(1, 2, 3, 0)  # (depth, H, C, K)
+        if self.grid_indexing == "xy":
+            omega = omega.flip(-1)
+        return [Rotary(layer, positions, "interleaved", impl=self.impl) for layer in omega.unbind(0)]
+
+
+class LrpeEva(Adapted, Eva):
+    rope: Any
+
+    def _pos_embed(self, x: Tensor) -> tuple[Tensor, Any]:
+        height, width = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
+        x, index = super()._pos_embed(x)
+        assert index is not None
+        positions: Any = self.rope.place(Grid((height, width), prefix=self.num_prefix_tokens))
+        if self.rope.augment is not None:
+            positions = self.rope.augment(positions, x.device)
+        if index.ndim > 2:  # timm has gathered: (B, 1, N, 1), or (N, B, 1) where each layer has its own
+            positions = positions.take(index[..., 0].T if self.rope_mixed else index[:, 0, :, 0])
+        return x, self.rope.rotaries(positions)
+
+
+class _Attention(Adapted):
+    """timm's attention, encoding q and k as the :class:`Rotary` says that comes in place of sin and cos."""
+
+    def forward(self, x: Tensor, rope: Any = None, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, N, C) → (B, N, C)."""
+        own = cast(Any, self)
+        if not isinstance(rope, Rotary):
+            return cast(Any, super()).forward(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
+        gate = getattr(own, "gate", None)
+        q, k, v = self._project(x)
+        q, k = rope(own.q_norm(q), own.k_norm(k))
+        groups = getattr(own, "num_kv_groups", 1)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = attend(own, q, k, v, attn_mask, is_causal)
+        out = own.norm(out.transpose(1, 2).flatten(2))
+        return own.proj_drop(own.proj(out if gate is None else out * gate(x).sigmoid()))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, H, N, D), strided views of the projections."""
+        own = cast(Any, self)
+        if own.qkv is None:
+            projected = [linear(x) for linear in (own.q_proj, own.k_proj, own.v_proj)]
+            q, k, v = (y.unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for y in projected)
+            return q, k, v
+        if getattr(own, "q_bias", None) is None:
+            qkv = own.qkv(x)
+        else:
+            bias = torch.cat((own.q_bias, own.k_bias, own.v_bias))
+            qkv = own.qkv(x) + bias if own.qkv_bias_separate else F.linear(x, own.qkv.weight, bias)
+        q, k, v = qkv.unflatten(-1, (3, own.num_heads, own.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+
+class LrpeEvaAttention(_Attention, EvaAttention):
+    pass
+
+
+class LrpeAttentionRope(_Attention, AttentionRope):
+    pass
+
+
+def plan(model: nn.Module, impl: Impl) -> list[Step]:
+    """The exchanges that put our encoding into every Eva of ``model``; raises where one does not fit."""
+    steps: list[Step] = []
+    for path, part in parts(model).items():
+        if type(part) is Eva:
+            steps += _plan_eva(path or "model", part, impl)
+    return steps
+
+
+def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
+    if vit.rope is None:
+        raise ValueError(f"{path}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)")
+    attentions = [block.attn for block in vit.blocks]
+    for i, attn in enumerate(attentions):
+        if type(attn) not in ATTENTIONS:
+            raise ValueError(
+                f"{path}.blocks.{i}.attn: expected timm's EvaAttention or AttentionRope, got {type(attn).__name__}"
+            )
+    build = ROPES.get(type(vit.rope))
+    if build is None:
+        raise ValueError(
+            f"{path}.rope: expected one of {', '.join(rope.__name__ for rope in ROPES)}, got {type(vit.rope).__name__}"
+        )
+    halves = {bool(getattr(attn, "rotate_half", False)) for attn in attentions}
+    if len(halves) != 1 or halves != {getattr(vit.rope, "rotate_half", halves.copy().pop())}:
+        raise ValueError(f"{path}.rope: expected rotate_half as in all its attentions, got {sorted(halves)} there")
+    head_dims = {attn.head_dim for attn in attentions}
+    head_dim = vit.rope.dim // getattr(vit.rope, "num_heads", 1)
+    if head_dims != {head_dim}:
+        raise ValueError(f"{path}.rope: expected the attentions' head_dim {sorted(head_dims)}, got {head_dim}")
+    device = next(vit.parameters()).device
+    step = build(path, vit.rope, {"pairs": "half" if halves.pop() else "interleaved", "device": device, "impl": impl})
+    augment = None
+    if getattr(vit.rope, "aug_active", False):
+        # timm draws from torch's own generator, which is seeded by rank.
+        draws = {name: getattr(vit.rope, f"{name}_coords") for name in ("shift", "jitter", "rescale")}
+        augment = AugmentPositions(**draws, seed=torch.initial_seed()).train(vit.training)
+    step.attributes["augment"] = augment
+    return [Step(vit, LrpeEva), step, *(Step(attn, ATTENTIONS[type(attn)]) for attn in attentions)]
+
+
+def _axial(path: str, rope: Any, name: str, cls: type, options: dict[str, Any]) -> Step:
+    """Fixed frequencies: the scheme's at the rotary's own temperature; (x, y) is its axes the other way round."""
+    chosen = preset(name, rope.dim, base=rope.temperature)
+    omega = chosen.omega.flip(-1) if rope.grid_indexing == "xy" else chosen.omega
+    return Step(rope, cls, {"rotation": PresetRotate(chosen, omega=omega, **options)})
+
+
+def _cat(path: str, rope: Any, options: dict[str, Any]) -> Step:
+    if rope.in_pixels or getattr(rope, "grid_type", "index") != "index":
+        raise ValueError(f"{path}.rope: expected a grid counted in patches (in_pixels=False), got one in pixels")
+    return _axial(path, rope, "eva02", LrpeRotaryEmbeddingCat, options)
+
+
+def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
+    if rope.min_period is not None or rope.temperature is None:
+        raise ValueError(f"{path}.rope: expected periods from a temperature, got min_period={rope.min_period}")
+    return _axial(path, rope, "dinov3", LrpeRotaryEmbeddingDinoV3, options)
+
+
+def _mixed(path: str, rope: Any, options: dict[str, Any]) -> Step:
+    """Learned: timm's parameter stays where it is, and is the frequencies."""
+    if options["pairs"] != "interleaved":
+        raise ValueError(f"{path}.rope: expected mixed frequencies with rotate_half=False, got True")
+    return Step(rope, LrpeRotaryEmbeddingMixed, {"impl": options["impl"]})
+
+
+ROPES: dict[type, Callable[[str, Any, dict[str, Any]], Step]] = {
+    RotaryEmbeddingCat: _cat,
+    RotaryEmbeddingDinoV3: _dinov3,
+    RotaryEmbeddingMixed: _mixed,
+}
+ATTENTIONS: dict[type, type] = {EvaAttention: LrpeEvaAttention, AttentionRope: LrpeAttentionRope}

@@ -1,0 +1,179 @@
+"""transformers' Qwen2-VL, Qwen2.5-VL and Qwen3-VL (and its MoE): language model and vision tower.
+
+Their attentions call a function of their modeling file, ``apply_rotary_pos_emb(q, k, cos, sin)``. The rotary module
+gives a :class:`Rotary` where it gave cos and sin, and that function is exchanged for one that takes both: models that
+are not adapted compute as before. Source: transformers 5.23, ``transformers/models/qwen*_vl*/modeling_*.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
+
+from lrpe_md import Coordinates, Preset, preset
+from lrpe_md.functional import Impl
+
+from .common import Adapted, PresetRotate, Rotary, Step, parts
+
+__all__ = ["plan"]
+
+
+# --- rotary modules ------------------------------------------------------------------------------------------
+
+
+class _Rope(Adapted):
+    extras = ("rotation",)
+    rotation: PresetRotate
+
+
+class _Text(_Rope):
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        """position_ids (3, B, N), or (B, N) for text alone."""
+        coords = position_ids.expand(3, -1, -1).permute(1, 2, 0)
+        # One sample's positions hold for a whole batch.
+        return self.rotation.at(Coordinates(coords[0] if coords.shape[0] == 1 else coords)), None
+
+
+class _Vision(_Rope):
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        """position_ids (N, 2)."""
+        return self.rotation.at(Coordinates(position_ids)), None
+
+
+class LrpeQwen2VLRotaryEmbedding(_Text, qwen2_vl.Qwen2VLRotaryEmbedding):
+    pass
+
+
+class LrpeQwen2_5_VLRotaryEmbedding(_Text, qwen2_5_vl.Qwen2_5_VLRotaryEmbedding):
+    pass
+
+
+class LrpeQwen3VLTextRotaryEmbedding(_Text, qwen3_vl.Qwen3VLTextRotaryEmbedding):
+    pass
+
+
+class LrpeQwen3VLMoeTextRotaryEmbedding(_Text, qwen3_vl_moe.Qwen3VLMoeTextRotaryEmbedding):
+    pass
+
+
+class LrpeQwen2VLVisionRotaryEmbedding(_Vision, qwen2_vl.Qwen2VLVisionRotaryEmbedding):
+    pass
+
+
+class LrpeQwen2_5_VLVisionRotaryEmbedding(_Vision, qwen2_5_vl.Qwen2_5_VLVisionRotaryEmbedding):
+    pass
+
+
+class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbedding):
+    pass
+
+
+class LrpeQwen3VLMoeVisionRotaryEmbedding(_Vision, qwen3_vl_moe.Qwen3VLMoeVisionRotaryEmbedding):
+    pass
+
+
+class LrpeQwen2_5_VisionTransformer(Adapted, qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel):
+    """It brings patches, and with them cos and sin, in the order of its windows."""
+
+    def permute_input_for_window_attn(self, input_tensor: Any, window_index: Tensor, seq_len: int) -> Any:
+        if input_tensor is None:
+            return None
+        if not isinstance(input_tensor, Rotary):
+            return super().permute_input_for_window_attn(input_tensor, window_index, seq_len)
+        positions: Any = input_tensor.positions
+        coords = super().permute_input_for_window_attn(positions.coords, window_index, seq_len)
+        return replace(input_tensor, positions=replace(positions, coords=coords))
+
+
+ROPES: dict[type, tuple[type, str]] = {
+    cls.__bases__[-1]: (cls, name)
+    for name, classes in {
+        "qwen2_vl": (LrpeQwen2VLRotaryEmbedding, LrpeQwen2_5_VLRotaryEmbedding),
+        "qwen3_vl": (LrpeQwen3VLTextRotaryEmbedding, LrpeQwen3VLMoeTextRotaryEmbedding),
+        "qwen2_vl_vision": (
+            LrpeQwen2VLVisionRotaryEmbedding, LrpeQwen2_5_VLVisionRotaryEmbedding, LrpeQwen3VLVisionRotaryEmbedding,
+            LrpeQwen3VLMoeVisionRotaryEmbedding,
+        ),
+    }.items()
+    for cls in classes
+}  # fmt: skip
+
+
+# --- the functions that the attentions call ----------------------------------------------------------------------
+
+
+def _text(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary(q, k)
+
+
+def _vision(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k (N, H, D), images end to end."""
+    q, k = rotary.bnhd(q[None], k[None])
+    return q[0], k[0]
+
+
+FUNCTIONS = {"apply_rotary_pos_emb": _text, "apply_rotary_pos_emb_vision": _vision}
+
+
+def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
+
+    return functools.wraps(original)(apply_rotary)
+
+
+_exchanged: set[tuple[Any, str]] = set()
+
+
+def _install(module: Any) -> None:
+    for name, ours in FUNCTIONS.items():
+        if (module, name) not in _exchanged:
+            _exchanged.add((module, name))
+            setattr(module, name, _dispatch(getattr(module, name), ours))
+
+
+# --- the exchange ----------------------------------------------------------------------------------------------
+
+
+def plan(model: nn.Module, impl: Impl) -> list[Step]:
+    """The exchanges that put our encoding into the known rotary modules of ``model``."""
+    steps: list[Step] = []
+    for path, part in parts(model).items():
+        if type(part) in ROPES:
+            cls, name = ROPES[type(part)]
+            rotation = PresetRotate(_chosen(path, part, name), device=part.inv_freq.device, impl=impl)
+            steps.append(Step(part, cls, {"rotation": rotation}))
+        elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
+            steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
+    for step in steps:
+        _install(sys.modules[type(step.part).__module__])
+    return steps
+
+
+def _chosen(path: str, rope: Any, name: str) -> Preset:
+    """The preset at the rotary's own base, sections and scaling."""
+    config, parameters = rope.config, rope.config.rope_parameters
+    if "dynamic" in rope.rope_type or rope.rope_type == "longrope":
+        raise ValueError(f"{path}: expected frequencies that don't depend on the length, got {rope.rope_type!r}")
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    sections = getattr(rope, "mrope_section", None)
+    scaling = None
+    if rope.rope_type not in ("default", "axial"):
+        if rope.inv_freq.is_meta:
+            raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
+        stretched, amplitude = rope.inv_freq.detach().cpu().double(), float(rope.attention_scaling)
+        scaling = lambda theta: (stretched, amplitude)  # noqa: E731
+    return preset(name, head_dim, base=parameters["rope_theta"], split=sections, scaling=scaling)

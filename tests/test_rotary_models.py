@@ -1,0 +1,712 @@
+"""models/rotary: whole models of timm, diffusers and transformers compute the same with our encoding in them.
+
+Bound: 1e-5 on outputs of order 1 and on their gradients. That leaves nothing for the originals' float32 angles, which
+cost less than 1e-6 at positions below 20.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_md import Coordinates, Grid, rotate
+from models.rotary import adapt_rotary, common, restore_rotary
+from models.rotary.common import Adapted, PresetRotate, Rotary, parts
+
+OLDEST = {"timm": "1.0.29", "diffusers": "0.42", "transformers": "5.23"}
+BOUND = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The positions of each call of :func:`lrpe_md.rotate` that a model makes."""
+    found = []
+
+    def counted(*xs, **kwargs):
+        assert len(xs) == 2
+        found.append(kwargs["positions"])
+        return rotate(*xs, **kwargs)
+
+    monkeypatch.setattr(common, "rotate", counted)
+    return found
+
+
+def library(name):
+    return pytest.importorskip(name, minversion=OLDEST[name])
+
+
+def randomize(model):
+    """Weights large enough that attention is far from uniform."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not name.endswith("freqs"):
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return model.eval()
+
+
+def gradients(model, call, x, seed=None):
+    """The output of ``call(model, x)``, and the gradients to x and to the parameters by name, at a random direction."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    y = call(model, x)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y) / y.numel() ** 0.5
+    wanted = {"x": x, **dict(model.named_parameters())}
+    found = torch.autograd.grad((y * direction).sum(), list(wanted.values()), allow_unused=True)
+    return y.detach(), {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+
+
+def same(model, adapted, call, x, seed=None):
+    """Output and gradients of both, within the bound."""
+    y, dy = gradients(model, call, x, seed)
+    z, dz = gradients(adapted, call, x, seed)
+    assert 0.1 < y.abs().max() < 10
+    torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
+    assert dz.keys() == dy.keys()
+    # Of order 1, too; some weights have no gradient but rounding (a bias of all keys).
+    largest = max(g.abs().max() for name, g in dy.items() if name != "x")
+    for name in dy:
+        scale = dy[name].abs().max() if name in ("x", "rope.freqs") else largest
+        assert scale > 1e-5
+        error = ((dz[name] - dy[name]) / scale).abs().max()
+        assert error <= BOUND, f"{name}: {error:.2e}"
+
+
+def still(adapted):
+    """The same model with all tokens at the origin: what it computes where positions don't count."""
+    adapted = copy.deepcopy(adapted)
+    for module in adapted.modules():
+        if isinstance(module, PresetRotate):
+            module.omega.zero_()
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if name.endswith("rope.freqs"):
+                p.zero_()
+    return adapted
+
+
+def classes(model):
+    return {name: type(part) for name, part in parts(model).items()}
+
+
+# --- timm ------------------------------------------------------------------------------------------------------
+
+TINY = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5, "head_init_scale": 0}
+VITS = {  # model, its own arguments
+    "eva02": ("eva02_tiny_patch14_224", {"swiglu_mlp": True}),
+    "eva02 unfused": ("eva02_base_patch14_224", {}),
+    "axial": ("vit_small_patch16_rope_224", {}),
+    "axial with a table": ("vit_small_patch16_rope_ape_224", {}),
+    "mixed": ("vit_small_patch16_rope_mixed_224", {}),
+    "mixed with a table": ("vit_small_patch16_rope_mixed_ape_224", {}),
+    "dinov3": ("vit_small_patch16_dinov3", {}),
+    "dinov3 with qkv bias": ("vit_small_patch16_dinov3_qkvb", {}),
+    "perception encoder": ("vit_pe_core_tiny_patch16_384", {}),
+    "registers": ("vit_medium_patch16_rope_reg1_gap_256", {}),
+    "grouped queries": (
+        "vit_small_patch16_dinov3",
+        {"attn_type": "rope", "qkv_fused": False, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128},
+    ),
+    "post norm": ("eva02_tiny_patch14_224", {"use_post_norm": True, "scale_attn_inner": True}),
+    "gate": ("eva02_tiny_patch14_224", {}),
+    "shorter side": ("vit_small_patch16_dinov3", {"rope_grid_indexing": "xy", "rope_grid_offset": 0.25}),
+}
+
+
+def timm_vit(name="axial", **kwargs):
+    model, own = VITS[name]
+    size = {"img_size": (16 * 5, 16 * 3) if "patch14" not in model else (14 * 5, 14 * 3)}
+    vit = library("timm").create_model(model, **{**TINY, **size, **own, **kwargs})
+    if name == "gate":  # and another argument of the attentions that Eva does not pass on
+        for block in vit.blocks:
+            block.attn.qkv_bias_separate = True
+            block.attn.gate = nn.Linear(64, 64)
+    if name == "shorter side":
+        vit.rope.normalize_coords = "min"
+        if vit.rope.feat_shape is not None:
+            vit.rope._cache_embed(vit.rope.feat_shape)
+    return randomize(vit)
+
+
+def image(vit, rows=5, columns=3):
+    height, width = vit.patch_embed.patch_size
+    return torch.randn(2, 3, height * rows, width * columns)
+
+
+def logits(model, x):
+    return model(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", VITS)
+def test_timm(name, dynamic, calls):
+    vit = timm_vit(name, dynamic_img_size=dynamic)
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    for rows, columns in ((5, 3), (4, 7)) if dynamic else ((5, 3),):
+        x = image(vit, rows, columns)
+        calls.clear()
+        same(vit, adapted, logits, x)
+        assert len(calls) == 2  # one a layer, q and k together
+        assert all(isinstance(p, Grid) and p.shape == (rows, columns) for p in calls)
+        assert all(p.prefix == vit.num_prefix_tokens for p in calls)
+        assert (still(adapted)(x) - vit(x)).abs().max() > 1e-3
+    assert list(adapted.state_dict()) == list(vit.state_dict())
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3"])
+def test_timm_drops_patches(name, calls):
+    vit = timm_vit(name, patch_drop_rate=0.4).train()
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    x = image(vit)
+    same(vit, adapted, logits, x, seed=3)
+    assert all(isinstance(p, Coordinates) and p.coords.shape == (2, 9, 2) for p in calls)
+    same(vit.eval(), adapted.eval(), logits, x)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["eva02", "mixed"])
+def test_timm_masks(name, fused):
+    vit = timm_vit(name, global_pool="avg")
+    for block in vit.blocks:
+        block.attn.fused_attn = fused
+    adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
+    mask = torch.rand(1, 1, 15 + vit.num_prefix_tokens, 15 + vit.num_prefix_tokens) < 0.5
+    mask[..., 0] = True
+    for kwargs in ({"attn_mask": mask}, {"is_causal": True}):
+        same(vit, adapted, lambda model, x, kwargs=kwargs: model(x, **kwargs), x)
+        assert (adapted(x, **kwargs) - adapted(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed"])
+def test_timm_checkpointing(name, calls):
+    vit = timm_vit(name)
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    adapted.set_grad_checkpointing()
+    same(vit, adapted, logits, image(vit))
+    assert len(calls) == 4
+
+
+def test_timm_intermediates():
+    vit = timm_vit("mixed", dynamic_img_size=True)
+    adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit, 4, 7)
+    expected = vit.forward_intermediates(x, norm=True)
+    last, between = adapted.forward_intermediates(x, norm=True)
+    torch.testing.assert_close(last, expected[0], rtol=0, atol=BOUND)
+    torch.testing.assert_close(between, expected[1], rtol=0, atol=BOUND)
+    vit.prune_intermediate_layers(1)
+    adapted.prune_intermediate_layers(1)
+    torch.testing.assert_close(adapted.forward_features(x), vit.forward_features(x), rtol=0, atol=BOUND)
+
+
+def test_timm_changes_its_input_size():
+    vit = timm_vit("eva02")
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    for model in (vit, adapted):
+        model.set_input_size((14 * 4, 14 * 6))
+    same(vit, adapted, logits, image(vit, 4, 6))
+
+
+def test_learned_frequencies_stay_the_models_own():
+    vit = timm_vit("mixed")
+    freqs = vit.rope.freqs
+    optimizer = torch.optim.SGD([freqs], lr=0.1)
+    adapted = adapt_rotary(vit)
+    assert adapted.rope.freqs is freqs
+    assert "rope.freqs" in adapted.no_weight_decay()
+    x, before = image(vit), freqs.detach().clone()
+    expected = adapted(x)
+    adapted(x).square().sum().backward()
+    assert (freqs.grad.flatten(3).abs().amax((0, 3)) > 0).all()  # of each layer and head
+    optimizer.step()
+    assert not torch.equal(freqs, before)
+    assert (adapted(x) - expected).abs().max() > 1e-5
+    torch.testing.assert_close(restore_rotary(copy.deepcopy(adapted))(x), adapted(x), rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed"])
+def test_casts(name):
+    vit = timm_vit(name)
+    adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
+    expected = adapted.double()(x.double())
+    torch.testing.assert_close(expected, vit(x).double(), rtol=0, atol=BOUND)
+    for dtype in (torch.float64, torch.bfloat16):
+        cast = copy.deepcopy(adapted).to(dtype)
+        cast(x.to(dtype)).square().sum().backward()
+        assert all(p.grad is not None for p in cast.parameters())
+    half = adapted.bfloat16()
+    assert all(m.omega.dtype == torch.float64 for m in half.modules() if isinstance(m, PresetRotate))
+    found = half(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    theirs = vit.bfloat16()(x.bfloat16())
+    assert (found - expected).abs().max() < 1.5 * (theirs - expected).abs().max()
+
+
+def test_augmentation_in_training_alone(calls):
+    strengths = {"rope_shift_coords": 0.5, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0}
+    vit = timm_vit("dinov3", **strengths)
+    adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
+    same(vit, adapted, logits, x)
+    plain = calls[0]
+    adapted.train()
+    calls.clear()
+    adapted(x)
+    adapted(x)
+    draws = [p.coordinates() for p in calls]
+    assert torch.equal(draws[0], draws[1])  # both layers
+    assert not torch.equal(draws[0], draws[2])
+    moved = draws[0][vit.num_prefix_tokens :] - plain.coordinates()[vit.num_prefix_tokens :]
+    assert moved.abs().max() > 1e-3
+    augment = adapted.rope.augment
+    assert (augment.shift, augment.jitter, augment.rescale) == (0.5, 1.5, 2.0)
+    assert not hasattr(restore_rotary(adapted).rope, "augment")
+
+
+def test_timm_compiles():
+    vit = timm_vit("mixed", dynamic_img_size=True)
+    x = image(vit, 4, 7)
+    expected = vit(x)
+    compiled = torch.compile(adapt_rotary(vit), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3"])
+def test_timm_on_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the patch embedding
+    vit = timm_vit(name, patch_drop_rate=0.4).cuda()
+    adapted, x = adapt_rotary(copy.deepcopy(vit), impl="triton"), image(vit).cuda()
+    same(vit, adapted, logits, x)
+    same(vit.train(), adapted.train(), logits, x, seed=3)
+    assert all(m.omega.is_cuda for m in adapted.modules() if isinstance(m, PresetRotate))
+
+
+# --- diffusers -------------------------------------------------------------------------------------------------
+
+
+def flux(**kwargs):
+    config = {
+        "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2,
+        "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 14, 14),
+    }  # fmt: skip
+    return randomize(library("diffusers").FluxTransformer2DModel(**{**config, **kwargs}))
+
+
+def flux_ids():
+    """An image and a reference image, as FLUX.1 Kontext has it."""
+    grids = [torch.cartesian_prod(torch.tensor([i]), torch.arange(3), torch.arange(5)) for i in (0, 1)]
+    return torch.cat(grids).float()
+
+
+def call_flux(model, x):
+    torch.manual_seed(5)
+    return model(
+        x, torch.randn(2, 6, 16), torch.randn(2, 16), torch.tensor([0.3, 0.7]), flux_ids(), torch.zeros(6, 3),
+        return_dict=False,
+    )[0]  # fmt: skip
+
+
+def wan(**kwargs):
+    config = {
+        "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 4,
+        "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2,
+    }  # fmt: skip
+    return randomize(library("diffusers").WanTransformer3DModel(**{**config, **kwargs}))
+
+
+def call_wan(model, x):
+    torch.manual_seed(5)
+    return model(x, torch.tensor([3, 7]), torch.randn(2, 6, 16), return_dict=False)[0]
+
+
+def hunyuan_video(**kwargs):
+    config = {
+        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 1,
+        "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 16, "pooled_projection_dim": 8,
+        "rope_axes_dim": (4, 14, 14),
+    }  # fmt: skip
+    return randomize(library("diffusers").HunyuanVideoTransformer3DModel(**{**config, **kwargs}))
+
+
+def call_hunyuan_video(model, x):
+    torch.manual_seed(5)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    return model(
+        x, torch.tensor([3, 7]), torch.randn(2, 6, 16), mask, torch.randn(2, 8), torch.tensor([1.0, 2.0]),
+        return_dict=False,
+    )[0]  # fmt: skip
+
+
+VIDEO = (2, 4, 3, 6, 10)
+DIFFUSERS = {  # model, call, size of the input, calls of rotate, and what holds for their positions
+    "flux": (flux, call_flux, (2, 30, 4), 2, lambda p: torch.equal(p.coords[6:], flux_ids())),
+    "wan": (wan, call_wan, VIDEO, 2, lambda p: p == Grid((3, 3, 5))),
+    "hunyuan video": (
+        hunyuan_video, call_hunyuan_video, VIDEO, 2, lambda p: p == Grid((3, 3, 5), suffix=6),
+    ),
+    "hunyuan video with a first frame": (
+        lambda: hunyuan_video(image_condition_type="token_replace"), call_hunyuan_video, VIDEO, 2,
+        lambda p: p == Grid((3, 3, 5), suffix=6),
+    ),
+    "wan, another width": (lambda: wan(attention_head_dim=20), call_wan, VIDEO, 2, lambda p: p == Grid((3, 3, 5))),
+    "hunyuan video, another base": (
+        lambda: hunyuan_video(rope_theta=10000.0, rope_axes_dim=(8, 12, 12)), call_hunyuan_video, VIDEO, 2,
+        lambda p: p == Grid((3, 3, 5), suffix=6),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusers(name, calls):
+    build, call, size, count, expected = DIFFUSERS[name]
+    model = build()
+    adapted, x = adapt_rotary(copy.deepcopy(model)), torch.randn(size)
+    same(model, adapted, call, x)
+    assert len(calls) == count
+    assert all(expected(p) for p in calls)
+    assert (call(still(adapted), x) - call(model, x)).abs().max() > 1e-3
+    assert list(adapted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_fused_projections(name):
+    build, call, size, *_ = DIFFUSERS[name]
+    model = build()
+    expected, adapted, x = model, adapt_rotary(copy.deepcopy(model)), torch.randn(size)
+    adapted.fuse_qkv_projections()
+    torch.testing.assert_close(call(adapted, x), call(expected, x), rtol=0, atol=BOUND)
+    attention = next(m for m in adapted.modules() if getattr(m, "fused_projections", False))
+    attention.to_qkv.weight.data.zero_()
+    assert (call(adapted, x) - call(expected, x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video"])
+def test_diffusers_checkpointing(name, calls):
+    build, call, size, count, _ = DIFFUSERS[name]
+    model = build()
+    adapted = adapt_rotary(copy.deepcopy(model)).train()
+    adapted.enable_gradient_checkpointing()
+    same(model, adapted, call, torch.randn(size))
+    assert len(calls) == 2 * count
+
+
+def test_the_chosen_backend_is_used(monkeypatch):
+    from models.rotary import diffusers_models
+
+    model, x, seen = wan(), torch.randn(VIDEO), []
+    model.set_attention_backend("native")
+    adapt_rotary(model)
+    attention = diffusers_models.dispatch_attention_fn
+    monkeypatch.setattr(
+        diffusers_models, "dispatch_attention_fn", lambda *a, **k: seen.append(k["backend"]) or attention(*a, **k)
+    )
+    call_wan(model, x)
+    assert len(seen) == 2
+    assert all("native" in str(backend).lower() for backend in seen)
+
+
+def test_a_split_sequence_is_refused():
+    model = adapt_rotary(wan())
+    model.blocks[0].attn1.processor._parallel_config = object()
+    with pytest.raises(ValueError, match=r"parallel_config: .*restore_rotary"):
+        call_wan(model, torch.randn(VIDEO))
+
+
+def test_a_controlnet_of_the_same_parts():
+    diffusers = library("diffusers")
+    config = {
+        "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2,
+        "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": [4, 14, 14],
+    }  # fmt: skip
+    model = randomize(diffusers.FluxControlNetModel(**config))
+    adapted, x = adapt_rotary(copy.deepcopy(model)), torch.randn(2, 30, 4)
+
+    def call(model):
+        torch.manual_seed(5)
+        condition, text, pooled = torch.randn(2, 30, 4), torch.randn(2, 6, 16), torch.randn(2, 16)
+        args = {"timestep": torch.tensor([0.3, 0.7]), "img_ids": flux_ids(), "txt_ids": torch.zeros(6, 3)}
+        blocks, single = model(
+            x, condition, encoder_hidden_states=text, pooled_projections=pooled, return_dict=False, **args
+        )
+        return torch.stack([*blocks, *single])
+
+    torch.testing.assert_close(call(adapted), call(model), rtol=0, atol=BOUND)
+    assert (call(still(adapted)) - call(model)).abs().max() > 1e-3
+
+
+# --- transformers ----------------------------------------------------------------------------------------------
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+QWEN2 = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+QWEN25 = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
+    "window_size": 16, "fullatt_block_indexes": [1],
+}  # fmt: skip
+QWEN3 = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+QWENS = {  # model, text and vision configuration, rotary parameters, calls of rotate
+    "Qwen2VL": ("Qwen2VL", {}, QWEN2, {"mrope_section": [2, 3, 3]}, 3),
+    "Qwen2VL, yarn": ("Qwen2VL", {}, QWEN2, {"mrope_section": [2, 3, 3], **YARN}, 3),
+    "Qwen2.5VL": ("Qwen2_5_VL", {}, QWEN25, {"mrope_section": [2, 3, 3]}, 4),
+    "Qwen3VL": ("Qwen3VL", {"head_dim": 32}, QWEN3, {"mrope_section": [6, 5, 5], "rope_theta": 5e6}, 3),
+    "Qwen3VLMoe": (
+        "Qwen3VLMoe",
+        {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+        QWEN3, {"mrope_section": [4, 2, 2], "rope_theta": 1e4}, 3,
+    ),
+}  # fmt: skip
+
+
+def qwen(name="Qwen2VL", **parameters):
+    model, text, vision, own, _ = QWENS[name]
+    transformers = library("transformers")
+    parameters = {"rope_type": "default", "rope_theta": 1e6, **own, **parameters}
+    config = getattr(transformers, f"{model}Config")(
+        text_config={**TEXT, **text, "rope_parameters": parameters}, vision_config=vision, **IDS
+    )
+    return randomize(getattr(transformers, f"{model}ForConditionalGeneration")(config))
+
+
+def prompt():
+    """Text with two images, of 4 × 6 and 2 × 4 patches, merged 2 × 2; a padded second sample."""
+    ids = torch.tensor([3, 4, 62, *[60] * 6, 63, 5, 62, *[60] * 2, 63, 7, 8])
+    ids = torch.stack([ids, torch.cat([torch.tensor([0, 0, 0]), ids[:-3]])])
+    grids = torch.tensor([[1, 4, 6], [1, 2, 4]] * 2)
+    return {
+        "input_ids": ids, "image_grid_thw": grids, "mm_token_type_ids": (ids == 60).int(),
+        "attention_mask": (ids != 0).long(),
+    }  # fmt: skip
+
+
+def pixels():
+    return torch.randn(2 * 32, 3 * 2 * 16, generator=torch.Generator().manual_seed(6))
+
+
+def call_qwen(model, x):
+    return model(**prompt(), pixel_values=x).logits[:, 3:]
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_transformers(name, calls):
+    model = qwen(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    same(model, adapted, call_qwen, pixels())
+    assert len(calls) == QWENS[name][4]
+    assert {p.coords.shape for p in calls} == {(64, 2), (2, 17, 3)}
+    assert (call_qwen(still(adapted), pixels()) - call_qwen(model, pixels())).abs().max() > 1e-3
+    assert list(adapted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
+def test_generation(name, calls):
+    model = qwen(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected, found = (m.generate(**prompt(), pixel_values=pixels(), **options) for m in (model, adapted))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=BOUND)
+    assert calls[-1].coords.shape == (2, 1, 3)
+
+
+def test_other_models_of_the_same_file_are_left_alone(calls):
+    model, adapted = qwen(), adapt_rotary(qwen())
+    call_qwen(model, pixels())
+    assert not calls
+    call_qwen(adapted, pixels())
+    assert calls
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as module
+
+    function = module.apply_rotary_pos_emb
+    adapt_rotary(adapted)
+    assert module.apply_rotary_pos_emb is function
+
+
+def test_transformers_checkpointing(calls):
+    model = qwen()
+    adapted = adapt_rotary(copy.deepcopy(model)).train()
+    adapted.gradient_checkpointing_enable()
+    same(model, adapted, call_qwen, pixels())
+    assert len(calls) == 6
+
+
+# --- what holds for each -----------------------------------------------------------------------------------------
+
+ALL = {
+    "eva02": (lambda: timm_vit("eva02"), logits, lambda: torch.randn(2, 3, 70, 42)),
+    "mixed": (lambda: timm_vit("mixed"), logits, lambda: torch.randn(2, 3, 80, 48)),
+    "dinov3": (lambda: timm_vit("dinov3"), logits, lambda: torch.randn(2, 3, 80, 48)),
+    "flux": (flux, call_flux, lambda: torch.randn(2, 30, 4)),
+    "wan": (wan, call_wan, lambda: torch.randn(VIDEO)),
+    "hunyuan video": (hunyuan_video, call_hunyuan_video, lambda: torch.randn(VIDEO)),
+    "Qwen2VL": (qwen, call_qwen, pixels),
+    "Qwen3VL": (lambda: qwen("Qwen3VL"), call_qwen, pixels),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kernels(name, monkeypatch):
+    """The Triton kernels, in the interpreter."""
+    build, call, x = ALL[name]
+    model, impls = build(), []
+    monkeypatch.setattr(common, "rotate", lambda *xs, **kwargs: impls.append(kwargs["impl"]) or rotate(*xs, **kwargs))
+    same(model, adapt_rotary(copy.deepcopy(model), impl="triton"), call, x())
+    assert set(impls) == {"triton"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_adapt_again_and_restore(name):
+    build, call, x = ALL[name]
+    model, x = build(), x()
+    before, parameters, expected = classes(model), dict(model.named_parameters()), call(model, x)
+    assert adapt_rotary(model) is model
+    once, exact = classes(model), call(model, x)
+    assert sum(issubclass(cls, Adapted) for cls in once.values()) >= 2
+    adapt_rotary(model, impl="reference")
+    assert classes(model) == once
+    assert torch.equal(call(model, x), exact)
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    for _ in range(2):
+        assert restore_rotary(model) is model
+        assert classes(model) == before
+        assert torch.equal(call(model, x), expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_copies(name):
+    build, call, x = ALL[name]
+    model, x = adapt_rotary(build()), x()
+    expected, file = call(model, x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(call(other, x), expected)
+        fresh = build()
+        fresh.load_state_dict(other.state_dict())
+        torch.testing.assert_close(call(fresh, x), expected, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("name", ["wan", "eva02"])
+def test_meta_device(name):
+    """Frequencies come back when a model that was adapted on the meta device materialises."""
+    build, call, x = ALL[name]
+    model, x = build(), x()
+    expected, state = call(model, x), model.state_dict()
+    adapted = adapt_rotary(model.to("meta"))
+    adapted = adapted.to_empty(device="cpu")
+    adapted.load_state_dict(state)
+    for module in adapted.modules():
+        if hasattr(module, "init_non_persistent_buffers") and module is not adapted:
+            module.init_non_persistent_buffers()
+    torch.testing.assert_close(call(adapted, x), expected, rtol=0, atol=BOUND)
+
+
+def test_to_another_device():
+    for positions in (Grid((3, 1)), Coordinates(torch.zeros(3, 2))):
+        rotary = Rotary(torch.zeros(1, 4, 2), positions, "half").to("meta", non_blocking=True)
+        assert rotary.omega.is_meta
+        assert rotary.positions is positions if isinstance(positions, Grid) else rotary.positions.coords.is_meta
+    assert Rotary(torch.zeros(1, 4, 2), Grid((3,)), "half", 2.0, "reference").to("cpu").amplitude == 2
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    code = (
+        "import sys, torch; before = set(sys.modules); from models.rotary import adapt_rotary\n"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} & {'timm', 'diffusers', 'transformers'}))\n"
+        "try:\n    adapt_rotary(torch.nn.Linear(2, 2))\nexcept TypeError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == ""
+    assert second.startswith("model: expected one with a rotary encoding of timm's Eva")
+    assert second.endswith("got torch.nn.modules.linear.Linear")
+
+
+def other_processor():
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model = flux()
+    processor = FluxIPAdapterAttnProcessor(64, 16)
+    model.transformer_blocks[0].attn.set_processor(processor)
+    return model
+
+
+def other_table():
+    model = wan()
+    model.rope.freqs_cos.copy_(model.rope.freqs_cos.flip(0))
+    return model
+
+
+def changed(name, **attributes):
+    def build():
+        model = timm_vit(name)
+        for path, value in attributes.items():
+            setattr(model.rope, path, value)
+        return model
+
+    return build
+
+
+def other_attention():
+    model = timm_vit("axial")
+    model.blocks[1].attn = nn.Identity()
+    return model
+
+
+REFUSED = {
+    "no rotary": (
+        lambda: timm_vit("eva02", use_rot_pos_emb=False), ValueError, "model: .*use_rot_pos_emb",
+    ),
+    "a plain ViT": (
+        lambda: library("timm").create_model("vit_tiny_patch16_224", depth=1), TypeError, "timm's Eva .*VisionTransf",
+    ),
+    "mrope": (lambda: timm_vit("eva02", rope_type="mrope"), ValueError, r"model\.rope: .*got RotaryEmbeddingMRope"),
+    "pixels": (changed("axial", in_pixels=True), ValueError, r"model\.rope: .*patches.*pixels"),
+    "another layout": (changed("axial", rotate_half=True), ValueError, r"model\.rope: expected rotate_half .*False"),
+    "periods": (changed("dinov3", min_period=0.1), ValueError, r"model\.rope: .*temperature.*min_period=0.1"),
+    "another attention": (other_attention, ValueError, r"model\.blocks\.1\.attn: .*EvaAttention.*got Identity"),
+    "another head_dim": (changed("eva02", dim=64), ValueError, r"model\.rope: .*head_dim \[32\], got 64"),
+    "another processor": (
+        other_processor, ValueError, r"transformer_blocks\.0\.attn\.processor: .*got FluxIPAdapterAttnProcessor",
+    ),
+    "another theta": (other_table, ValueError, "rope: expected Wan's theta"),
+    "frequencies by length": (
+        lambda: qwen(rope_type="dynamic", factor=2.0), ValueError, r"rotary_emb: .*don't depend.*'dynamic'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_does_not_fit_stays_as_it_was(name):
+    build, error, message = REFUSED[name]
+    model = build()
+    before = {path: (type(part), set(vars(part))) for path, part in parts(model).items()}
+    with pytest.raises(error, match=message):
+        adapt_rotary(model)
+    assert {path: (type(part), set(vars(part))) for path, part in parts(model).items()} == before
+
+
+def test_argument_errors():
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str; of a pipeline, its transformer"):
+        adapt_rotary("eva02")
+    model = timm_vit()
+    with pytest.raises(ValueError, match=r"impl: expected one of .*got 'cuda'"):
+        adapt_rotary(model, impl="cuda")
