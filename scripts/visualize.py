@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from matplotlib import patheffects
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from lrpe_md import list_presets
@@ -35,20 +36,36 @@ from .plots import OKABE_ITO, STYLE, plt
 from .visualize_data import Layout, Subject
 
 FORMATS = ("png", "pdf", "svg")
-# Of the axes of positions: a colour, a marker and a line that differ in grey, too.
+WIDTH = 11.0  # inches
+
+
+class Look(NamedTuple):
+    colour: str
+    marker: str
+    line: str
+    width: float  # equal lines still show, the thin one on the wide one
+
+
+# Of the axes of positions, told apart in grey, too.
 LOOKS = {
-    "N": ("black", "o", "-"), "T": ("vermilion", "^", "-."), "H": ("blue", "o", "-"), "W": ("orange", "s", "--"),
-    "L": ("green", "D", ":"),
-}  # fmt: skip
+    "N": Look(OKABE_ITO["black"], "o", "--", 1.2),
+    "T": Look(OKABE_ITO["vermilion"], "^", "-.", 5),
+    "H": Look(OKABE_ITO["blue"], "o", "-", 2.6),
+    "W": Look(OKABE_ITO["orange"], "s", "--", 1.2),
+    "L": Look(OKABE_ITO["green"], "D", "-.", 1.2),
+}
+OTHER = Look(OKABE_ITO["grey"], "X", "-.", 1.2)
+SEQUENCE_LINES = (("blue", "-", 2.4), ("orange", "--", 1.2))
 SMALL: Any = {
     **STYLE, "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5, "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "savefig.dpi": 150,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
+LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
 ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # its lightness is |Θ|, its hue the sign
-ASSUMED = {
-    "rotate": "q·k of equal content, each pair with the same share of it",
-    "cosine": "q·k with x̄ ≥ 0, alike in all channels",
-}
+FOOT = (
+    "Similarity with a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k over that at no "
+    "distance.\nRotate: for q and k of equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, alike in all channels."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,87 +107,82 @@ def draw(view: View) -> Figure:
 
 
 def _draw_grid(view: View) -> Figure:
-    """Angle maps in rows, then similarity, then cuts and wavelengths; two panels a row where frames lie side by side."""
+    """Angle maps in rows, then similarity, then cuts and wavelengths; two a row where frames lie side by side."""
     layout, scores = view.layout, view.scores()
     columns = 4 if len(view.frames) == 1 else 2
     shown = data.arrange(layout, scores[0][1], view.frames).image.shape
-    width = 11.0
-    height = min(max((width / columns - 0.55) * shown[0] / shown[1], 0.5), 4.5) + 0.45
+    panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
     map_rows, score_rows = -(-len(view.channels) // columns), -(-len(scores) // columns)
-    beside = columns == 4 and len(scores) <= 2
-    heights = [height] * (map_rows + score_rows) + ([] if beside else [2.3])
-    figure = plt.figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
-    grid = figure.add_gridspec(len(heights), 4, height_ratios=heights)
-    places = [(r, slice(c * 4 // columns, (c + 1) * 4 // columns)) for r in range(len(heights)) for c in range(columns)]
+    beside = len(scores) <= columns // 2  # room for the last two panels in the row of the similarities
+    heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
+    figure = plt.figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
+    rows = figure.subfigures(len(heights), 1, height_ratios=heights).tolist()
+    left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
     theta, image = data.angles(layout, view.omega(view.own)), None
-    maps = [figure.add_subplot(grid[places[i]]) for i in range(len(view.channels))]
-    for axis, channel in zip(maps, view.channels, strict=True):
+    panels = _panels(rows[0], map_rows, columns)
+    for axis, channel in zip(panels, view.channels, strict=False):
         image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
         axis.set_title(_channel_name(view, channel))
-    _angle_bar(figure, image, maps)
+    _angle_bar(rows[0], image, panels)
+    _blank(panels[len(view.channels) :])
 
     lowest = min(float(score.min()) for _, score in scores)
-    scale = {"cmap": "cividis", "vmin": min(math.floor(lowest * 10) / 10, 0.0), "vmax": 1.0}
-    panels = [figure.add_subplot(grid[places[map_rows * columns + i]]) for i in range(len(scores))]
-    for axis, (names, score) in zip(panels, scores, strict=True):
+    scale = {"cmap": "cividis", "vmin": min(math.floor(lowest * 10) / 10, 0.9), "vmax": 1.0}
+    panels = _panels(left, score_rows, columns // 2 if beside else columns)
+    for axis, (names, score) in zip(panels, scores, strict=False):
         image = _picture(axis, view, score, **scale)
         axis.set_title(_variant_name(view, names))
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=15)
+    bar = left.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=15)
     bar.set_label("similarity")
     bar.ax.grid(False)
+    _blank(panels[len(scores) :])
 
-    last = [(map_rows, 2), (map_rows, 3)] if beside else [(-1, slice(0, 2)), (-1, slice(2, 4))]
-    _cuts(figure.add_subplot(grid[last[0]]), view, scores[0][1])
-    _wavelengths(figure.add_subplot(grid[last[1]]), view)
+    cuts, waves = _panels(right, 1, 2)
+    _cuts(cuts, view, scores[0][1])
+    _wavelengths(waves, view, heights[-1] - 0.5)
     _head_and_foot(figure, view)
     return figure
 
 
 def _draw_sequence(view: View) -> Figure:
     """Angles as a row a channel, similarity as lines, wavelengths."""
-    layout = view.layout
-    figure = plt.figure(figsize=(11, 3.1), layout="constrained")
+    layout, length = view.layout, view.layout.shape[0]
+    figure = plt.figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
-    theta, own = data.angles(layout, view.omega(view.own)), view.omega(view.own)
-    rows = data.wrap(theta[:, view.channels]).T
-    gap = torch.full((len(rows), 1), math.nan, dtype=rows.dtype)
-    before = layout.text + 1 if layout.text else 0
-    rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1) if layout.text else rows
-    image = angle.imshow(
-        rows,
-        aspect="auto",
-        interpolation="nearest",
-        extent=(-before - 0.5, layout.shape[0] - 0.5, len(rows) - 0.5, -0.5),
-        **ANGLES,
-    )
-    turns = data.wavelengths(layout, own)[1]
-    angle.set_yticks(range(len(rows)), [f"{c}\nλ {_number(turns[c])}" for c in view.channels])
-    angle.set(xlabel=_with_text("token", layout), ylabel=_what(view), title="angle Θ, the fastest to the slowest")
-    angle.set_xticks(
-        [t for t in MaxNLocator(6, integer=True).tick_values(0, layout.shape[0] - 1) if 0 <= t < layout.shape[0]]
-    )
+    omega = view.omega(view.own)
+    rows = data.wrap(data.angles(layout, omega)[:, view.channels]).T
+    before = layout.text + data.GAP if layout.text else 0
+    gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
+    rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
+    extent = (-before - 0.5, length - 0.5, len(rows) - 0.5, -0.5)
+    image = angle.imshow(rows, aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
+    turns = data.wavelengths(layout, omega)[1]
+    angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
+    angle.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, length - 1) if 0 <= t < length])
+    label = "token" + (" (left: the text)" if layout.text else "")
+    angle.set(xlabel=label, ylabel=_what(view), title="angle Θ, the fastest to the slowest")
     angle.grid(False)
     _angle_bar(figure, image, [angle])
-    for (names, values), (colour, line) in zip(view.scores(), (("blue", "-"), ("orange", "--")), strict=False):
-        score.plot(
-            range(layout.shape[0]),
-            values[layout.text :],
-            line,
-            color=OKABE_ITO[colour],
-            lw=1.4,
-            label=_variant_name(view, names),
-        )
-        if layout.text:
-            score.plot(range(-before, -1), values[: layout.text], line, marker=".", color=OKABE_ITO[colour], lw=0.8)
+    for (names, values), (colour, line, width) in zip(view.scores(), SEQUENCE_LINES, strict=False):
+        one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
+        score.plot(range(length), values[layout.text :], label=_variant_name(view, names), **one)
+        score.plot(range(-before, -before + layout.text), values[: layout.text], marker=".", **one)
     score.axvline(view.token[0], color="black", lw=0.8, ls=":")
-    score.set(
-        xlabel=_with_text("token", layout), ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)"
-    )
-    score.legend(frameon=False, loc="best")
-    _wavelengths(wave, view)
+    score.set(xlabel=label, ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)")
+    score.legend(**LEGEND)
+    _wavelengths(wave, view, 2.3)
     _head_and_foot(figure, view)
     return figure
+
+
+def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
+    return figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+
+
+def _blank(axes: list[Any]) -> None:
+    for axis in axes:
+        axis.set_axis_off()
 
 
 def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
@@ -179,91 +191,78 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     picture = data.arrange(layout, values, view.frames)
     image = axis.imshow(picture.image, interpolation="nearest", **scale)
     height, width = picture.size
-    rows = [t for t in MaxNLocator(4, integer=True).tick_values(0, height - 1) if 0 <= t < height]
-    text = [((picture.top - data.GAP - 1) / 2, "text")] if layout.text else []
-    axis.set_yticks(
-        [*(at for at, _ in text), *(picture.top + t for t in rows)],
-        [*(name for _, name in text), *(f"{t:.0f}" for t in rows)],
-    )
+    ticks = {picture.top + t: f"{t:.0f}" for t in MaxNLocator(4, integer=True).tick_values(0, height - 1) if t < height}
+    ticks |= {(picture.top - data.GAP - 1) / 2: "text"} if layout.text else {}
+    axis.set_yticks(list(ticks), list(ticks.values()))
     if len(view.frames) == 1:
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_xlabel("W", labelpad=1)
     else:
-        axis.set_xticks([left + (width - 1) / 2 for left in picture.left], [f"T = {t}" for t in view.frames])
+        axis.set_xticks([left + (width - 1) / 2 for left in picture.left], [f"W  (T = {t})" for t in view.frames])
         axis.tick_params(axis="x", length=0)
     axis.set_ylabel("H", labelpad=1)
     axis.grid(False)
     axis.spines[:].set_visible(False)
     frame = view.token[0] if len(layout.shape) == 3 else 0
     x, y = picture.left[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
-    ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=7)[0]
+    ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8)[0]
     ring.set_path_effects([patheffects.Stroke(linewidth=2.6, foreground="black"), patheffects.Normal()])
     return image
 
 
 def _cuts(axis: Any, view: View, score: Tensor) -> None:
     """Similarity along each axis of the grid, through the token."""
-    names = ("T", "H", "W")[-len(view.layout.shape) :]
-    for j, name in enumerate(names):
+    for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
         if view.layout.shape[j] > 1:
-            distance, line = data.cut(view.layout, score, view.token, j)
-            colour, marker, style = LOOKS[name]
+            look = LOOKS[name]
             axis.plot(
-                distance, line, style, marker=marker, ms=2.5, lw=1, color=OKABE_ITO[colour], label=f"along {name}"
-            )
-    axis.axhline(0, color="black", lw=0.6)
+                *data.cut(view.layout, score, view.token, j), "-" if look.width > 2 else look.line, lw=look.width,
+                color=look.colour, label=f"along {name}",
+            )  # fmt: skip
     axis.axvline(0, color="black", lw=0.6, ls=":")
-    axis.set(xlabel="distance in tokens", ylabel="similarity", ylim=(None, 1.05))
-    axis.set_title(f"through the ring: {_variant_name(view, [view.own])}")
-    axis.legend(frameon=False, loc="best", handlelength=2.6)
+    axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
+    axis.set_title(f"cuts through the ring, {view.own[0]}")
+    axis.legend(**LEGEND, handlelength=2.6)
 
 
-def _wavelengths(axis: Any, view: View) -> None:
-    """Tokens a turn of each channel, on the axes that it turns along; those that don't rotate, at the top."""
+def _wavelengths(axis: Any, view: View, height: float) -> None:
+    """Tokens a turn of each channel, on the axes that it turns along; those that don't rotate, at the top.
+
+    height: of the panel in inches; the legend gets room of its own.
+    """
     layout, omega = view.layout, view.omega(view.own)
     each, along = data.wavelengths(layout, omega)
-    finite = each[each.isfinite()]
-    top = 4 * max(float(finite.max()), *layout.sizes)
-    axis.set_yscale("log")
+    handles = []
     for j, name in enumerate(layout.names):
-        colour, marker, line = LOOKS.get(name, ("grey", "X", ":"))
-        there = each[:, j].isfinite().nonzero().flatten()
+        look, there = LOOKS.get(name, OTHER), each[:, j].isfinite().nonzero().flatten()
         if not len(there):
             continue
         still = layout.steps[j] == 0
-        axis.plot(
-            there, each[there, j], marker, ms=3.2, color=OKABE_ITO[colour], mfc="none" if still else OKABE_ITO[colour],
-            ls="none", mew=0.7, label=f"{name} (in positions)" if still else name,
-        )  # fmt: skip
+        dots: Any = {"marker": look.marker, "ms": 3.2, "mew": 0.7, "color": look.colour}
+        dots |= {"mfc": "none"} if still else {}
+        axis.plot(there, each[there, j], ls="none", **dots)
         if not still:
-            axis.axhline(layout.sizes[j], color=OKABE_ITO[colour], ls=line if line != "-" else (0, (6, 2)), lw=1)
-    sizes: dict[int, str] = {}
-    for name, n, step in zip(layout.names, layout.sizes, layout.steps.tolist(), strict=True):
-        if step:
-            sizes[n] = f"{sizes[n]} = {name}" if n in sizes else name
-    for n, name in sizes.items():
-        axis.annotate(
-            f"{name} = {n}",
-            (1, n),
-            xycoords=("axes fraction", "data"),
-            xytext=(2, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-        )
+            axis.axhline(layout.sizes[j], color=look.colour, ls=look.line, lw=1)
+        label = f"{name}, in positions" if still else f"{name}, and its size {layout.sizes[j]}"
+        handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
     if ((omega != 0).sum(-1) > 1).any():
-        axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
+        handles += axis.plot(along, "_", color="black", ms=5, label="along its direction")
     none = (omega == 0).all(-1).nonzero().flatten()
     if len(none):
-        axis.plot(none, [top] * len(none), "x", color=OKABE_ITO["grey"], ms=4, label="not rotated")
-    axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths against the grid (lines)")
-    axis.set_ylim(None, top * (1.6 if len(none) else 1))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_locator(LogLocator(10, numticks=8))
-    axis.legend(frameon=False, loc="best", handletextpad=0.2, borderaxespad=0.2)
+        # In a band of their own: the axis ends below them.
+        handles += axis.plot(
+            none, [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
+            transform=axis.get_xaxis_transform(), label="not rotated",
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths and the grid")
+    axis.title.set_y(1.04 if len(none) else 1.0)
+    low, high = (math.log10(y) for y in axis.get_ylim())
+    axis.set_ylim(10**low, 10 ** (high + (0.07 + 0.06 * len(handles)) * (high - low) * 2.0 / height))
+    axis.legend(handles=handles, **{**LEGEND, "loc": "upper left"}, handletextpad=0.4, handlelength=2.6)
 
 
-def _angle_bar(figure: Figure, image: Any, axes: list[Any]) -> None:
+def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.015, aspect=15, ticks=[-math.pi, 0, math.pi])
     bar.ax.set_yticklabels(["−π", "0", "π"])
     bar.set_label("angle Θ, rad")
@@ -271,48 +270,35 @@ def _angle_bar(figure: Figure, image: Any, axes: list[Any]) -> None:
 
 
 def _head_and_foot(figure: Figure, view: View) -> None:
-    scheme, layout = view.subject.preset.scheme, view.layout
-    omega = view.omega(view.own)
+    made, layout, omega = view.subject.preset, view.layout, view.omega(view.own)
     used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
     dense = ((omega != 0).sum(-1) > 1).any()
-    frequencies = next(iter(view.subject.frequencies.values()))
     parts = [
-        scheme.map + (f" ({scheme.pairs})" if scheme.map == "rotate" else ""),
-        f"head_dim {view.subject.preset.head_dim}",
+        made.scheme.map + (f" ({made.scheme.pairs})" if made.scheme.map == "rotate" else ""),
+        f"head_dim {made.head_dim}",
         f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
-        f"base {frequencies.base:g}",
-        "grid " + "×".join(map(str, layout.shape)),
+        ("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape)),
     ]
+    parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
     parts += [f"{layout.text} text tokens"] if layout.text else []
-    parts += [f"head {view.head} of {view.subject.preset.num_heads}"] if view.subject.preset.num_heads > 1 else []
-    parts += ["phase 0"] if scheme.phase else []
-    parts += ["initial frequencies"] if scheme.learned else []
-    figure.suptitle(
-        f"$\\bf{{{view.subject.preset.name.replace('_', chr(92) + '_')}}}$   " + "   ·   ".join(parts),
-        fontsize=9,
-        x=0.01,
-        ha="left",
-    )
-    figure.supxlabel(
-        "similarity: mean of cos(Θ − Θ at the ring) over all channels; "
-        + "; ".join(f"{m}: {ASSUMED[m]}" for m in data.MAPS),
-        fontsize=7,
-        x=0.01,
-        ha="left",
-        color="#444444",
-    )
+    parts += [f"head {view.head} of {made.num_heads}"] if made.num_heads > 1 else []
+    parts += ["phase taken as 0"] if made.scheme.phase else []
+    parts += ["frequencies before training"] if made.scheme.learned else []
+    at: Any = {"x": 0.008, "ha": "left"}
+    name = made.name.replace("_", r"\_").replace("-", r"\text{-}")
+    figure.suptitle("   ·   ".join([rf"$\mathbf{{{name}}}$", *parts]), fontsize=9, **at)
+    figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
 
 
 def _what(view: View) -> str:
     return "channel" if view.own[0] == "cosine" else "pair"
 
 
-def _with_text(label: str, layout: Layout) -> str:
-    return f"{label} (left of 0: text)" if layout.text else label
-
-
 def _number(value: Any) -> str:
     value = float(value)
+    if 1e5 <= value < math.inf:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"${mantissa.removesuffix('.0')}\\times10^{{{int(exponent)}}}$".replace("$1\\times", "$")
     return "∞" if math.isinf(value) else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
@@ -399,25 +385,25 @@ def look(
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option("--preset", "-p", help="A published scheme, or all; may be repeated.")] = None,
-    frequencies: Annotated[str | None, typer.Option(help="Instead of a preset: axial or mixed, as RotateMd has them.")] = None,
+    preset: Annotated[list[str] | None, typer.Option("--preset", "-p", help="Scheme, or all; repeatable.")] = None,
+    frequencies: Annotated[str | None, typer.Option(help="Instead of a preset: axial or mixed, as RotateMd's.")] = None,
     map: Annotated[str | None, typer.Option(help="Without a preset: rotate or cosine. [rotate]")] = None,
-    axis_order: Annotated[str | None, typer.Option(help="Without a preset: minor_first or major_first. [minor_first]")] = None,
+    axis_order: Annotated[str | None, typer.Option(help="Without a preset: [minor_first] or major_first.")] = None,
     base: Annotated[float | None, typer.Option(help="Of the series. [the preset's; axial 10000, mixed 10]")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="D. [the preset's; 64]")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Heads that the frequencies are made for.")] = 1,
     head: Annotated[int, typer.Option(min=0, help="The one that is drawn.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random directions.")] = 0,
     shape: Annotated[str | None, typer.Option(help="Of the grid: N, HxW or TxHxW. [64, 18x28 or 9x18x28]")] = None,
-    reference: Annotated[str | None, typer.Option(help="Interpolate onto this size: 16 or 16x16, - leaves an axis alone.")] = None,
+    reference: Annotated[str | None, typer.Option(help="Interpolate onto 16 or 16x16; - leaves an axis alone.")] = None,
     text: Annotated[int, typer.Option(min=0, help="Text (or class) tokens in front of the grid.")] = 0,
-    token: Annotated[str | None, typer.Option(help="The chosen token: H,W or T,H,W. [the centre]")] = None,
-    channel: Annotated[list[int] | None, typer.Option(help="Draw the angles of this channel or pair; may be repeated.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Else of so many, from the fastest to the slowest.")] = 4,
+    token: Annotated[str | None, typer.Option(help="The chosen token: N, HxW or TxHxW. [the centre]")] = None,
+    channel: Annotated[list[int] | None, typer.Option(help="Angle maps of this channel or pair; repeatable.")] = None,
+    maps: Annotated[int, typer.Option(min=1, help="Else so many, from the fastest to the slowest.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder; a picture a preset goes there.")] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"One of: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Of a PNG.")] = 150,
-) -> None:  # fmt: skip
+) -> None:
     """Angle maps, similarity and wavelengths of encodings, a figure each."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):

@@ -48,6 +48,14 @@ class Subject:
         own = self.preset.scheme.map
         return [(m, order) for m in (own, *(m for m in MAPS if m != own)) for order in self.frequencies]
 
+    @property
+    def base(self) -> float | None:
+        """Of the series, None where the frequencies don't depend on one."""
+        own = next(iter(self.frequencies.values()))
+        other = Subject(self.preset, {NO_ORDER: replace(own, base=2 * own.base)}, self.seed)
+        same = torch.equal(other.omega(self.preset.scheme.map, NO_ORDER), self.preset.omega)
+        return None if same else own.base
+
     def omega(self, map: str, order: str) -> Tensor:
         """(H or 1, C, K): C = D for cosine, D/2 for rotate."""
         channels = self.preset.head_dim if map == "cosine" else self.preset.head_dim // 2
@@ -247,34 +255,28 @@ def wavelengths(layout: Layout, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
-    """``number`` channels from the fastest to the slowest on this grid, the axes taking turns where they can.
+    """``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    Equally spaced in the order of speed, in steps that leave each axis a choice; none twice with the same
-    frequencies, none that does not turn.
+    Evenly spaced in the logarithm of the angle that they turn over the grid, down to a quarter of a turn, and the
+    slowest; the axes take turns where several are near. None twice with the same frequencies, none that does not turn.
     """
-    speed = (omega * layout.steps).norm(dim=-1)
-    axis = (omega * layout.steps).abs().argmax(-1).tolist()
-    seen: set[tuple[float, ...]] = set()
-    ranked = []
-    for c in speed.argsort(descending=True, stable=True).tolist():
-        key = tuple(omega[c].tolist())
-        if speed[c] > 0 and key not in seen:
-            seen.add(key)
-            ranked.append(c)
+    step = (omega * layout.steps).abs()
+    turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
+    speed, axis = step.norm(dim=-1), step.argmax(-1).tolist()
+    distinct = {tuple(row): c for c, row in reversed(list(enumerate(omega.tolist()))) if speed[c] > 0}
+    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), c))
     if len(ranked) <= number:
         return ranked
-    gap = (len(ranked) - 1) / max(number - 1, 1)
-    chosen: list[int] = []
-    for i in range(number):
-        at = i * gap
-        near = [r for r in range(len(ranked)) if abs(r - at) <= max(gap / 3, 0.5)]
-        if i in (0, number - 1):  # the ends stay ends
-            near = [r for r in range(len(ranked)) if speed[ranked[r]] == speed[ranked[round(at)]]]
-        near = [r for r in near if ranked[r] not in chosen]
-        uses = [axis[c] for c in chosen]
-        best = min(near, key=lambda r: (uses.count(axis[ranked[r]]), abs(r - at)))
-        chosen.append(ranked[best])
-    return chosen
+    chosen = [ranked[0], ranked[-1]][:number]
+    first, last = math.log(turned[ranked[0]]), math.log(turned[ranked[-1]])
+    low = max(last, math.log(math.pi / 2))
+    gap = (low - first) / max(number - 1 if low == last else number - 2, 1)
+    for i in range(1, number - 1):
+        away = {c: abs(math.log(turned[c]) - (first + i * gap)) for c in ranked if c not in chosen}
+        near = [c for c in away if away[c] <= max(abs(gap) / 2, min(away.values()))]
+        used = [axis[c] for c in chosen]
+        chosen.append(min(near, key=lambda c: (used.count(axis[c]), away[c])))
+    return sorted(chosen, key=ranked.index)
 
 
 def choose_frames(layout: Layout, token: Sequence[int], number: int = 3) -> list[int]:
