@@ -4,9 +4,9 @@
     python -m scripts.visualize --preset all --out runs/visualize --format pdf
     python -m scripts.visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-A picture an encoding: cos and sin of Θ turn with the angle maps on top; below, how much a query at the ring agrees with
-every key if they have the same content, and the wavelengths that make it so. :mod:`scripts.visualize_data` says how the
-numbers are formed.
+A figure an encoding. On top Θ of a few pairs over the grid, below it how much a token (the ring) agrees with all others
+for each map and axis order, cuts through that, and the wavelengths. :mod:`scripts.visualize_data` has the numbers, and
+says what similarity assumes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import typer
 from matplotlib import patheffects
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
@@ -64,7 +65,8 @@ LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
 ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # its lightness is |Θ|, its hue the sign
 FOOT = (
     "Similarity with a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k over that at no "
-    "distance.\nRotate: for q and k of equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, alike in all channels."
+    "distance.\n"
+    "Rotate: for q and k of equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, alike in all channels."
 )
 
 
@@ -161,7 +163,7 @@ def _draw_sequence(view: View) -> Figure:
     angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
     angle.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, length - 1) if 0 <= t < length])
     label = "token" + (" (left: the text)" if layout.text else "")
-    angle.set(xlabel=label, ylabel=_what(view), title="angle Θ, the fastest to the slowest")
+    angle.set(xlabel=label, ylabel=_what(view), title="angle Θ" + (", fastest to slowest" if len(rows) > 1 else ""))
     angle.grid(False)
     _angle_bar(figure, image, [angle])
     for (names, values), (colour, line, width) in zip(view.scores(), SEQUENCE_LINES, strict=False):
@@ -247,6 +249,9 @@ def _wavelengths(axis: Any, view: View, height: float) -> None:
         handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
     if ((omega != 0).sum(-1) > 1).any():
         handles += axis.plot(along, "_", color="black", ms=5, label="along its direction")
+    if any(data.aliased(layout, row) for row in omega):
+        axis.axhspan(float(each.min()) / 2, 2, color="0.9", lw=0, zorder=0)
+        handles.append(Patch(color="0.9", label="aliased, λ < 2"))
     none = (omega == 0).all(-1).nonzero().flatten()
     if len(none):
         # In a band of their own: the axis ends below them.
@@ -303,17 +308,18 @@ def _number(value: Any) -> str:
 
 
 def _channel_name(view: View, channel: int) -> str:
-    layout, omega = view.layout, view.omega(view.own)
-    along = data.wavelengths(layout, omega)[1][channel]
-    on = [name for name, w in zip(layout.names, omega[channel].tolist(), strict=True) if w]
-    axis = f"along {on[0]}" if len(on) == 1 else "mixed"
-    return f"{_what(view)} {channel}, {axis}: λ = {_number(along)} tokens"
+    layout, omega = view.layout, view.omega(view.own)[channel]
+    on = [name for name, w in zip(layout.names, omega.tolist(), strict=True) if w]
+    text = f"{_what(view)} {channel}, {on[0] if len(on) == 1 else 'mixed'}: "
+    text += f"λ = {_number(data.wavelengths(layout, omega[None])[1])} tokens"
+    return text + (" (aliased)" if data.aliased(layout, omega) else "")
 
 
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    return f"{mapping}{orders}" + (" (its own)" if view.own in names else "")
+    mine = "as published" if view.subject.preset.name in list_presets() else "as asked"
+    return f"{mapping}{orders}" + (f" ({mine})" if view.own in names else "")
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

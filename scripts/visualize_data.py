@@ -254,11 +254,17 @@ def wavelengths(layout: Layout, omega: Tensor) -> tuple[Tensor, Tensor]:
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 
+def aliased(layout: Layout, omega: Tensor) -> bool:
+    """Whether a channel (K,) turns by more than half a turn from a token to the next, so that it seems slower."""
+    return bool(((omega * layout.steps).abs() > math.pi).any())
+
+
 def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
     """``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    Evenly spaced in the logarithm of the angle that they turn over the grid, down to a quarter of a turn, and the
-    slowest; the axes take turns where several are near. None twice with the same frequencies, none that does not turn.
+    Evenly spaced in the logarithm of the angle that they turn over the grid, down to a quarter of a turn where there
+    are slower ones, and the slowest; the axes take turns where several are near. None twice with the same frequencies,
+    none that does not turn.
     """
     step = (omega * layout.steps).abs()
     turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
@@ -269,8 +275,8 @@ def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
         return ranked
     chosen = [ranked[0], ranked[-1]][:number]
     first, last = math.log(turned[ranked[0]]), math.log(turned[ranked[-1]])
-    low = max(last, math.log(math.pi / 2))
-    gap = (low - first) / max(number - 1 if low == last else number - 2, 1)
+    quarter = math.log(math.pi / 2)
+    gap = (quarter - first) / max(number - 2, 1) if last < quarter < first else (last - first) / max(number - 1, 1)
     for i in range(1, number - 1):
         away = {c: abs(math.log(turned[c]) - (first + i * gap)) for c in ranked if c not in chosen}
         near = [c for c in away if away[c] <= max(abs(gap) / 2, min(away.values()))]
