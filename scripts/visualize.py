@@ -90,11 +90,11 @@ class View:
         return data.of_head(self.subject.omega(*variant), self.head)
 
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Similarity with the token (N,), of each variant; equal ones together."""
+        """Similarity with the token (N,), of each variant; the axis orders together where no colour would tell them."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
             score = data.similarity(data.angles(self.layout, self.omega(variant)), self.layout.index(self.token))
-            same = [names for names, other in found if names[0][0] == variant[0] and torch.allclose(score, other)]
+            same = [names for names, other in found if names[0][0] == variant[0] and (score - other).abs().max() < 1e-3]
             same[0].append(variant) if same else found.append(([variant], score))
         return found
 
@@ -118,7 +118,7 @@ def _draw_grid(view: View) -> Figure:
     beside = len(scores) <= columns // 2  # room for the last two panels in the row of the similarities
     heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
     figure = plt.figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
-    rows = figure.subfigures(len(heights), 1, height_ratios=heights).tolist()
+    rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
     theta, image = data.angles(layout, view.omega(view.own)), None
@@ -142,7 +142,7 @@ def _draw_grid(view: View) -> Figure:
 
     cuts, waves = _panels(right, 1, 2)
     _cuts(cuts, view, scores[0][1])
-    _wavelengths(waves, view, heights[-1] - 0.5)
+    _wavelengths(waves, view, heights[-1] - 0.8, 1 if beside else 2)
     _head_and_foot(figure, view)
     return figure
 
@@ -173,7 +173,7 @@ def _draw_sequence(view: View) -> Figure:
     score.axvline(view.token[0], color="black", lw=0.8, ls=":")
     score.set(xlabel=label, ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)")
     score.legend(**LEGEND)
-    _wavelengths(wave, view, 2.3)
+    _wavelengths(wave, view, 2.2)
     _head_and_foot(figure, view)
     return figure
 
@@ -227,10 +227,10 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
     axis.legend(**LEGEND, handlelength=2.6)
 
 
-def _wavelengths(axis: Any, view: View, height: float) -> None:
+def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
     """Tokens a turn of each channel, on the axes that it turns along; those that don't rotate, at the top.
 
-    height: of the panel in inches; the legend gets room of its own.
+    height, columns: of the axes in inches, and of the legend, which gets room of its own.
     """
     layout, omega = view.layout, view.omega(view.own)
     each, along = data.wavelengths(layout, omega)
@@ -263,8 +263,9 @@ def _wavelengths(axis: Any, view: View, height: float) -> None:
     axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths and the grid")
     axis.title.set_y(1.04 if len(none) else 1.0)
     low, high = (math.log10(y) for y in axis.get_ylim())
-    axis.set_ylim(10**low, 10 ** (high + (0.07 + 0.06 * len(handles)) * (high - low) * 2.0 / height))
-    axis.legend(handles=handles, **{**LEGEND, "loc": "upper left"}, handletextpad=0.4, handlelength=2.6)
+    rows = -(-len(handles) // columns)
+    axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
+    axis.legend(handles=handles, **{**LEGEND, "loc": "upper left"}, ncols=columns, handletextpad=0.4, handlelength=2.6)
 
 
 def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
@@ -286,7 +287,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     ]
     parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
     parts += [f"{layout.text} text tokens"] if layout.text else []
-    parts += [f"head {view.head} of {made.num_heads}"] if made.num_heads > 1 else []
+    parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase taken as 0"] if made.scheme.phase else []
     parts += ["frequencies before training"] if made.scheme.learned else []
     at: Any = {"x": 0.008, "ha": "left"}
@@ -311,14 +312,16 @@ def _channel_name(view: View, channel: int) -> str:
     layout, omega = view.layout, view.omega(view.own)[channel]
     on = [name for name, w in zip(layout.names, omega.tolist(), strict=True) if w]
     text = f"{_what(view)} {channel}, {on[0] if len(on) == 1 else 'mixed'}: "
-    text += f"λ = {_number(data.wavelengths(layout, omega[None])[1])} tokens"
+    each, along = data.wavelengths(layout, omega[None])
+    still = bool(along.isinf())
+    text += f"λ = {_number(each.min() if still else along)} {'positions' if still else 'tokens'}"
     return text + (" (aliased)" if data.aliased(layout, omega) else "")
 
 
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    mine = "as published" if view.subject.preset.name in list_presets() else "as asked"
+    mine = "published" if view.subject.preset.name in list_presets() else "as asked"
     return f"{mapping}{orders}" + (f" ({mine})" if view.own in names else "")
 
 

@@ -270,7 +270,7 @@ def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
     turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
     speed, axis = step.norm(dim=-1), step.argmax(-1).tolist()
     distinct = {tuple(row): c for c, row in reversed(list(enumerate(omega.tolist()))) if speed[c] > 0}
-    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), c))
+    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), -float(turned[c]), c))
     if len(ranked) <= number:
         return ranked
     chosen = [ranked[0], ranked[-1]][:number]
