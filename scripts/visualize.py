@@ -158,7 +158,7 @@ def _draw_sequence(view: View) -> Figure:
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
     rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
     extent = (-before - 0.5, length - 0.5, len(rows) - 0.5, -0.5)
-    image = angle.imshow(rows, aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
+    image = angle.imshow(rows.numpy(), aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
     turns = data.wavelengths(layout, omega)[1]
     angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
     angle.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, length - 1) if 0 <= t < length])
@@ -168,8 +168,8 @@ def _draw_sequence(view: View) -> Figure:
     _angle_bar(figure, image, [angle])
     for (names, values), (colour, line, width) in zip(view.scores(), SEQUENCE_LINES, strict=False):
         one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
-        score.plot(range(length), values[layout.text :], label=_variant_name(view, names), **one)
-        score.plot(range(-before, -before + layout.text), values[: layout.text], marker=".", **one)
+        score.plot(range(length), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
+        score.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
     score.axvline(view.token[0], color="black", lw=0.8, ls=":")
     score.set(xlabel=label, ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)")
     score.legend(**LEGEND)
@@ -191,7 +191,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     """Tokens of the frames side by side, text above them, a ring at the chosen token."""
     layout = view.layout
     picture = data.arrange(layout, values, view.frames)
-    image = axis.imshow(picture.image, interpolation="nearest", **scale)
+    image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
     height, width = picture.size
     ticks = {picture.top + t: f"{t:.0f}" for t in MaxNLocator(4, integer=True).tick_values(0, height - 1) if t < height}
     ticks |= {(picture.top - data.GAP - 1) / 2: "text"} if layout.text else {}
@@ -218,7 +218,7 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
             axis.plot(
-                *data.cut(view.layout, score, view.token, j), "-" if look.width > 2 else look.line, lw=look.width,
+                *(part.tolist() for part in data.cut(view.layout, score, view.token, j)), "-" if look.width > 2 else look.line, lw=look.width,
                 color=look.colour, label=f"along {name}",
             )  # fmt: skip
     axis.axvline(0, color="black", lw=0.6, ls=":")
@@ -242,13 +242,13 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
         still = layout.steps[j] == 0
         dots: Any = {"marker": look.marker, "ms": 3.2, "mew": 0.7, "color": look.colour}
         dots |= {"mfc": "none"} if still else {}
-        axis.plot(there, each[there, j], ls="none", **dots)
+        axis.plot(there.tolist(), each[there, j].tolist(), ls="none", **dots)
         if not still:
             axis.axhline(layout.sizes[j], color=look.colour, ls=look.line, lw=1)
         label = f"{name}, in positions" if still else f"{name}, and its size {layout.sizes[j]}"
         handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
     if ((omega != 0).sum(-1) > 1).any():
-        handles += axis.plot(along, "_", color="black", ms=5, label="along its direction")
+        handles += axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
     if any(data.aliased(layout, row) for row in omega):
         axis.axhspan(float(each.min()) / 2, 2, color="0.9", lw=0, zorder=0)
         handles.append(Patch(color="0.9", label="aliased, λ < 2"))
@@ -256,7 +256,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
     if len(none):
         # In a band of their own: the axis ends below them.
         handles += axis.plot(
-            none, [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
+            none.tolist(), [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
             transform=axis.get_xaxis_transform(), label="not rotated",
         )  # fmt: skip
     axis.set_yscale("log")
