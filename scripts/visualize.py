@@ -217,10 +217,9 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
     for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
-            axis.plot(
-                *(part.tolist() for part in data.cut(view.layout, score, view.token, j)), "-" if look.width > 2 else look.line, lw=look.width,
-                color=look.colour, label=f"along {name}",
-            )  # fmt: skip
+            line = "-" if look.width > 2 else look.line
+            distance, values = data.cut(view.layout, score, view.token, j)
+            axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
     axis.set_title(f"cuts through the ring, {view.own[0]}")

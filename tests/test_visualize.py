@@ -234,6 +234,10 @@ def test_channels_go_from_the_fastest_to_the_slowest():
     view = tiny("wan")
     axes = {int(view.omega(view.own)[c].argmax()) for c in view.channels}
     assert axes == {0, 1, 2}
+    view = tiny("rope_vit_axial", (6, 6))
+    axes_of_four = view.omega(view.own)[view.channels].argmax(-1)
+    assert axes_of_four.bincount().tolist() == [2, 2]
+    view = tiny("wan")
     for number in (1, 2, 3, 5, 63, 64, 99):
         channels = data.choose_channels(view.layout, view.omega(view.own), number)
         assert len(set(channels)) == len(channels) == min(number, 64)
@@ -271,6 +275,13 @@ def test_cuts_go_through_the_token():
         assert line.tolist() == wanted
         assert distance[wanted.index(113)] == 0
     assert values[layout.index((1, 1, 3))] == 113
+
+
+def test_equal_maps_stay_apart():
+    """cosFormer has one frequency, so that rotation with it is the same."""
+    (own, first), (other, second) = tiny("cosformer").scores()
+    assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
+    assert torch.equal(first, second)
 
 
 def test_wrapped_angles():
