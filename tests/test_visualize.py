@@ -91,6 +91,7 @@ def test_unrotated_and_aliased_channels_are_marked():
     assert {"H, and its size 5", "W, and its size 7", "not rotated", "aliased, λ < 2"} == set(marks)
     crosses = next(line for line in waves.lines if line.get_marker() == "x")
     assert list(crosses.get_xdata()) == [2, 4]
+    assert not crosses.get_clip_on()  # they are above the axis
     assert "pair 0, H: λ = 1.57 tokens (aliased)" in axes
     assert "pair 1, W: λ = 12.6 tokens" in axes
 
@@ -335,6 +336,28 @@ def test_a_picture_a_preset(arguments: list[str], names: list[str] | None, tmp_p
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
+
+
+def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    views: list[visualize.View] = []
+    draw = visualize.draw
+    monkeypatch.setattr(visualize, "draw", lambda view: (views.append(view), draw(view))[1])
+    own = "--map cosine --axis-order major_first --base 30 --head-dim 12 --shape 3x4 --reference 8 --text 2 --token 2x1"
+    given = ["--out", str(tmp_path), "--dpi", "20"]
+    assert run("--frequencies", "axial", *own.split(), *given).exit_code == 0
+    mixed = "--map rotate --base 30 --head-dim 12 --shape 3x4 --heads 3 --head 2 --seed 5 --channel 4 --channel 1"
+    assert run("--frequencies", "mixed", *mixed.split(), *given).exit_code == 0
+    assert run("-p", "pope", "--shape", "6", "--base", "50", "--head-dim", "6", "--maps", "2", *given).exit_code == 0
+    axial, dense, pope = views
+    wanted = data.custom("axial", 2, map="cosine", head_dim=12, base=30.0, axis_order="major_first")
+    assert torch.equal(axial.subject.preset.omega, wanted.preset.omega)
+    assert axial.subject.variants[0] == ("cosine", "major_first")
+    assert (axial.layout.text, axial.token, axial.layout.steps.tolist()) == (2, (2, 1), [8 / 3, 2])
+    wanted = data.custom("mixed", 2, head_dim=12, base=30.0, num_heads=3, seed=5)
+    assert torch.equal(dense.omega(dense.own), wanted.preset.omega[2])
+    assert (dense.channels, dense.token) == ([4, 1], (1, 2))
+    assert pope.omega(pope.own).flatten().tolist() == pytest.approx([50 ** (-c / 6) for c in range(6)])
+    assert pope.channels == [0, 5]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
