@@ -161,7 +161,7 @@ def _draw_sequence(view: View) -> Figure:
     image = angle.imshow(rows.numpy(), aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
     turns = data.wavelengths(layout, omega)[1]
     angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
-    angle.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, length - 1) if 0 <= t < length])
+    angle.set_xticks(_whole_ticks(length, 6))
     label = "token" + (" (left: the text)" if layout.text else "")
     angle.set(xlabel=label, ylabel=_what(view), title="angle Θ" + (", fastest to slowest" if len(rows) > 1 else ""))
     angle.grid(False)
@@ -182,6 +182,11 @@ def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
     return figure.subplots(rows, columns, squeeze=False).flatten().tolist()
 
 
+def _whole_ticks(size: int, number: int) -> list[float]:
+    ticks = MaxNLocator(number, integer=True).tick_values(0, max(size - 1, 1))
+    return [float(t) for t in ticks if 0 <= t < size]
+
+
 def _blank(axes: list[Any]) -> None:
     for axis in axes:
         axis.set_axis_off()
@@ -193,7 +198,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     picture = data.arrange(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
     height, width = picture.size
-    ticks = {picture.top + t: f"{t:.0f}" for t in MaxNLocator(4, integer=True).tick_values(0, height - 1) if t < height}
+    ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, 4)}
     ticks |= {(picture.top - data.GAP - 1) / 2: "text"} if layout.text else {}
     axis.set_yticks(list(ticks), list(ticks.values()))
     if len(view.frames) == 1:
@@ -221,6 +226,7 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
             distance, values = data.cut(view.layout, score, view.token, j)
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
+    axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
     axis.set_title(f"cuts through the ring, {view.own[0]}")
     axis.legend(**LEGEND, handlelength=2.6)
@@ -395,17 +401,23 @@ def look(
 def main(
     preset: Annotated[list[str] | None, typer.Option("--preset", "-p", help="Scheme, or all; repeatable.")] = None,
     frequencies: Annotated[str | None, typer.Option(help="Instead of a preset: axial or mixed, as RotateMd's.")] = None,
-    map: Annotated[str | None, typer.Option(help="Without a preset: rotate or cosine. [rotate]")] = None,
-    axis_order: Annotated[str | None, typer.Option(help="Without a preset: [minor_first] or major_first.")] = None,
-    base: Annotated[float | None, typer.Option(help="Of the series. [the preset's; axial 10000, mixed 10]")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="D. [the preset's; 64]")] = None,
+    map: Annotated[str | None, typer.Option(help="Without a preset: rotate or cosine. (default: rotate)")] = None,
+    axis_order: Annotated[
+        str | None, typer.Option(help="Without a preset: minor_first (default) or major_first.")
+    ] = None,
+    base: Annotated[
+        float | None, typer.Option(help="Of the series. (default: the preset's; axial 10000, mixed 10)")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="D. (default: the preset's; 64)")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Heads that the frequencies are made for.")] = 1,
     head: Annotated[int, typer.Option(min=0, help="The one that is drawn.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random directions.")] = 0,
-    shape: Annotated[str | None, typer.Option(help="Of the grid: N, HxW or TxHxW. [64, 18x28 or 9x18x28]")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of the grid: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)")
+    ] = None,
     reference: Annotated[str | None, typer.Option(help="Interpolate onto 16 or 16x16; - leaves an axis alone.")] = None,
     text: Annotated[int, typer.Option(min=0, help="Text (or class) tokens in front of the grid.")] = 0,
-    token: Annotated[str | None, typer.Option(help="The chosen token: N, HxW or TxHxW. [the centre]")] = None,
+    token: Annotated[str | None, typer.Option(help="The chosen token: N, HxW or TxHxW. (default: the centre)")] = None,
     channel: Annotated[list[int] | None, typer.Option(help="Angle maps of this channel or pair; repeatable.")] = None,
     maps: Annotated[int, typer.Option(min=1, help="Else so many, from the fastest to the slowest.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder; a picture a preset goes there.")] = Path("runs/visualize"),
