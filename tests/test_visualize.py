@@ -97,7 +97,7 @@ def test_unrotated_and_aliased_channels_are_marked():
 
 
 def test_ticks_are_whole_and_on_the_grid():
-    figure = visualize.draw(tiny("wan", (1, 6), text=2))
+    figure = visualize.draw(tiny("hunyuan_video", (1, 6), text=2))
     axis = figure.subfigs[0].axes[0]
     assert [(y, text.get_text()) for y, text in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)] == [
         (2.0, "0"), (0.0, "text")
