@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+GALLERY := scripts/results/gallery
 
-.PHONY: help install ablate readme-tables lint types unit test clean
+.PHONY: help install ablate gallery readme-tables lint types unit test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,6 +18,10 @@ $(READY): pyproject.toml
 
 ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, about 5 minutes (ARGS="--seeds 1")
 	$(BIN)/python -m scripts.ablate $(ARGS)
+
+gallery: $(READY)  ## the README's pictures of encodings
+	$(BIN)/python -m scripts.visualize -p dinov3 -p rope_vit_mixed -p wan -p pope --out $(GALLERY) --dpi 120
+	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 120
 
 readme-tables: $(READY)  ## the README's performance section and plots, from scripts/results/benchmark-*.csv
 	$(BIN)/python -m scripts.benchmark_report $(ARGS)

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import joblib
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -52,9 +51,7 @@ from lrpe_md import CosineMd, Grid, RotateMd
 from models.vit import lrpe_vit_tiny_patch16_224
 
 from .common import choose, choose_device, git_commit, gpu_name, versions
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from .plots import OKABE_ITO, STYLE, plt
 
 # --- what is compared ------------------------------------------------------------------------------------------------
 
@@ -376,8 +373,7 @@ def markdown(results: pd.DataFrame, settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
-STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-COLOURS = ("#000000", "#7f7f7f", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#0072B2", "#CC79A7")  # Okabe-Ito, grey
+COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
 MARKERS = "osD^vPX*"
 
 
@@ -386,9 +382,10 @@ def plot_accuracy(results: pd.DataFrame, settings: Settings, path: Path) -> None
     height, width = SOURCES[settings.data].sizes[0]
     shown = results.query("height == @height and width == @width and positions == 'extrapolated'")
     ranking = list(spread(shown, "encoding").sort_values("mean").index)
+    two = OKABE_ITO["blue"], OKABE_ITO["vermilion"]
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(7, 1.6 + 0.42 * len(ranking)), layout="constrained")
-        for offset, colour, attention in zip((0.16, -0.16), ("#0072B2", "#D55E00"), settings.attentions, strict=False):
+        for offset, colour, attention in zip((0.16, -0.16), two, settings.attentions, strict=False):
             part = shown.query("attention == @attention")
             stats = spread(part, "encoding").loc[ranking]
             rows = np.arange(len(ranking)) + offset

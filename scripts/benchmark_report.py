@@ -10,19 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import typer
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 from lrpe_md.testing import WORKLOADS
 
 from .benchmark_measure import COLUMNS, HERE, KEY, PASSES
 from .benchmark_modes import SMALL
 from .benchmark_peers import OURS, PEERS
+from .plots import OKABE_ITO, STYLE, plt
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -32,7 +29,7 @@ PASS_NAMES: dict[str, str] = dict(
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
-COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7f7f7f")  # Okabe-Ito, grey
+COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", "sky", "vermilion", "grey")]
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
@@ -242,8 +239,6 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
-
-STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 
 
 def style(i: int) -> dict[str, Any]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import torch
 import typer
 
 from lrpe_md import Grid, axial_omega, cosine, geometric_theta, mixed_omega, rotate
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from .plots import plt
 
 GRID, QUERY = (18, 28), (6, 10)
 HEAD_DIM = 64
