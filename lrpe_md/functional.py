@@ -6,7 +6,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, overload
 
 import torch
@@ -25,6 +25,7 @@ Order = Literal["cos_sin", "sin_cos"]
 Positions = Grid | Coordinates | Tensor
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softplus", "softmax")
+_POSITIONS = (Grid, Coordinates, Tensor)
 PAIRS = ("half", "interleaved")
 ORDERS = ("cos_sin", "sin_cos")
 IMPLS = ("auto", "triton", "reference")
@@ -158,8 +159,13 @@ def encode(
     order: str = "cos_sin",
 ) -> Any:
     """:func:`cosine` and :func:`rotate`, and what the modules call."""
-    if type(phase) is tuple or (type(positions) is tuple and isinstance(positions[0], (Grid, Coordinates, Tensor))):
-        each = zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True)
+    if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
+        each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
+        if len(xs) == 2:
+            _check_input("q", xs[0], xs[0])
+            _check_input("k", xs[1], xs[0], other_length=True)
+        for where, phi, x in each:  # all is checked before anything is launched
+            prepare(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, amplitude, order)
         return tuple(
             encode(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, impl, amplitude, order)
             for where, phi, x in each
@@ -198,7 +204,7 @@ def _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order) -> 
     """All that :func:`prepare` looks at, where its result holds no tensor: checking again would find the same."""
     if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
         return None
-    if not 1 <= len(xs) <= 2:
+    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
         return None
     for option in (map, act, dim, pairs, rotary_dim, order):
         if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
@@ -214,10 +220,10 @@ def prepare(
     map: str,
     xs: tuple[Tensor, ...],
     omega: Tensor,
-    positions: Positions,
+    positions: Any,
     act: str,
     dim: int | None,
-    phase: Tensor | None,
+    phase: Any,
     pairs: Any,
     rotary_dim: int | slice | None,
     amplitude: float | Tensor | None = None,
@@ -296,18 +302,23 @@ def _amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None
         raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
     if value == 1:
         return None
-    if torch.compiler.is_compiling() or fleeting():
+    if torch.compiler.is_compiling() or fleeting() or _capturing(device):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
     return _filled(float(value), channels, device)
 
 
-@lru_cache(maxsize=256)
+def _capturing(device: torch.device) -> bool:
+    """What is computed now is only recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache  # for good: a CUDA graph may hold the address
 def _filled(value: float, channels: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
 
 
-def _check_input(name: str, t: Tensor, x: Tensor) -> None:
+def _check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a tensor (B, H, N, D), got {type(t).__name__}")
     if t.ndim != 4:
@@ -318,10 +329,10 @@ def _check_input(name: str, t: Tensor, x: Tensor) -> None:
         return
     if t.dtype != x.dtype or t.device != x.device:
         raise ValueError(f"{name}: expected q's dtype and device, {x.dtype} on {x.device}, got {t.dtype} on {t.device}")
-    if t.shape[0] != x.shape[0] or t.shape[2:] != x.shape[2:]:
+    if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
         raise ValueError(
             f"{name}: expected q's batch, tokens and head_dim, {x.shape[0]}, {x.shape[2]}, {x.shape[3]}, "
-            f"got shape {tuple(t.shape)}; encode tensors of different lengths one by one"
+            f"got shape {tuple(t.shape)}; tensors of different lengths take positions each"
         )
 
 

@@ -13,7 +13,7 @@ from triton.compiler import CompiledKernel
 
 from . import kernels
 from .ops import Layout, Spec, Tables, accumulator, like_in_memory, strides_in_memory
-from .positions import grid_coordinates
+from .positions import affine_on, grid_coordinates
 
 __all__ = ["INTERPRETING", "Plan", "backward", "forward"]
 
@@ -68,8 +68,10 @@ def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int,
     return rows, max(1, elements // width), num_warps, max_registers
 
 
-def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int) -> Plan:
-    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each.
+def plan(
+    map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int, samples: int = 1
+) -> Plan:  # fmt: skip
+    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each, for each of ``samples``.
 
     direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
     """
@@ -83,7 +85,8 @@ def plan(map: str, direction: str, num_tokens: int, groups: int, rows: int, widt
         return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
-    token_programs = min(triton.cdiv(num_tokens, block_n), max(1, programs // groups))
+    programs = max(1, programs // max(1, samples))
+    token_programs = max(1, min(triton.cdiv(num_tokens, block_n), programs // groups))
     parts = max(1, programs // (groups * token_programs))
     per = triton.cdiv(max(1, triton.cdiv(rows, parts)), block_r) * block_r
     return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
@@ -105,9 +108,9 @@ def _positions(omega, phase, tables: Tables, layout: Layout) -> _Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
         )
         affine = None
-    # A plain grid counts up to 2^22 half turns an axis: of 50 radians a position at these sizes.
-    if coords is None and affine is None and max(layout.sizes) > 2**18:
-        affine = torch.tensor([[1.0, 0.0]] * len(layout.sizes), dtype=torch.float64, device=omega.device)
+    # A plain grid counts up to 2^22 half turns an axis: of 200 radians a position at these sizes.
+    if coords is None and affine is None and max(layout.sizes) > 2**16:
+        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), omega.device)
     if coords is not None:
         coords = _materialised(coords).contiguous()
     if rotated is not None:
@@ -251,11 +254,11 @@ def _numbers(
     span = (group0 + group1) * (1 if by_sample else batch)
     direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
     num_rows = num_tokens * max(1, flat)
-    cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize)
+    cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize, batch if by_sample else 1)
     num_blocks = triton.cdiv(num_rows, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
     in_sample = triton.cdiv(group0 + group1, cut.per)
-    outer = triton.cdiv(triton.cdiv(span, cut.per), in_sample)
+    outer = triton.cdiv(triton.cdiv(span, cut.per), max(1, in_sample))
     programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
@@ -363,7 +366,7 @@ def forward(xs, omega, phase, tables: Tables, spec: Spec, layout: Layout, cache:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
                 _softmax_sequence(x, stats[-1])
         if cache:
-            heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
+            heads = max(t.shape[0] for t in (omega, phase, tables.amplitude) if t is not None)
             theta = omega.new_empty((heads, layout.num_tokens, spec.num_channels), dtype=torch.float32)
         outs, _ = _run(spec, call, xs, [], stats, theta, False, False)
     return [*outs, *stats, theta] if theta is not None else [*outs, *stats]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -128,7 +128,7 @@ class Grid(_Rules):
         scale, shift = self._scale_and_shift
         if torch.compiler.is_compiling() or fleeting():
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
-        return _affine_on(scale, shift, device)
+        return affine_on(scale, shift, device)
 
     def coordinates(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
         """Positions (N, K) of this shard's tokens; zero for prefix and suffix tokens."""
@@ -424,7 +424,7 @@ def fleeting() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
-@lru_cache(maxsize=256)
-def _affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:
+@cache  # for good: a CUDA graph may hold the address
+def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a tensor made there could never take part in training
         return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrpe_md import Coordinates, Grid, functional, launch
+from lrpe_md import Coordinates, Grid, functional, launch, ops
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -186,7 +186,7 @@ def call(case: SimpleNamespace) -> None:
         launch.forward(xs, omega, phase, tables, spec, layout, case.cache)
         return
     grads = [torch.randn(*x.shape[:3], spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
-    stats = [torch.zeros(2, *x.shape[:2], case.head_dim) for x in xs]
+    stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=ops.accumulator(case.dtype)) for x in xs]
     theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
     need = case.run == "backward omega"
     launch.backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need, need and case.phase)

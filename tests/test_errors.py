@@ -66,6 +66,16 @@ BAD = {
         ValueError, r"positions: a tuple is one for q and one for k, got 3 for 2 tensors",
         lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
     ),
+    "no omega": (TypeError, r"omega: expected a tensor.*NoneType", lambda: cosine(x, omega=None, positions=grid)),
+    "no x": (TypeError, r"x: expected a tensor.*NoneType", lambda: cosine(None, omega=omega, positions=grid)),
+    "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),
+    "heads of k in a pair": (
+        ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),
+    ),
+    "k of another batch in a pair": (
+        ValueError, r"k: expected q's batch",
+        lambda: rotate(x, x[:1], omega=pairs, positions=(grid, grid)),
+    ),
     "a phase for k without k": (
         ValueError, r"phase: a tuple is one for q and one for k, got 2 for 1 tensors",
         lambda: cosine(x, omega=omega, positions=grid, phase=(None, torch.zeros(1, 8))),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lrpe_md import cosine, launch
+from lrpe_md import Grid, cosine, launch
 from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
@@ -138,6 +138,52 @@ def test_channels_that_are_no_power_of_two(monkeypatch, case):
 def test_amplitude_order_blocks_and_masks(case):
     assert not violations(case)
     assert not violations(case, frequencies=False)
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16])
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_softmax_over_a_sequence_of_low_logits(map, num_tokens):
+    """exp(0 - maximum) would overflow where nothing is to be read: tokens past the end, rows past the last."""
+    inputs = make_inputs(Case(map, (num_tokens, 1), prefix=0, batch=1, heads=(3,), act="softmax", dim=-2))
+    inputs.xs[0][:, 0, :, 3] -= 200
+    expected, found = run(inputs, "reference"), run(inputs, "triton")
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("far", [1e4, 1.4e7, 3e7, 5e7, 2e8])
+def test_angles_of_any_size(far, sign):
+    """Explicit positions of millions of radians: half turns are still counted right."""
+    x, omega = torch.randn(1, 1, 64, 8), torch.ones(1, 8, 1)
+    coords = (sign * (far + torch.arange(64, dtype=torch.float64) * 0.37))[:, None]
+    exact = cosine(x.double(), omega=omega.double(), positions=coords, impl="reference")
+    found = cosine(x, omega=omega, positions=coords, impl="triton")
+    assert (found - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("frequency", [190.0, -190.0])
+@pytest.mark.parametrize("size", [60_000, 250_000])
+def test_fast_frequencies_far_on_a_grid(size, frequency):
+    x, omega = torch.randn(1, 1, 16, 8), torch.full((1, 8, 1), frequency)
+    grid = Grid((size,), start=size - 16)
+    exact = cosine(x.double(), omega=omega.double(), positions=grid, impl="reference")
+    assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])
+@pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
+def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):
+    """What the interpreter does not run: empty calls, and coordinates by sample, whose programs stay one wave."""
+    monkeypatch.setattr(launch, "INTERPRETING", False)
+    for map in ("cosine", "rotate"):
+        for samples in (1, 256):
+            cut = launch.plan(map, direction, num_tokens, 1, rows // samples, 64, 2, samples)
+            assert cut.per % cut.block_r == 0
+            assert cut.per >= cut.block_r
+            if direction == "dtheta":
+                programs = samples * cut.token_programs * -(-(rows // samples) // cut.per)
+                assert programs <= max(samples, launch.NUM_SM * 16)
 
 
 def test_result_keeps_memory_order():

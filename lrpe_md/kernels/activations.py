@@ -1,6 +1,7 @@
 """x̄ = act(x) and its derivative, on tiles (tokens, channels).
 
 PTX: CUDA's own approximations of 2^x and 1/x, accurate to 2 units in the last place of a float32, may be used.
+exp(x) = 2^(x log2 e) is then off by the rounding of its argument, a relative 6e-8 |x|, as it is in Triton's exp.
 """
 
 import triton

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# 1/2π = C_HI + C_LO with C_HI a float32: angles are in revolutions, as unevaluated sums of two float32.
+# 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if FAST), as unevaluated sums of two float32.
 C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
@@ -17,12 +17,6 @@ PI_LO = tl.constexpr(-8.742277657347586e-08)
 def divide(o, magic, shift):
     """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
     return (tl.umulhi(tl.cast(o, tl.uint32) * 2, tl.cast(magic, tl.uint32)) >> shift).to(tl.int32)
-
-
-@triton.jit
-def round_to_integer(x):
-    """The nearest integer for |x| < 2^22, an integer near x beyond: two additions where floor is a conversion."""
-    return (x + ROUND) - ROUND
 
 
 @triton.jit
@@ -72,10 +66,12 @@ def remainder(s, w, ANY_SIZE: tl.constexpr):
     The fma is explicit: subtracting from the rounded product would count its residue twice once the compiler contracts
     the two.
     """
-    shifted = s * w + ROUND
-    n = shifted - ROUND
     if ANY_SIZE:
-        shifted = (n - 2.0 * round_to_integer(n * 0.5)) + ROUND
+        n = tl.floor(s * w + 0.5)
+        shifted = (n - 2.0 * tl.floor(n * 0.5)) + ROUND
+    else:
+        shifted = s * w + ROUND  # cheaper than floor, which is a conversion
+        n = shifted - ROUND
     return tl.fma(s, w, -n), shifted.to(tl.int32, bitcast=True)
 
 

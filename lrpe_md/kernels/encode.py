@@ -285,6 +285,8 @@ def _map(
                 BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
             )  # fmt: skip
         if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
+            if DIM == -2:  # but their x̄ can be inf
+                row_dtheta = tl.where((o_n < place[3])[:, None], row_dtheta, 0.0)
             dtheta += row_dtheta.to(tl.float64)
     return dtheta
 

@@ -95,6 +95,7 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
+            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
             dot += tl.sum(softmax_sequence(x, p_stat, num_stats, o_d[None, :], m_d[None, :], PTX) * g, axis=0)
         for n0 in range(0, N, BLOCK_N):
             x = _read(p_x, x_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
