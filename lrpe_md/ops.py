@@ -304,8 +304,8 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        omega, phase, *tables, theta = ctx.saved_tensors[:7]
-        rest, tables = ctx.saved_tensors[7:], Tables(*tables)
+        omega, phase, coords, affine, rotated, amplitude, theta, *rest = ctx.saved_tensors
+        tables = Tables(coords, affine, rotated, amplitude)
         direct, spec, layout, num_stats = ctx.args
         stats, xs = rest[:num_stats], rest[num_stats:]
         need_omega, need_phase = ctx.needs_input_grad[8], ctx.needs_input_grad[9]

@@ -189,9 +189,10 @@ def encode_backward(
             dtheta = x_bar * (g_sin * cos - g_cos * sin)
         else:
             dx_bar = rotate(g, cos, -sin, pairs, start, sections)
-            turned = slice(start, start + 2 * theta.shape[-1])
-            a, b = split_pairs(x_bar[..., turned], pairs, sections)
-            da, db = split_pairs(dx_bar[..., turned], pairs, sections)
+            width = 2 * theta.shape[-1]
+            cut = [start, width, head_dim - start - width]
+            a, b = split_pairs(x_bar.split(cut, dim=-1)[1], pairs, sections)
+            da, db = split_pairs(dx_bar.split(cut, dim=-1)[1], pairs, sections)
             dtheta = a * db - b * da
         dx = activate_backward(dx_bar, x, x_bar, act, dim).to(dy.dtype)
         if rotated is not None:
