@@ -76,10 +76,10 @@ def plan(
     direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
     """
     block_r, block_n, num_warps, max_registers = tile(map, direction, width, itemsize)
-    if INTERPRETING:  # the cost is by program, not by size
+    if INTERPRETING:  # the cost is by program and row, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
+        block_r = max(1, min(rows, 8 if max_registers is None else 2))
     if max_registers is None:
-        block_r = max(1, min(rows, 8)) if INTERPRETING else block_r
         return Plan(block_r, block_n, num_warps, None, triton.cdiv(num_tokens, block_n), block_r)
     if INTERPRETING:
         return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))

@@ -92,7 +92,7 @@ def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
 
     monkeypatch.setattr(launch, "plan", plan)
     monkeypatch.setattr(launch, "_known", {})
-    case = Case(map, (5, 6), coords=coords, batch=4, heads=(8, 4), omega_heads=2, head_dim=8, phase=True)
+    case = Case(map, (3, 6), coords=coords, batch=3, heads=(4, 2), omega_heads=2, head_dim=8, phase=True)
     assert not violations(case)
 
 
