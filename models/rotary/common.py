@@ -29,8 +29,9 @@ class Rotary:
     impl: Impl = "auto"
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = rotate(q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, impl=self.impl)
-        return (q, k) if self.amplitude == 1 else (q * self.amplitude, k * self.amplitude)
+        return rotate(
+            q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, amplitude=self.amplitude, impl=self.impl
+        )
 
     def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The same for q and k (B, N, H, D)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -68,6 +68,20 @@ class _Processor(Adapted):
     _attention_backend: Any
     _parallel_config: Any
 
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        call: Any = self._encoded if isinstance(image_rotary_emb, Rotary) else cast(Any, super()).__call__
+        return call(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
+        raise NotImplementedError  # each model's own
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         """Attention of (B, N, H, D) on the backend that the user chose → (B, N, H D)."""
         if self._parallel_config is not None:
@@ -91,27 +105,17 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv")
 
 
 class LrpeFluxAttnProcessor(_Processor, FluxAttnProcessor):
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        if not isinstance(image_rotary_emb, Rotary):
-            text: Any = encoder_hidden_states
-            return super().__call__(attn, hidden_states, text, attention_mask, image_rotary_emb)
-        q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, hidden_states, OWN))
+    def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
+        q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, x, OWN))
         q, k = attn.norm_q(q), attn.norm_k(k)
-        if encoder_hidden_states is not None:  # text, in front
-            tq, tk, tv = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, encoder_hidden_states, ADDED))
+        if text is not None:  # in front
+            tq, tk, tv = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, text, ADDED))
             pairs = ((attn.norm_added_q(tq), q), (attn.norm_added_k(tk), k), (tv, v))
             q, k, v = (torch.cat(pair, dim=1) for pair in pairs)
-        x = self._attend(*image_rotary_emb.bnhd(q, k), v, attention_mask)
-        if encoder_hidden_states is None:
+        x = self._attend(*rotary.bnhd(q, k), v, mask)
+        if text is None:
             return x
-        num_text = encoder_hidden_states.shape[1]
+        num_text = text.shape[1]
         text, image = x[:, :num_text].contiguous(), x[:, num_text:].contiguous()
         return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
@@ -123,30 +127,22 @@ class LrpeWanAttnProcessor(_Processor, WanAttnProcessor):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
+        rotary_emb: Any = None,  # diffusers passes it by this name
     ) -> Any:
-        if not isinstance(rotary_emb, Rotary):
-            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        if encoder_hidden_states is not None:
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
+        if text is not None:
             raise ValueError("encoder_hidden_states: expected none where positions are encoded, got cross-attention")
-        q, k, v = _qkv(attn, hidden_states, OWN)
+        q, k, v = _qkv(attn, x, OWN)
         q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in (attn.norm_q(q), attn.norm_k(k), v))
-        x = self._attend(*rotary_emb.bnhd(q, k), v, attention_mask)
+        x = self._attend(*rotary.bnhd(q, k), v, mask)
         return attn.to_out[1](attn.to_out[0](x))
 
 
 class LrpeHunyuanVideoAttnProcessor2_0(_Processor, HunyuanVideoAttnProcessor2_0):
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        if not isinstance(image_rotary_emb, Rotary):
-            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        video, text, rotary = hidden_states, encoder_hidden_states, image_rotary_emb
+    def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
+        video = x
         num_text = 0 if text is None else text.shape[1]
 
         def project(x: Tensor, names: tuple[str, str, str], norms: tuple[Any, Any]) -> list[Tensor]:
@@ -160,7 +156,7 @@ class LrpeHunyuanVideoAttnProcessor2_0(_Processor, HunyuanVideoAttnProcessor2_0)
             added = project(text, ADDED[:3], (attn.norm_added_q, attn.norm_added_k))
             q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), added, strict=True))
         q, k = rotary.behind(num_text).bnhd(q, k)
-        x = self._attend(q, k, v, attention_mask)
+        x = self._attend(q, k, v, mask)
         if text is None:
             return x, None
         video, text = x[:, :-num_text], x[:, -num_text:]
