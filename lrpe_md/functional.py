@@ -164,11 +164,13 @@ def encode(
         if len(xs) == 2:
             _check_input("q", xs[0], xs[0])
             _check_input("k", xs[1], xs[0], other_length=True)
-        for where, phi, x in each:  # all is checked before anything is launched
+        calls = [  # all is checked before anything is launched
             prepare(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, amplitude, order)
-        return tuple(
-            encode(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, impl, amplitude, order)
             for where, phi, x in each
+        ]
+        return tuple(
+            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi))[0]
+            for call, (_, phi, x) in zip(calls, each, strict=True)
         )
     direct = ops.is_direct(*xs, omega, phase)
     key = None
@@ -181,11 +183,22 @@ def encode(
             if len(_prepared) >= 4096:
                 _prepared.clear()
             _prepared[key] = call
-    if use_triton(impl, xs, call[2]):
-        ys = ops.encode(*call, omega, phase, xs, direct)
-    else:
-        ys = ops.encode_reference(*call, omega, phase, xs)
+    ys = _encode(call, xs, omega, phase, impl, direct)
     return ys[0] if len(xs) == 1 else ys
+
+
+def _encode(
+    call: tuple[Spec, Layout, Tables],
+    xs: tuple[Tensor, ...],
+    omega: Tensor,
+    phase: Tensor | None,
+    impl: str,
+    direct: bool,
+) -> tuple[Tensor, ...]:
+    """A prepared call on the path that ``impl`` and the inputs ask for."""
+    if use_triton(impl, xs, call[2]):
+        return ops.encode(*call, omega, phase, xs, direct)
+    return ops.encode_reference(*call, omega, phase, xs)
 
 
 def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -422,7 +435,7 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
         if asked:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
         warnings.warn(
-            "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=4
+            "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=5
         )
         return False
     if ops.transforming():
