@@ -287,7 +287,27 @@ def check(
     frequencies: bool = True,
     ulps: float = 0.0,
 ) -> list[Violation]:
-    """Run a case by ``impl`` and say where it leaves the budget."""
+    """Run a case by ``impl`` and say where it leaves the budget.
+
+    The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five draws
+    together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
+    """
+    draw = _draw(case, impl, device, frequencies)
+    found = _violations(draw, case, ulps)
+    if found and all(v.name in _SUMS and v.rms <= 1.5 * v.rms_budget for v in found):
+        draws = [draw] + [_draw(replace(case, seed=case.seed + i), impl, device, frequencies) for i in range(1, 5)]
+        pooled = {
+            name: tuple(torch.cat([d[name][i].flatten() for d in draws]) for i in range(3)) for name in draw
+        }  # fmt: skip
+        found = _violations(pooled, case, ulps)
+    return found
+
+
+_SUMS = ("domega", "dphase")
+
+
+def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> dict[str, tuple[Tensor, ...]]:
+    """For each result: what ``impl`` gives, the reference's error, the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
@@ -296,10 +316,15 @@ def check(
         scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
     same = run(judged, "reference", frequencies=frequencies)
     judge = run(judged.to(torch.float64), "reference", frequencies=frequencies) if scale != 1 else exact
-    found = []
     for name in exact:
+        assert actual[name].shape == exact[name].shape, (name, actual[name].shape, exact[name].shape)
         assert scale != 1 or actual[name].dtype == same[name].dtype, name
-        error = scale * (same[name].double() - judge[name]).abs()
-        slack = 0.0 if name in ("domega", "dphase") else ulps
-        found.append(_judge(name, actual[name], error, exact[name], case, slack))
-    return [violation for violation in found if violation is not None]
+    return {name: (actual[name], scale * (same[name].double() - judge[name]).abs(), exact[name]) for name in exact}
+
+
+def _violations(draw: dict[str, tuple[Tensor, ...]], case: Case, ulps: float) -> list[Violation]:
+    judged = [
+        _judge(name, actual, error, exact, case, 0.0 if name in _SUMS else ulps)
+        for name, (actual, error, exact) in draw.items()
+    ]
+    return [violation for violation in judged if violation is not None]

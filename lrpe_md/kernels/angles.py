@@ -8,6 +8,10 @@ C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
 TAU = tl.constexpr(6.283185307179586)
+TWO_32 = tl.constexpr(4294967296.0)
+ONE_LESS = tl.constexpr(0.99999994)  # the float32 below 1
+HALF_TURN = tl.constexpr(2.0**-32)  # of the fixed point of turns, shifted up by one
+QUARTER = tl.constexpr(2**30)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: float32 near it are the integers
 PI_HI = tl.constexpr(3.1415927410125732)  # π as float32, and what that leaves out
 PI_LO = tl.constexpr(-8.742277657347586e-08)
@@ -20,33 +24,40 @@ def divide(o, magic, shift):
 
 
 @triton.jit
+def index(o_g, m_g, grid, j: tl.constexpr, K: tl.constexpr):
+    """Index on axis j, int32, of the tokens with index o_g on the grid; 0 for those off it (m_g False)."""
+    n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
+    FASTER: tl.constexpr = K - 1 - j
+    s = o_g
+    if FASTER >= 1:
+        s = divide(s, magic1, shift1)
+    if FASTER >= 2:
+        s = divide(s, magic2, shift2)
+    if FASTER >= 3:
+        s = divide(s, magic3, shift3)
+    if j > 0:  # modulo
+        if FASTER == 0:
+            s = s - divide(s, magic1, shift1) * n1
+        elif FASTER == 1:
+            s = s - divide(s, magic2, shift2) * n2
+        else:
+            s = s - divide(s, magic3, shift3) * n3
+    return tl.where(m_g, s, 0)
+
+
+@triton.jit
 def coordinate(
     o_g, m_g, p_coords, p_affine, grid,
     j: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False)."""
-    n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
     if EXPLICIT:
         s = tl.load(p_coords + o_g.to(tl.int64) * K + j, mask=m_g, other=0)
     else:
-        FASTER: tl.constexpr = K - 1 - j
-        s = o_g
-        if FASTER >= 1:
-            s = divide(s, magic1, shift1)
-        if FASTER >= 2:
-            s = divide(s, magic2, shift2)
-        if FASTER >= 3:
-            s = divide(s, magic3, shift3)
-        if j > 0:  # modulo
-            if FASTER == 0:
-                s = s - divide(s, magic1, shift1) * n1
-            elif FASTER == 1:
-                s = s - divide(s, magic2, shift2) * n2
-            else:
-                s = s - divide(s, magic3, shift3) * n3
+        s = index(o_g, m_g, grid, j, K)
         if AFFINE:
             s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
-        s = tl.where(m_g, s, tl.zeros_like(s))
+            s = tl.where(m_g, s, 0.0)
     if WIDE:
         s_hi = s.to(tl.float64)
         s_lo = tl.zeros_like(s_hi)
@@ -90,20 +101,45 @@ def turns(w, UNIT: tl.constexpr):
 
 
 @triton.jit
-def frequencies(p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr):
-    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one; float64 radians if WIDE.
+def fixed(hi, lo):
+    """hi + lo turns modulo 1 in units of 2^-32 and 2^-64, as int32 and uint32."""
+    m = (hi - tl.floor(hi + 0.5)) * TWO_32  # 24 bits, some of which can be below the point
+    n = m.to(tl.int32)
+    m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), m - n.to(tl.float32))
+    whole = tl.floor(m)
+    part = tl.minimum(m - whole, ONE_LESS) * TWO_32
+    return n + whole.to(tl.int32), part.to(tl.uint32)
 
-    o_c, m_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each.
+
+@triton.jit
+def frequencies(
+    p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr
+):
+    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
+
+    float64 radians if WIDE, fixed point of turns for both if FIXED. o_c, m_c: the channels, (BLOCK_C) of all tokens or
+    (tokens, BLOCK_C) of each.
     """
     omega = ()
     for j in tl.static_range(K):
         w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0)
-        hi, lo = (w.to(tl.float64), w) if WIDE else turns(w, 1.0 if FAST else 2.0)
+        if WIDE:
+            hi, lo = w.to(tl.float64), w
+        elif FIXED:
+            hi, lo = turns(w, 1.0)
+            hi, lo = fixed(hi, lo)
+        else:
+            hi, lo = turns(w, 1.0 if FAST else 2.0)
         omega += (_of_tokens(hi, lo),)
     if p_phase is not None:
         phase = tl.load(p_phase + o_c, mask=m_c, other=0)
-        hi = phase.to(tl.float64 if WIDE else tl.float32)
-        omega += (_of_tokens(hi, (phase - hi.to(phase.dtype)).to(hi.dtype)),)
+        if FIXED:
+            hi, lo = turns(phase, 1.0)
+            hi, lo = fixed(hi, lo)
+        else:
+            hi = phase.to(tl.float64 if WIDE else tl.float32)
+            lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
+        omega += (_of_tokens(hi, lo),)
     return omega
 
 
@@ -119,12 +155,13 @@ def _of_tokens(hi, lo):
 def angle(
     omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
-    WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a turn (FAST: the lowest bit says nothing), a half turn, which leaves smaller remainders to round, or
-    float64 radians all in the remainder (WIDE).
+    The unit is a turn (FAST: up to half a turn an axis; the lowest bit says nothing), a half turn, which leaves smaller remainders to round, or
+    float64 radians all in the remainder (WIDE). Integer positions (FIXED) count turns in integers, which drop whole
+    turns by themselves: 2^-32 of a turn an axis is all that they lose, at any position.
     """
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
@@ -141,6 +178,16 @@ def angle(
             theta += s[:, None] * omega[j][0]
         if p_phase is not None:
             theta += tl.where(m_g[:, None], omega[K][0], 0.0)
+    elif FIXED:
+        turn = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
+        for j in tl.static_range(K):
+            s = index(o_g, m_g, grid, j, K)[:, None]
+            w_hi, w_lo = omega[j]
+            turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
+        if p_phase is not None:  # one more axis: position 1 on the grid and 0 off it, frequency φ
+            turn += m_g.to(tl.int32)[:, None] * omega[K][0]
+        theta = (turn << 1).to(tl.float32) * HALF_TURN
+        half = (turn + QUARTER) >> 31
     else:
         part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
         low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
@@ -163,9 +210,11 @@ def angle(
             part += tl.where(on_grid, a, 0.0)
             low += tl.where(on_grid, f_hi * (C_LO * UNIT) + f_lo * one, 0.0)
             half += tl.where(on_grid, odd, 0)
-        shifted = (part + low) + ROUND
-        theta = (part + low) - (shifted - ROUND)
-        half += shifted.to(tl.int32, bitcast=True)
+        theta = part + low
+        if not FAST:  # the hardware's functions bear a few turns more
+            shifted = theta + ROUND
+            theta -= shifted - ROUND
+            half += shifted.to(tl.int32, bitcast=True)
     return theta, half
 
 
@@ -173,8 +222,8 @@ def angle(
 def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     """cos and sin of an angle from :func:`angle`.
 
-    FAST: the CUDA hardware's approximation, absolute error 2^-20.9 on [-π, π], under the rounding of a 16-bit
-    result. Otherwise minimax polynomials on [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
+    FAST: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and some more at the few turns of a sum
+    over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
     """
     if WIDE:
         cos = tl.cos(theta)
@@ -203,7 +252,7 @@ def radians(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     if WIDE:
         x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
     elif FAST:
-        x = theta * TAU
+        x = (theta - tl.floor(theta + 0.5)) * TAU
     else:
         x = tl.where((half & 1) != 0, tl.where(theta > 0.0, theta - 1.0, theta + 1.0), theta) * (TAU / 2.0)
     return x.to(tl.float32)

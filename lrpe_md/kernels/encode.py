@@ -233,8 +233,8 @@ def _fetch(
 def _angles(
     omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid, o_n,
     o_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
-    STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    FLAT: tl.constexpr,
+    STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
     m_n = n0 + o_n < N
@@ -246,7 +246,7 @@ def _angles(
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
         omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, o_c < C, grid,
-        C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, BLOCK_N, BLOCK_C,
+        C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
     if p_amplitude is not None:
@@ -287,7 +287,9 @@ def _map(
         if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
             if DIM == -2:  # but their x̄ can be inf
                 row_dtheta = tl.where((o_n < place[3])[:, None], row_dtheta, 0.0)
-            dtheta += row_dtheta.to(tl.float64)
+            pair = row_dtheta if i % 2 == 0 else pair + row_dtheta
+            if i % 2 == 1 or i == BLOCK_R - 1:  # a conversion costs as much as eight additions
+                dtheta += pair.to(tl.float64)
     return dtheta
 
 
@@ -365,6 +367,8 @@ def lrpe_kernel(
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
+    # Integer positions, unless the hardware's approximations leave nothing to gain from exact angles.
+    FIXED: tl.constexpr = not (EXPLICIT or AFFINE or WIDE or FAST)
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
     d0 = pid - rest * first
@@ -410,6 +414,8 @@ def lrpe_kernel(
         c0 = (o_n % FLAT * BLOCK_C)[:, None]
         o_c = c0 + o_c[None, :]
         o_n = o_n // FLAT
+    if NEED_DTHETA:
+        o_c = o_c[None, :] + tl.zeros([BLOCK_N, 1], dtype=tl.int32)
     m_c = o_c < C
     if not NEED_DTHETA:
         fetched = _fetch(
@@ -417,11 +423,11 @@ def lrpe_kernel(
             D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
             BLOCK_R, BLOCK_C,
         )  # fmt: skip
-        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
+        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
             omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
             num_grid, o_n, o_c, grid,
-            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C, FLAT,
+            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
         _map(
             fetched, cos, sin, o_n, c0, cos,
@@ -430,7 +436,7 @@ def lrpe_kernel(
         )  # fmt: skip
     else:
         J: tl.constexpr = K if p_phase is None else K + 1
-        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST)
+        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         total = ()
         for _ in tl.static_range(J):
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
@@ -439,7 +445,7 @@ def lrpe_kernel(
             cos, sin, o_g, m_g = _angles(
                 omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
                 num_grid, o_n, o_c, grid,
-                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, BLOCK_N, BLOCK_C, FLAT,
+                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             for r0 in range(r_lo, r_hi, BLOCK_R):
@@ -453,7 +459,8 @@ def lrpe_kernel(
                     D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
                     ALIGNED, LONG, PTX, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
-            dtheta = tl.where(m_g[:, None], dtheta, 0.0)
+            if DIM == -2:
+                dtheta = tl.where(m_g[:, None], dtheta, 0.0)
             weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
             added = ()
             for j in tl.static_range(J):
@@ -461,4 +468,4 @@ def lrpe_kernel(
             total = added
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
         for j in tl.static_range(J):
-            tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)
+            tl.store(p_partial + j * C + tl.arange(0, BLOCK_C), tl.sum(total[j], axis=0), mask=tl.arange(0, BLOCK_C) < C)
