@@ -246,10 +246,10 @@ def _numbers(
     in_strides, dy_strides, out_strides = [x.stride() for x in xs], [dy.stride() for dy in dys], [o[1] for o in outs]
     every = [*in_strides, *dy_strides, *out_strides]
     aligned = aligned and _in_eights(head_dim, every)
-    whole = cosine or 2 * channels == head_dim
-    if aligned and whole and not spec.dim and not need_dtheta and num_tokens * channels < 2**31:
-        flat = triton.cdiv(channels, 8)
-        block_c, flat = (8, flat) if 8 * flat < block_c else (block_c, 0)
+    whole = cosine or 2 * channels == head_dim  # then channels is a multiple of 4, or of 8
+    if aligned and whole and not spec.dim and channels < block_c and num_tokens * channels < 2**31:
+        block_c = min(8, channels & -channels)
+        flat = channels // block_c
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
     direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
@@ -257,6 +257,8 @@ def _numbers(
     cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize, batch if by_sample else 1)
     num_blocks = triton.cdiv(num_rows, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
+    if flat and need_dtheta:  # each thread stays with its channels
+        token_programs = max(1, token_programs // flat) * flat
     in_sample = triton.cdiv(group0 + group1, cut.per)
     outer = triton.cdiv(triton.cdiv(span, cut.per), max(1, in_sample))
     programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)

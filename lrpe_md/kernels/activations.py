@@ -1,6 +1,7 @@
 """x̄ = act(x) and its derivative, on tiles (tokens, channels).
 
-PTX: CUDA's own approximations of 2^x and 1/x, accurate to 2 units in the last place of a float32, may be used.
+PTX: 0, or CUDA's own approximations of 2^x and 1/x, accurate to 2 units in the last place of a float32, may be used
+(1), and polynomials for 16-bit results (2).
 exp(x) = 2^(x log2 e) is then off by the rounding of its argument, a relative 6e-8 |x|, as it is in Triton's exp.
 """
 
@@ -33,11 +34,16 @@ def sigmoid(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _log1p(e):
-    """log(1 + e) for 0 <= e <= 1, relative error 1.4e-7 in float32: a minimax polynomial for log(1 + e)/e."""
+def _add_log1p(e, y, PTX: tl.constexpr):
+    """y + log(1 + e) for 0 <= e <= 1: minimax polynomials for log(1 + e)/e, relative error 1.4e-7, or 2^-14 if PTX = 2."""
     if e.dtype == tl.float64:
         u = 1.0 + e  # log(u) e / (u - 1) repairs the rounding of u
-        return tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+        return y + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    elif PTX == 2:
+        p = 4.13472056388855e-2 * e - 1.5742705762386322e-1
+        p = p * e + 3.063008785247803e-1
+        p = p * e - 4.969778060913086e-1
+        return (p * e + 9.999432563781738e-1) * e + y
     else:
         p = -3.413804806768894e-3 * e + 2.0630458369851112e-2
         p = p * e - 5.845554545521736e-2
@@ -47,7 +53,7 @@ def _log1p(e):
         p = p * e - 2.4961474537849426e-1
         p = p * e + 3.333077132701874e-1
         p = p * e - 4.9999940395355225e-1
-        return (p * e + 1.0) * e
+        return (p * e + 1.0) * e + y
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def activate(x, ACT: tl.constexpr, PTX: tl.constexpr):
     elif ACT == "silu":
         x = x * sigmoid(x, PTX)
     elif ACT == "softplus":
-        x = tl.maximum(x, 0.0) + _log1p(exp(-tl.abs(x), PTX))
+        x = _add_log1p(exp(-tl.abs(x), PTX), tl.maximum(x, 0.0), PTX)
     return x
 
 
@@ -78,13 +84,18 @@ def activate_backward(x, x_bar, dx_bar, ACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def masked_max(x, n_d, BLOCK_D: tl.constexpr):
-    return tl.max(tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], x, float("-inf")), axis=1)
+def masked_max(x, n_d: tl.constexpr, BLOCK_D: tl.constexpr):
+    if n_d < BLOCK_D:
+        x = tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], x, float("-inf"))
+    return tl.max(x, axis=1)
 
 
 @triton.jit
-def masked_exp(x, top, n_d, PTX: tl.constexpr, BLOCK_D: tl.constexpr):
-    return tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], exp(x - top[:, None], PTX), 0.0)
+def masked_exp(x, top, n_d: tl.constexpr, PTX: tl.constexpr, BLOCK_D: tl.constexpr):
+    e = exp(x - top[:, None], PTX)
+    if n_d < BLOCK_D:
+        e = tl.where((tl.arange(0, BLOCK_D) < n_d)[None, :], e, 0.0)
+    return e
 
 
 @triton.jit

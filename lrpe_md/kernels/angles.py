@@ -113,16 +113,16 @@ def fixed(hi, lo):
 
 @triton.jit
 def frequencies(
-    p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr
-):
+    p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE, fixed point of turns for both if FIXED. o_c, m_c: the channels, (BLOCK_C) of all tokens or
-    (tokens, BLOCK_C) of each.
+    float64 radians if WIDE, fixed point of turns for both if FIXED. o_c: the channels, (BLOCK_C) of all tokens or
+    (tokens, BLOCK_C) of each; m_c: which there are, None: all.
     """
     omega = ()
     for j in tl.static_range(K):
-        w = tl.load(p_omega + o_c * K + j, mask=m_c, other=0)
+        w = load_channels(p_omega + o_c * K + j, m_c)
         if WIDE:
             hi, lo = w.to(tl.float64), w
         elif FIXED:
@@ -132,7 +132,7 @@ def frequencies(
             hi, lo = turns(w, 1.0 if FAST else 2.0)
         omega += (_of_tokens(hi, lo),)
     if p_phase is not None:
-        phase = tl.load(p_phase + o_c, mask=m_c, other=0)
+        phase = load_channels(p_phase + o_c, m_c)
         if FIXED:
             hi, lo = turns(phase, 1.0)
             hi, lo = fixed(hi, lo)
@@ -141,6 +141,14 @@ def frequencies(
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
     return omega
+
+
+@triton.jit
+def load_channels(p, m_c):
+    if m_c is None:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=m_c, other=0)
 
 
 @triton.jit
@@ -153,7 +161,7 @@ def _of_tokens(hi, lo):
 
 @triton.jit
 def angle(
-    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
+    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +174,7 @@ def angle(
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
-        theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & m_c, other=0)
+        theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & (o_c < C), other=0)
         if WIDE:
             theta = theta.to(tl.float64)
         else:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
-from .angles import angle, coordinate, cos_sin, divide, frequencies, radians
+from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
 from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
@@ -245,12 +245,12 @@ def _angles(
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
-        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, o_c < C, grid,
+        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
         C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
     if p_amplitude is not None:
-        amplitude = tl.load(p_amplitude + o_c, mask=o_c < C, other=0).to(cos.dtype)
+        amplitude = load_channels(p_amplitude + o_c, None if C % BLOCK_C == 0 else o_c < C).to(cos.dtype)
         gain = tl.where(m_g[:, None], amplitude if FLAT else amplitude[None, :], 1.0)
         cos *= gain
         sin *= gain
@@ -359,14 +359,14 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
-    rotated (.., num_grid) bytes, amplitude (G or 1, C),
-    FLAT: not 0 where channels are no power of two and none are to be summed: the number of blocks of BLOCK_C channels,
-    and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
+    rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
 
-    theta (G, N, C) cached angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
+    FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
+    channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
+    FUNCTIONS: tl.constexpr = 2 if FAST else 1 if PTX else 0
     # Integer positions, unless the hardware's approximations leave nothing to gain from exact angles.
     FIXED: tl.constexpr = not (EXPLICIT or AFFINE or WIDE or FAST)
     pid = tl.program_id(0)
@@ -409,14 +409,12 @@ def lrpe_kernel(
     c0 = origin()
     o_c = tl.arange(0, BLOCK_C)
     if FLAT:
-        o_n += n0
+        rows = n0 + o_n
         n0 = 0
-        c0 = (o_n % FLAT * BLOCK_C)[:, None]
+        o_n = rows // FLAT
+        c0 = (rows % FLAT * BLOCK_C)[:, None]  # also of the blocks to come: T is a multiple of FLAT
         o_c = c0 + o_c[None, :]
-        o_n = o_n // FLAT
-    if NEED_DTHETA:
-        o_c = o_c[None, :] + tl.zeros([BLOCK_N, 1], dtype=tl.int32)
-    m_c = o_c < C
+    m_c = None if C % BLOCK_C == 0 else o_c < C
     if not NEED_DTHETA:
         fetched = _fetch(
             x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
@@ -432,7 +430,7 @@ def lrpe_kernel(
         _map(
             fetched, cos, sin, o_n, c0, cos,
             D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED,
-            LONG, PTX, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
         )  # fmt: skip
     else:
         J: tl.constexpr = K if p_phase is None else K + 1
@@ -441,14 +439,27 @@ def lrpe_kernel(
         for _ in tl.static_range(J):
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         for block in range(t, num_blocks, T):
-            n0 = block * BLOCK_N
+            if FLAT:
+                o_n = (block * BLOCK_N + tl.arange(0, BLOCK_N)) // FLAT
+            else:
+                n0 = block * BLOCK_N
+            fetched = _fetch(  # on their way while the angles are formed
+                x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
+                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
+                BLOCK_R, BLOCK_C,
+            )  # fmt: skip
             cos, sin, o_g, m_g = _angles(
                 omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
                 num_grid, o_n, o_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            for r0 in range(r_lo, r_hi, BLOCK_R):
+            dtheta = _map(
+                fetched, cos, sin, o_n, c0, dtheta,
+                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
+                ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            )  # fmt: skip
+            for r0 in range(r_lo + BLOCK_R, r_hi, BLOCK_R):
                 fetched = _fetch(
                     x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
                     D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
@@ -457,9 +468,9 @@ def lrpe_kernel(
                 dtheta = _map(
                     fetched, cos, sin, o_n, c0, dtheta,
                     D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
-                    ALIGNED, LONG, PTX, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+                    ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
                 )  # fmt: skip
-            if DIM == -2:
+            if DIM == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
                 dtheta = tl.where(m_g[:, None], dtheta, 0.0)
             weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
             added = ()
@@ -468,4 +479,13 @@ def lrpe_kernel(
             total = added
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
         for j in tl.static_range(J):
-            tl.store(p_partial + j * C + tl.arange(0, BLOCK_C), tl.sum(total[j], axis=0), mask=tl.arange(0, BLOCK_C) < C)
+            if FLAT:
+                o_block = tl.arange(0, BLOCK_C)
+                for block in range(C // BLOCK_C):
+                    mine = (c0 == block * BLOCK_C).broadcast_to([BLOCK_N, BLOCK_C])
+                    part = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
+                    tl.store(p_partial + j * C + block * BLOCK_C + o_block, part)
+            elif m_c is None:
+                tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
+            else:
+                tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)
