@@ -197,17 +197,19 @@ def angle(
         theta = (turn << 1).to(tl.float32) * HALF_TURN
         half = (turn + QUARTER) >> 31
     else:
-        part = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of s·hi less whole units, each exact to rounding
-        low = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)  # Σ of what the float32 hi leaves out
         for j in tl.static_range(K):
             s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
             w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
             a, odd = remainder(s, w, EXPLICIT or AFFINE)  # the launcher sends large grids as AFFINE
-            part += a
+            if j == 0:
+                part = a  # Σ of s·hi less whole units, each exact to rounding
+                low = s * w_lo  # Σ of what the float32 hi leaves out
+            else:
+                part += a
+                low += s * w_lo
             half += odd
-            low += s_hi[:, None] * w_lo
             if EXPLICIT or AFFINE:
                 low += s_lo[:, None] * w_hi
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1

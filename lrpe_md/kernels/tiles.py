@@ -58,35 +58,26 @@ def origin():
 
 
 @triton.jit
-def _mask(m_n, m_d):
-    if m_d is None:
-        return m_n[:, None]
-    else:
-        return m_n[:, None] & m_d
-
-
-@triton.jit
-def load_at(row, o_n, m_n, o_d, m_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
-    """Channels o_d (1 or tokens, channels) of a block of tokens, 0 where not m_d; None: all."""
-    return tl.load(_pointers(row, o_n, o_d, ALIGNED, LONG), mask=_mask(m_n, m_d), other=0.0)
-
-
-@triton.jit
-def store_at(row, value, o_n, m_n, o_d, m_d, ALIGNED: tl.constexpr, LONG: tl.constexpr):
-    tl.store(_pointers(row, o_n, o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=_mask(m_n, m_d))
-
-
-@triton.jit
-def channels(c0, n_d: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Channels c0 .. c0 + BLOCK_D, c0 (1 or tokens, 1), and which are among the n_d; None where all are.
+def within(m_n, c0, n_d: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Which of channels c0 .. c0 + BLOCK_D of the tokens m_n are among the n_d.
 
     A tile has all channels and is as wide or wider, or is one of many that n_d is a multiple of.
     """
-    o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
     if n_d % BLOCK_D == 0:
-        return o_d, None
+        return m_n[:, None]
     else:
-        return o_d, o_d < n_d
+        return m_n[:, None] & (c0 + tl.arange(0, BLOCK_D)[None, :] < n_d)
+
+
+@triton.jit
+def load_at(row, o_n, o_d, mask, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    """Channels o_d (1 or tokens, channels) of a block of tokens."""
+    return tl.load(_pointers(row, o_n, o_d, ALIGNED, LONG), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_at(row, value, o_n, o_d, mask, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    tl.store(_pointers(row, o_n, o_d, ALIGNED, LONG), value.to(row[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -94,16 +85,16 @@ def load(
     row, o_n, m_n, c0, lo, n_d: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of a block of tokens channels c0 .. c0 + BLOCK_D of the n_d that begin at lo."""
-    o_d, m_d = channels(c0, n_d, BLOCK_D)
-    return load_at(row, o_n, m_n, lo + o_d, m_d, ALIGNED, LONG)
+    o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
+    return load_at(row, o_n, lo + o_d, within(m_n, c0, n_d, BLOCK_D), ALIGNED, LONG)
 
 
 @triton.jit
 def store(
     row, value, o_n, m_n, c0, lo, n_d: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    o_d, m_d = channels(c0, n_d, BLOCK_D)
-    store_at(row, value, o_n, m_n, lo + o_d, m_d, ALIGNED, LONG)
+    o_d = c0 + tl.arange(0, BLOCK_D)[None, :]
+    store_at(row, value, o_n, lo + o_d, within(m_n, c0, n_d, BLOCK_D), ALIGNED, LONG)
 
 
 @triton.jit
@@ -138,9 +129,9 @@ def load_pairs(
         x2 = x1
     elif len(SECTIONS) > 0:
         a, b = pair_channels(c0, lo, C, INTERLEAVED, SECTIONS, BLOCK_C)
-        _, m_c = channels(c0, C, BLOCK_C)
-        x1 = load_at(row, o_n, m_n, a, m_c, ALIGNED, LONG)
-        x2 = load_at(row, o_n, m_n, b, m_c, ALIGNED, LONG)
+        mask = within(m_n, c0, C, BLOCK_C)
+        x1 = load_at(row, o_n, a, mask, ALIGNED, LONG)
+        x2 = load_at(row, o_n, b, mask, ALIGNED, LONG)
     else:
         x1 = load(row, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
         x2 = load(row, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
@@ -166,9 +157,9 @@ def store_pairs(
         store(row, x, o_n, m_n, 2 * c0, lo, 2 * C, ALIGNED, LONG, 2 * BLOCK_C)
     elif len(SECTIONS) > 0:
         a, b = pair_channels(c0, lo, C, INTERLEAVED, SECTIONS, BLOCK_C)
-        _, m_c = channels(c0, C, BLOCK_C)
-        store_at(row, x1, o_n, m_n, a, m_c, ALIGNED, LONG)
-        store_at(row, x2, o_n, m_n, b, m_c, ALIGNED, LONG)
+        mask = within(m_n, c0, C, BLOCK_C)
+        store_at(row, x1, o_n, a, mask, ALIGNED, LONG)
+        store_at(row, x2, o_n, b, mask, ALIGNED, LONG)
     else:
         store(row, x1, o_n, m_n, c0, lo, C, ALIGNED, LONG, BLOCK_C)
         store(row, x2, o_n, m_n, c0, lo + C, C, ALIGNED, LONG, BLOCK_C)
