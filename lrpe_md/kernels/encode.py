@@ -443,23 +443,13 @@ def lrpe_kernel(
                 o_n = (block * BLOCK_N + tl.arange(0, BLOCK_N)) // FLAT
             else:
                 n0 = block * BLOCK_N
-            fetched = _fetch(  # on their way while the angles are formed
-                x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-                BLOCK_R, BLOCK_C,
-            )  # fmt: skip
             cos, sin, o_g, m_g = _angles(
                 omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
                 num_grid, o_n, o_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            dtheta = _map(
-                fetched, cos, sin, o_n, c0, dtheta,
-                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
-                ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-            )  # fmt: skip
-            for r0 in range(r_lo + BLOCK_R, r_hi, BLOCK_R):
+            for r0 in range(r_lo, r_hi, BLOCK_R):
                 fetched = _fetch(
                     x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
                     D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
