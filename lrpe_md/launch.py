@@ -37,34 +37,41 @@ class Plan(NamedTuple):
     per: int  # rows a program, for which its angles serve
 
 
-# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: up to 64 channels wide, and wider.
+# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
-# workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 1% of the best
-# found without dω, within 8% with it. float64 is not tuned.
+# workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128), and 64×64 with 72 and
+# 80 for tiles 8 wide: within 2% of the best found without dω, within 8% with it. "activated" is a forward that has an
+# activation to hide, and wants more rows on their way. float64 is not tuned.
 _16 = (2, 512, 1, None)
+_FEW, _MANY = (2, 256, 1, None), (4, 256, 1, None)
 TILES = {
-    (2, "cosine", "forward"): ((2, 512, 2, None), _16),
-    (2, "cosine", "backward"): ((2, 256, 1, None), _16),
-    (2, "cosine", "dtheta"): ((2, 512, 2, 128), (2, 1024, 2, 255)),
-    (2, "rotate", "forward"): (_16, _16),
-    (2, "rotate", "backward"): (_16, _16),
-    (2, "rotate", "dtheta"): ((2, 512, 1, 168), (4, 256, 1, 128)),
-    (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None)),
-    (4, "cosine", "backward"): ((2, 512, 2, None), (2, 512, 2, None)),
-    (4, "cosine", "dtheta"): ((2, 1024, 4, 255), (2, 512, 2, 168)),
-    (4, "rotate", "forward"): ((1, 512, 2, None), (1, 1024, 2, None)),
-    (4, "rotate", "backward"): ((1, 512, 2, None), (1, 1024, 2, None)),
-    (4, "rotate", "dtheta"): ((4, 512, 2, 255), (2, 2048, 4, 255)),
+    (2, "cosine", "forward"): (_FEW, _FEW, _16),
+    (2, "cosine", "activated"): (_MANY, _MANY, _16),
+    (2, "cosine", "backward"): (_FEW, _FEW, _16),
+    (2, "cosine", "dtheta"): ((4, 512, 2, 168), (4, 512, 2, 168), (2, 1024, 4, 128)),
+    (2, "rotate", "forward"): (_MANY, _16, _16),
+    (2, "rotate", "activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
+    (2, "rotate", "backward"): (_MANY, _16, _16),
+    (2, "rotate", "dtheta"): ((2, 1024, 2, 168), (2, 1024, 2, 168), (2, 1024, 2, 168)),
+    (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None), (1, 512, 1, None)),
+    (4, "cosine", "backward"): ((2, 128, 1, None), (2, 128, 1, None), (2, 128, 1, None)),
+    (4, "cosine", "dtheta"): ((2, 1024, 4, 168), (2, 1024, 4, 168), (2, 1024, 4, 168)),
+    (4, "rotate", "forward"): (_FEW, _FEW, _FEW),
+    (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
+    (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
 }
-_64 = {"forward": (1, 512, 4, None), "backward": (1, 512, 4, None), "dtheta": (1, 512, 4, 255)}
+_64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
 
 
 def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
     """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    narrow, wide = TILES.get((itemsize, map, direction), (_64[direction], _64[direction]))
-    rows, elements, num_warps, max_registers = wide if width > 64 else narrow
+    if itemsize == 8:
+        rows, elements, num_warps, max_registers = (*_64[:3], 255) if direction == "dtheta" else _64
+    else:
+        tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, "forward"]
+        rows, elements, num_warps, max_registers = tiles[(width > 8) + (width > 64)]
     return rows, max(1, elements // width), num_warps, max_registers
 
 
@@ -73,7 +80,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each, for each of ``samples``.
 
-    direction: "forward", "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
+    direction: "forward", "activated" where that has an activation, "backward", or "dtheta" for a backward with the
+    frequencies' or the phase's gradient.
     """
     block_r, block_n, num_warps, max_registers = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program and row, not by size
@@ -252,7 +260,8 @@ def _numbers(
         flat = channels // block_c
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
-    direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
+    activated = spec.act != "none" or bool(spec.dim)
+    direction = "dtheta" if need_dtheta else "backward" if dys else "activated" if activated else "forward"
     num_rows = num_tokens * max(1, flat)
     cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize, batch if by_sample else 1)
     num_blocks = triton.cdiv(num_rows, cut.block_n)

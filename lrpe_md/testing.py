@@ -289,8 +289,8 @@ def check(
 ) -> list[Violation]:
     """Run a case by ``impl`` and say where it leaves the budget.
 
-    The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five draws
-    together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
+    The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five
+    draws together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
     """
     draw = _draw(case, impl, device, frequencies)
     found = _violations(draw, case, ulps)

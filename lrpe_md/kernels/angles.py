@@ -167,9 +167,9 @@ def angle(
 ):  # fmt: skip
     """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a turn (FAST: up to half a turn an axis; the lowest bit says nothing), a half turn, which leaves smaller remainders to round, or
-    float64 radians all in the remainder (WIDE). Integer positions (FIXED) count turns in integers, which drop whole
-    turns by themselves: 2^-32 of a turn an axis is all that they lose, at any position.
+    The unit is a half turn, which leaves small remainders to round. FAST: a turn, up to half of one an axis is left, and
+    the lowest bit says nothing. WIDE: float64 radians, all in the remainder. FIXED, for integer positions: turns are
+    counted in integers, which drop the whole ones by themselves and lose 2^-32 of a turn an axis, at any position.
     """
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
@@ -232,8 +232,9 @@ def angle(
 def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     """cos and sin of an angle from :func:`angle`.
 
-    FAST: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and some more at the few turns of a sum
-    over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
+    FAST: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and somewhat more at the few turns of a
+    sum over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on
+    [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
     """
     if WIDE:
         cos = tl.cos(theta)

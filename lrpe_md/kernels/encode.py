@@ -359,7 +359,8 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
-    rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
+    rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in radians, partial
+    (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
 
     FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
     channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
@@ -470,11 +471,10 @@ def lrpe_kernel(
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
         for j in tl.static_range(J):
             if FLAT:
-                o_block = tl.arange(0, BLOCK_C)
-                for block in range(C // BLOCK_C):
-                    mine = (c0 == block * BLOCK_C).broadcast_to([BLOCK_N, BLOCK_C])
-                    part = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
-                    tl.store(p_partial + j * C + block * BLOCK_C + o_block, part)
+                for first_c in range(0, C, BLOCK_C):
+                    mine = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
+                    channel_sums = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
+                    tl.store(p_partial + j * C + first_c + tl.arange(0, BLOCK_C), channel_sums)
             elif m_c is None:
                 tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
             else:
