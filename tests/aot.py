@@ -75,8 +75,9 @@ def cases() -> list[SimpleNamespace]:
         missing -= {frozenset(pair) for pair in itertools.combinations(vars(case).items(), 2)}
     while missing:
         best, gain = {}, 0
+        pairs = sorted(missing, key=lambda pair: sorted(map(str, pair)))
         for _ in range(60):
-            case = dict(rng.choice(sorted(missing, key=lambda pair: sorted(map(str, pair)))))
+            case = dict(rng.choice(pairs))
             for name in rng.sample(names, len(names)):
                 if name not in case:
                     values = [v for v in AXES[name] if possible({**case, name: v})]

@@ -23,6 +23,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    with pytest.MonkeyPatch.context() as patch:
+        if "TRITON_INTERPRET" in os.environ:
+            from interpreting import quicken
+
+            quicken(patch)
+        yield
+
+
 @pytest.fixture
 def nan_filled():
     """torch.empty returns NaN: what a kernel leaves unwritten shows."""
