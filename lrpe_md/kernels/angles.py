@@ -44,13 +44,15 @@ def coordinate(
                 s = s - divide(s, magic2, shift2) * n2
             else:
                 s = s - divide(s, magic3, shift3) * n3
+        if p_coords is not None:  # the grid's origin
+            s = s + tl.load(p_coords + j).to(tl.int64)
         if AFFINE:
             s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
         s = tl.where(m_g, s, tl.zeros_like(s))
     if WIDE:
         s_hi = s.to(tl.float64)
         s_lo = tl.zeros_like(s_hi)
-    elif EXPLICIT or AFFINE:
+    elif AFFINE or p_coords is not None:
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
     else:
@@ -127,6 +129,7 @@ def angle(
     float64 radians all in the remainder (WIDE).
     """
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
+    ANY_SIZE: tl.constexpr = AFFINE or p_coords is not None
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
         theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & m_c, other=0)
@@ -149,11 +152,11 @@ def angle(
             w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
-            a, odd = remainder(s, w, EXPLICIT or AFFINE)  # the launcher sends large grids as AFFINE
+            a, odd = remainder(s, w, ANY_SIZE)  # the launcher sends large grids as AFFINE
             part += a
             half += odd
             low += s_hi[:, None] * w_lo
-            if EXPLICIT or AFFINE:
+            if ANY_SIZE:
                 low += s_lo[:, None] * w_hi
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
             f_hi, f_lo = omega[K]

@@ -356,7 +356,8 @@ def lrpe_kernel(
     group has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
-    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
+    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), or
+    (.., 1, K), the origin of a grid (not EXPLICIT), affine (K, 2),
     rotated (.., num_grid) bytes, amplitude (G or 1, C),
     FLAT: not 0 where channels are no power of two and none are to be summed: the number of blocks of BLOCK_C channels,
     and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
