@@ -183,10 +183,17 @@ def encode(
             if len(_prepared) >= 4096:
                 _prepared.clear()
             _prepared[key] = (*call[:2], Tables())
-    elif positions.origin is not None or amplitude is not None:
-        call = (*call[:2], Tables(positions.origin_row, None, None, amplitude))
+    else:
+        call = _with_tensors(call, positions, amplitude)
     ys = _encode(call, xs, omega, phase, impl, direct)
     return ys[0] if len(xs) == 1 else ys
+
+
+def _with_tensors(call: tuple[Spec, Layout, Tables], grid: Any, amplitude: Any) -> tuple[Spec, Layout, Tables]:
+    """A call that was prepared before, with the tensors of this one."""
+    if grid.origin is None and amplitude is None:
+        return call
+    return call[0], call[1], Tables(coords=grid.origin_row, amplitude=amplitude)
 
 
 def _encode(
@@ -277,7 +284,7 @@ def prepare(
     else:
         start, width = rotary_slice(rotary_dim, head_dim)
         channels = width // 2
-        pairs, sections = _pairs(pairs, channels)
+        pairs, sections = check_pairs(pairs, channels)
 
     layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
     if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
@@ -305,7 +312,7 @@ def prepare(
     return spec, layout, Tables(coords, affine, rotated, amplitude)
 
 
-def _pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
+def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     """The name of the pairing, and the pairs a block where there are several."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -402,12 +402,19 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         if offset.device != device:
             offset = offset.to(device, non_blocking=not offset.is_cuda)
         # One number holds for the whole batch.
-        return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset[:, None])
+        return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
     if offset < 0:
         return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
+    if offset == 0:
+        return _from_zero(num_tokens) if type(num_tokens) is int else Grid((num_tokens,))
     return _Offset((num_tokens + offset,), start=offset)
+
+
+@lru_cache(maxsize=4096)
+def _from_zero(num_tokens: int) -> Grid:
+    return Grid((num_tokens,))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Case:
     shift: tuple[float, ...] | float | None = None
     start: int = 0
     length: int | None = None
+    origin: Literal["none", "shared", "by_sample"] = "none"  # of a grid: integers up to 30
     coords: Literal["grid", "shared", "by_sample"] = "grid"
     coords_dtype: torch.dtype = torch.float32
     coords_scale: float = 20.0
@@ -156,9 +157,13 @@ def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
 
 
 def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
-    if case.coords == "grid":
-        return Grid(case.shape, case.prefix, case.suffix, case.scale, case.shift, case.start, case.length)
     generator = torch.Generator().manual_seed(case.seed + 1)
+    if case.coords == "grid":
+        origin = None
+        if case.origin != "none":
+            size = (case.batch, len(case.shape)) if case.origin == "by_sample" else (len(case.shape),)
+            origin = torch.randint(-30, 30, size, generator=generator).to(device)
+        return Grid(case.shape, case.prefix, case.suffix, case.scale, case.shift, case.start, case.length, origin)
     num = torch.Size(case.shape).numel()
     size = (case.batch, num, len(case.shape)) if case.coords == "by_sample" else (num, len(case.shape))
     coords = torch.randn(size, generator=generator, dtype=torch.float64) * case.coords_scale
