@@ -115,7 +115,7 @@ def test_yarn_amplitude():
     ("fields", "head_dim", "message"),
     [
         ({"rope_type": "spiral"}, 64, r"rope_type: expected one of \('default', .*got 'spiral'"),
-        ({"rope_type": "linear"}, 64, r"rope_parameters: expected 'factor' for rope_type 'linear', got \['rope_type'\]"),
+        ({"rope_type": "linear"}, 64, r"expected 'factor' for rope_type 'linear', got \['rope_type'\]"),
         ({"rope_type": "dynamic", "factor": 2.0}, 64, "max_position_embeddings: .*'dynamic', got None"),
         ({"rope_type": "yarn", "factor": 2.0}, 64, "max_position_embeddings: .*'yarn'"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),

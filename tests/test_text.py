@@ -1,6 +1,7 @@
 """RoPE on text: offsets, caches, packed sequences, grouped queries, and what other codes compute."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -269,7 +270,7 @@ def test_a_new_offset_compiles_nothing():
             torch.testing.assert_close(y, e, rtol=0, atol=1e-6)
         seen.append(found[0])
     assert counter.frame_count == 1
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(seen, seen[1:], strict=False))
+    assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(seen))
 
 
 def test_frequencies_change_without_another_kernel(monkeypatch):
@@ -407,7 +408,7 @@ X = torch.zeros(2, 4, 5, 8)
         ),
         (lambda: Grid((3,), origin=3), TypeError, "origin: expected a tensor of integers.*int"),
         (lambda: Grid((3,), origin=torch.zeros(1)), TypeError, "origin: expected int32 or int64, got torch.float32"),
-        (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected \(2,\) or \(B, 2\), got \(1,\)"),
+        (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected \(2,\) or .*got \(1,\)"),
         (
             lambda: lrpe_md.pack([Grid((3,), origin=torch.tensor([1]))]), ValueError,
             "samples: expected positions known to the host.*number 0",
