@@ -197,6 +197,8 @@ def scratch(peer: Peer, inputs: Inputs) -> Inputs:
     if peer.overwrites == "all":  # contiguous as (B, N, H, D)
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         xs = [x.clone() if x.data_ptr() == y.data_ptr() else x for x, y in zip(xs, inputs.xs, strict=True)]
+    else:  # what copies q and k out of a projection overwrites those that are contiguous
+        xs = [x.clone() if x.transpose(1, 2).is_contiguous() else x for x in xs]
     return replace(inputs, xs=xs, grads=[g.clone() for g in grads])
 
 
@@ -220,15 +222,14 @@ class Judge:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        batch, heads = inputs.xs[0].shape[:2]
-        self.samples, self.heads = sorted({0, batch - 1}), sorted({0, heads - 1})
-        omega = inputs.omega if len(inputs.omega) == 1 else inputs.omega[self.heads]
+        self.samples = sorted({0, len(inputs.xs[0]) - 1})
+        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # of the first and the last group, whose heads are cut
         part = replace(inputs, xs=[*map(self.cut, inputs.xs)], grads=[*map(self.cut, inputs.grads)], omega=omega)
         self.same = run(part, "reference", frequencies=False)
         self.exact = run(part.to(torch.float64), "reference", frequencies=False)
 
     def cut(self, t: Tensor) -> Tensor:
-        return t.detach()[self.samples][:, self.heads]
+        return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
         """Its gradient sums over all samples: float64 goes in parts, to fit into memory."""
