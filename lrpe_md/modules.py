@@ -345,6 +345,10 @@ class Rotate1d(RotateMd):
             else:
                 gain.fill_(amplitude)
 
+    def extra_repr(self) -> str:
+        text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
+        return text + ("" if self.gain is None else ", amplitude=True")
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         *xs: Tensor,

@@ -392,7 +392,10 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
-    """Tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) that are read on the device."""
+    """Tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) that are read on the device.
+
+    An int is written to the device, so that a new one is not a new layout.
+    """
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -405,25 +408,14 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
-    if offset < 0:
-        return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
     if offset == 0:
         return _from_zero(num_tokens) if type(num_tokens) is int else Grid((num_tokens,))
-    return _Offset((num_tokens + offset,), start=offset)
+    return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
 
 
 @lru_cache(maxsize=4096)
 def _from_zero(num_tokens: int) -> Grid:
     return Grid((num_tokens,))
-
-
-@dataclass(frozen=True)
-class _Offset(Grid):
-    """Tokens at offset, offset + 1, ..: a sequence of its own, where a grid with a start is a shard of one."""
-
-    @property
-    def whole(self) -> bool:
-        return True
 
 
 def _per_axis(name: str, value: Any, num_axes: int) -> Any:

@@ -276,20 +276,26 @@ def test_a_new_offset_compiles_nothing():
 def test_frequencies_change_without_another_kernel(monkeypatch):
     monkeypatch.setattr(launch, "_known", {})
     module, (q, k) = Rotate1d(8, amplitude=1.0, impl="triton"), qk()
+    places = module.omega.data_ptr(), module.amplitude.data_ptr()  # which a CUDA graph keeps
     for theta, amplitude in ((geometric_theta(4), 1.0), (geometric_theta(4) / 2, 1.3)):
         module.set_frequencies(theta, amplitude)
         expected = lrpe_rotate_1d(q, theta.float(), offset=3, amplitude=amplitude, impl="reference")
         torch.testing.assert_close(module(q, k, offset=3)[0], expected, rtol=0, atol=2e-6)
     assert len(launch._known) == 1
+    assert places == (module.omega.data_ptr(), module.amplitude.data_ptr())
 
 
-def test_offsets_negative_or_far_as_ints():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ints_are_offsets_as_tensors(monkeypatch, impl):
+    """Below zero and far ones, too: but for 0 one kernel, and one layout."""
+    monkeypatch.setattr(launch, "_known", {})
     q, k = qk()
-    module = Rotate1d(8, impl="triton")
+    module = Rotate1d(8, impl=impl)
     for offset in (-5, 3, 2**17):
         for y, e in zip(module(q, k, offset=offset), module(q, k, offset=torch.tensor(offset)), strict=True):
-            torch.testing.assert_close(y, e, rtol=0, atol=1e-6)
-    assert isinstance(offset_positions(4, 0, q.device), Grid)
+            assert torch.equal(y, e)
+    assert len(launch._known) == (impl == "triton")
+    assert offset_positions(4, 0, q.device) is offset_positions(4, 0, q.device)
 
 
 # --- packed sequences ------------------------------------------------------------------------------------------------
