@@ -16,6 +16,7 @@ from .frequencies import ntk_scaling as ntk_scaling
 from .frequencies import period_theta as period_theta
 from .frequencies import plane_directions as plane_directions
 from .frequencies import random_directions as random_directions
+from .frequencies import sequence_omega as sequence_omega
 from .frequencies import simplex_directions as simplex_directions
 from .frequencies import split_channels as split_channels
 from .frequencies import yarn_scaling as yarn_scaling
@@ -38,16 +39,19 @@ from .lrpe import lrpe_rotate_md as lrpe_rotate_md
 from .modules import CosineMd as CosineMd
 from .modules import Rotate1d as Rotate1d
 from .modules import RotateMd as RotateMd
+from .pairs import convert_pairs as convert_pairs
 from .positions import Coordinates as Coordinates
 from .positions import Grid as Grid
 from .positions import window_order as window_order
 from .presets import Preset as Preset
 from .presets import list_presets as list_presets
 from .presets import preset as preset
+from .rope_parameters import rope_frequencies as rope_frequencies
 from .sequences import After as After
 from .sequences import Tokens as Tokens
 from .sequences import compose as compose
 from .sequences import pack as pack
+from .sequences import packed_positions as packed_positions
 from .sequences import pad as pad
 
 __version__ = "0.1.0"

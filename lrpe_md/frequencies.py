@@ -22,7 +22,7 @@ __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "dense_omega", "dynamic_ntk_scaling",
     "geometric_theta", "golden_directions", "head_bands_theta", "linear_scaling", "llama3_scaling",
     "log_linspace_theta", "longrope_scaling", "mixed_omega", "ntk_scaling", "period_theta", "plane_directions",
-    "random_directions", "simplex_directions", "split_channels", "yarn_scaling",
+    "random_directions", "sequence_omega", "simplex_directions", "split_channels", "yarn_scaling",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -217,6 +217,28 @@ def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
+
+
+def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) -> Tensor:
+    """theta (C,), (H, C) or (H,), one frequency a head, on one axis: omega (H or 1, C, 1), a view.
+
+    Args:
+        num_pairs: C. A theta of that length is (C,), also where H = C.
+        num_heads: H; None: whatever theta says.
+    """
+    shape = tuple(theta.shape)
+    if shape == (num_pairs,):
+        return theta[None, :, None]
+    heads = shape[0] if num_heads is None and shape else num_heads
+    if heads and shape == (heads,):
+        return theta[:, None, None].expand(heads, num_pairs, 1)
+    if heads and shape == (heads, num_pairs):
+        return theta[:, :, None]
+    heads = "H" if num_heads is None else num_heads
+    raise ValueError(
+        f"theta: expected shape ({num_pairs},), ({heads},) or ({heads}, {num_pairs}) for {heads} heads and {num_pairs} "
+        f"pairs, got {shape}"
+    )
 
 
 # --- a direction a channel -------------------------------------------------------------------------------

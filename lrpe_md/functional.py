@@ -174,17 +174,26 @@ def encode(
         )
     direct = ops.is_direct(*xs, omega, phase)
     key = None
-    if direct and phase is None and amplitude is None:
-        key = _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order)
+    if direct:
+        key = _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order)
     call = _prepared.get(key) if key else None
     if call is None:
         call = prepare(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order)
         if key:
             if len(_prepared) >= 4096:
                 _prepared.clear()
-            _prepared[key] = call
+            _prepared[key] = (*call[:2], Tables())
+    else:
+        call = _with_tensors(call, positions, amplitude)
     ys = _encode(call, xs, omega, phase, impl, direct)
     return ys[0] if len(xs) == 1 else ys
+
+
+def _with_tensors(call: tuple[Spec, Layout, Tables], grid: Any, amplitude: Any) -> tuple[Spec, Layout, Tables]:
+    """A call that was prepared before, with the tensors of this one."""
+    if grid.origin is None and amplitude is None:
+        return call
+    return call[0], call[1], Tables(coords=grid.origin_row, amplitude=amplitude)
 
 
 def _encode(
@@ -213,8 +222,9 @@ def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]
 _prepared: dict[tuple, tuple[Spec, Layout, Tables]] = {}
 
 
-def _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order) -> tuple | None:
-    """All that :func:`prepare` looks at, where its result holds no tensor: checking again would find the same."""
+def _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order) -> tuple | None:
+    """All that :func:`prepare` looks at, where its result holds no tensors but the origin of a grid and the amplitude
+    as they were given: checking again would find the same."""
     if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
         return None
     if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
@@ -222,10 +232,20 @@ def _call_key(map, xs, omega, positions, act, dim, pairs, rotary_dim, order) -> 
     for option in (map, act, dim, pairs, rotary_dim, order):
         if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
             return None
+    if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
+        return None
     q, k = xs[0], xs[-1]
+    where, origin = positions, positions.origin
+    if origin is not None:
+        where = (
+            positions.shape, positions.prefix, positions.suffix, positions.start, positions.length, origin.shape,
+            origin.dtype, origin.device,
+        )  # fmt: skip
     return (
-        map, act, dim, pairs, rotary_dim, order, len(xs), positions, omega.shape, omega.dtype, omega.device,
+        map, act, dim, pairs, rotary_dim, order, len(xs), where, omega.shape, omega.dtype, omega.device,
         q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
+        None if phase is None else (phase.shape, phase.dtype, phase.device),
+        None if amplitude is None else (amplitude.shape, amplitude.dtype, amplitude.device),
     )  # fmt: skip
 
 
@@ -264,7 +284,7 @@ def prepare(
     else:
         start, width = rotary_slice(rotary_dim, head_dim)
         channels = width // 2
-        pairs, sections = _pairs(pairs, channels)
+        pairs, sections = check_pairs(pairs, channels)
 
     layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
     if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
@@ -292,7 +312,7 @@ def prepare(
     return spec, layout, Tables(coords, affine, rotated, amplitude)
 
 
-def _pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
+def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     """The name of the pairing, and the pairs a block where there are several."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
@@ -394,10 +414,18 @@ def _layout(
                 f"{' x '.join(map(str, positions.shape))} + suffix {positions.suffix} = {positions.total}"
                 + ("" if positions.whole else f", of which the shard has {positions.num_tokens}")
             )
+        origin = positions.origin_row
+        if origin is not None:
+            if origin.ndim == 3 and origin.shape[0] != batch:
+                raise ValueError(
+                    f"positions: expected an origin or offset for each of B = {batch} samples, got {origin.shape[0]}"
+                )
+            if origin.device != device:
+                raise ValueError(f"positions: expected the origin on x's device {device}, got {origin.device}")
         layout = Layout(
             num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, tuple(positions.shape)
         )
-        return layout, None, positions.affine(device), None
+        return layout, origin, positions.affine(device), None
     if isinstance(positions, Tensor):
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):

@@ -111,11 +111,11 @@ class _Call(NamedTuple):
 
 def _positions(omega, phase, tables: Tables, layout: Layout) -> _Call:
     coords, affine, rotated, amplitude = tables
-    if coords is None and len(layout.sizes) > MAX_AXES:
+    if len(layout.sizes) > MAX_AXES:
         coords, _ = grid_coordinates(
-            layout.num_grid_tokens, layout.sizes, 0, 0, affine, device=omega.device, dtype=torch.float64
+            layout.num_grid_tokens, layout.sizes, 0, 0, affine, coords, device=omega.device, dtype=torch.float64
         )
-        affine = None
+        affine, layout = None, layout._replace(sizes=())
     # A plain grid counts up to 2^22 half turns an axis: of 200 radians a position at these sizes.
     if coords is None and affine is None and max(layout.sizes) > 2**16:
         affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), omega.device)
@@ -283,7 +283,7 @@ def _numbers(
             b, h, n, d = group[i] if i < len(group) else (0, 0, 0, 0)
             strides += [b // unit, h // unit, n // unit, *([d] if with_last else [])]
 
-    sizes = layout.sizes[::-1] if coords is None else ()  # fastest first: n1, n2, n3
+    sizes = layout.sizes[::-1]  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
     (magic_first, shift_first), (magic_second, shift_second) = _magic(first), _magic(second)
     (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
@@ -306,8 +306,8 @@ def _numbers(
         "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
         "COSINE": cosine, "SIN_FIRST": spec.order == "sin_cos",
         "INTERLEAVED": spec.pairs == "interleaved", "SECTIONS": spec.sections, "ACT": spec.act, "DIM": spec.dim,
-        "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": coords is not None, "BY_SAMPLE": by_sample,
-        "AFFINE": affine is not None and coords is None,
+        "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": not layout.sizes, "BY_SAMPLE": by_sample,
+        "AFFINE": affine is not None,
         "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
         "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
         "WIDE": dtype == torch.float64,

@@ -8,14 +8,16 @@ without autograd; ``*_cache_*`` keeps Θ (H, N, D) in float32, modulo 2π, and r
 from __future__ import annotations
 
 from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .frequencies import AxisOrder, axial_omega
-from .functional import Act, Impl, Pairs, Positions, cosine, prepare, rotary_slice, rotate, use_triton
-from .positions import Grid, offset_positions
+from .frequencies import AxisOrder, axial_omega, sequence_omega
+from .functional import Act, Impl, Pairs, Positions, cosine, encode, prepare, rotary_slice, rotate, use_triton
+from .positions import Grid
+from .sequences import text_positions
 
 __all__ = [
     "lrpe_cosine_md",
@@ -90,28 +92,51 @@ def lrpe_cosine_md_cache_bwd_triton(
     return _backward("cosine", do, x, theta, _cosine_call, kwargs, theta_cache)
 
 
+@overload
 def lrpe_rotate_1d(
-    x: Tensor,
+    x: Tensor, theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ..., act: Act = ...,
+    dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
+    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def lrpe_rotate_1d(
+    x: tuple[Tensor, Tensor], theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ...,
+    act: Act = ..., dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
+    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def lrpe_rotate_1d(
+    x: Tensor | tuple[Tensor, Tensor],
     theta: Tensor,
     *,
     offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
     act: Act = "none",
     dim: int | None = None,
     rotary_dim: int | slice | None = None,
+    pairs: Pairs = "half",
+    amplitude: float | Tensor | None = None,
     impl: Impl = "auto",
-) -> Tensor:
-    """RoPE on a sequence in the half layout: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RoPE on a sequence: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
 
     Args:
-        theta: (H, R/2), (R/2,) or (H,), one frequency a head; R the rotated width. A theta of length R/2 is
-            (R/2,) also where H = R/2.
-        offset: position of the first token, or a tensor (B,) of one for each sample.
+        x: one tensor, or (q, k) in one launch, whose head counts may differ (GQA).
+        theta: (H, R/2), (R/2,) or (H,), one frequency a head; R the rotated width, H the heads of x, or of k. A theta
+            of length R/2 is (R/2,) also where H = R/2.
+        offset: position of the first token: an int, or integers (), (1,) or (B,), one for each sample, read on the
+            device: the same kernel for every value, and no synchronisation. Below zero for tokens that pad on the left.
+        cu_seqlens: sequences packed end to end in x (1, H, N, D), (S + 1,) integers; positions begin again in each,
+            at ``offset``, which may then be (S,). See :func:`lrpe_md.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
+        pairs, amplitude: see :func:`lrpe_md.rotate`.
 
     The rest, differentiability and errors as for :func:`lrpe_md.rotate`.
     """
-    kwargs = _rotate_1d(x, theta, offset, rotary_dim)
-    return rotate(x, impl=impl, act=act, dim=dim, rotary_dim=rotary_dim, **kwargs)
+    xs = x if isinstance(x, tuple) else (x,)
+    omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
+    return encode("rotate", xs, omega, positions, act, dim, None, pairs, rotary_dim, impl, amplitude)
 
 
 lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")
@@ -158,38 +183,32 @@ def _cosine_md(
     return {"omega": axial_omega(theta, x.shape[-1], grid.num_axes, axis_order=axis_order), "positions": grid}
 
 
-def _rotate_1d(x: Tensor, theta: Tensor, offset: int | Tensor, rotary_dim: int | slice | None) -> dict:
-    num_heads, half = x.shape[1], rotary_slice(rotary_dim, x.shape[-1])[1] // 2
-    shape = tuple(theta.shape)
-    if shape == (half,):
-        omega = theta[None, :, None]
-    elif shape == (num_heads,):
-        omega = theta[:, None, None].expand(num_heads, half, 1)
-    elif shape == (num_heads, half):
-        omega = theta[:, :, None]
-    else:
-        raise ValueError(
-            f"theta: expected shape ({half},), ({num_heads},) or ({num_heads}, {half}) for {num_heads} heads and "
-            f"{half} pairs, got {shape}"
-        )
-    return {"omega": omega, "positions": offset_positions(x.shape[2], offset, x.device)}
+def _rotate_1d(
+    xs: tuple[Tensor, ...], theta: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None,
+    rotary_dim: int | slice | None,
+) -> tuple[Tensor, Positions]:  # fmt: skip
+    num_heads, half = xs[-1].shape[1], rotary_slice(rotary_dim, xs[-1].shape[-1])[1] // 2
+    return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)
 
 
 def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order: AxisOrder = "minor_first"):  # noqa: E741
     kwargs = _cosine_md(x, theta, shape, l, axis_order)
-    return kwargs["omega"], kwargs["positions"], act, dim, None
+    return kwargs["omega"], kwargs["positions"], act, dim, None, "half", None
 
 
-def _rotate_call(x, theta, *, offset=0, act="none", dim=None, rotary_dim=None):
-    kwargs = _rotate_1d(x, theta, offset, rotary_dim)
-    return kwargs["omega"], kwargs["positions"], act, dim, rotary_dim
+def _rotate_call(
+    x, theta, *, offset=0, cu_seqlens=None, act="none", dim=None, rotary_dim=None, pairs: Pairs = "half", amplitude=None
+):  # fmt: skip
+    omega, positions = _rotate_1d((x,), theta, offset, cu_seqlens, dim, rotary_dim)
+    return omega, positions, act, dim, rotary_dim, pairs, amplitude
 
 
 def _forward(
     map: str, x: Tensor, omega: Tensor, positions: Positions, act: str, dim: int | None,
-    rotary_dim: int | slice | None, *, cache: bool = False, differentiable: bool = False,
+    rotary_dim: int | slice | None, pairs: Pairs, amplitude: float | Tensor | None, *, cache: bool = False,
+    differentiable: bool = False,
 ):  # fmt: skip
-    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
     use_triton("triton", (x,), tables)
     if differentiable:
         return ops.encode(spec, layout, tables, omega, None, (x,), ops.is_direct(x, omega), cache)
@@ -202,8 +221,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     theta = theta.detach().requires_grad_()
     with torch.enable_grad():
-        omega, positions, act, dim, rotary_dim = call(x, theta, **kwargs)
-    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, "half", rotary_dim)
+        omega, positions, act, dim, rotary_dim, pairs, amplitude = call(x, theta, **kwargs)
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
     use_triton("triton", (x,), tables)
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:

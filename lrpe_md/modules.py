@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
+from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega, sequence_omega
 from .functional import Act, Impl, Pairs, Positions, encode, rotary_slice
-from .positions import offset_positions
+from .sequences import text_positions
 
 __all__ = ["CosineMd", "Rotate1d", "RotateMd"]
 
@@ -252,11 +252,115 @@ class RotateMd(_Frequencies):
 class Rotate1d(RotateMd):
     """RoPE for text: :class:`RotateMd` on one axis, called with an ``offset`` instead of positions.
 
-    ``module(q, k, offset=0)``: token t sits at t + offset, an int or a tensor (B,) of one offset a sample.
+    ``module(q, k, offset=0)``: token t sits at t + offset, an int or integers (), (1,) or (B,) that are read on the
+    device (:func:`lrpe_md.lrpe_rotate_1d`). ``cu_seqlens=`` for sequences packed end to end, and ``positions=`` for
+    those that were made once for all layers (:func:`lrpe_md.packed_positions`, a model's position_ids (B, N, 1)).
+
+    Args as for :class:`RotateMd`, and
+
+    Args:
+        theta: the frequencies instead of ``base``: (R/2,), (num_heads, R/2) or (num_heads,), one a head; learned in
+            that shape where ``learnable``.
+        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,). Where it is given, be it 1, it
+            can be changed by :meth:`set_frequencies`; where it is None the kernels don't read one.
     """
 
-    def __init__(self, head_dim: int, *, base: float = 10000.0, **kwargs: Any) -> None:
-        super().__init__(head_dim, 1, base=base, **kwargs)
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        theta: Tensor | None = None,
+        amplitude: float | Tensor | None = None,
+        rotary_dim: int | slice | None = None,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        num_pairs = rotary_slice(rotary_dim, head_dim)[1] // 2
+        # What the buffers are made of again where a module made on the meta device materialises.
+        self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
+        self.gain = None
+        if amplitude is not None:
+            self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
+        if self.given is not None:
+            sequence_omega(self.given, num_pairs, num_heads)
+        if self.gain is not None and self.gain.shape not in ((), (num_pairs,)):
+            raise ValueError(f"amplitude: expected a number or ({num_pairs},), got {tuple(self.gain.shape)}")
+        super().__init__(
+            head_dim, 1, base=base, rotary_dim=rotary_dim, num_heads=num_heads, device=device, **kwargs
+        )  # fmt: skip
+        if self.given is not None and self.frequencies == "mixed":
+            raise ValueError("frequencies: expected 'axial' with a theta, got 'mixed'")
+        if self.gain is not None:
+            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
-    def forward(self, *xs: Tensor, offset: int | Tensor = 0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(*xs, positions=offset_positions(xs[0].shape[-2], offset, xs[0].device))
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        if name == "amplitude":
+            assert self.gain is not None
+            values = self.gain.expand(1, self.num_channels)
+        elif self.given is None:
+            return super()._initial(name, device)
+        else:
+            values = self.given
+            if name == "omega":
+                values = sequence_omega(values, self.num_channels, self.num_heads)
+        with torch.device("cpu"):
+            values = values.clone(memory_format=torch.contiguous_format)
+        return values.to(device or torch.get_default_device(), self.dtype)
+
+    def get_omega(self) -> Tensor:
+        if self.given is not None and "theta" in self._parameters:
+            return sequence_omega(self.theta, self.num_channels, self.num_heads)
+        return super().get_omega()
+
+    @torch.no_grad()
+    def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
+        """Change the frequencies in place: another length scaling at run time, also under ``torch.compile`` and in a
+        captured CUDA graph, without a recompile. See :func:`lrpe_md.rope_frequencies`.
+
+        Args:
+            theta: in a shape that the constructor takes; for learned frequencies in their own.
+            amplitude: other than 1 only where the module was built with one.
+
+        Raises:
+            ValueError: a shape that does not fit, an amplitude that the module has no place for.
+        """
+        omega = sequence_omega(theta, self.num_channels, self.num_heads)
+        gain = self._buffers.get("amplitude")
+        if gain is None and not (isinstance(amplitude, (int, float)) and amplitude == 1):
+            raise ValueError("amplitude: expected 1 in a module built without one, or build it with amplitude=1.0")
+        learned = self._parameters.get("theta")
+        if learned is not None:
+            if theta.shape != learned.shape and omega.shape[0] == 1 and learned.shape == (1, self.num_channels):
+                theta = theta[None]
+            if theta.shape != learned.shape:
+                raise ValueError(f"theta: expected {tuple(learned.shape)}, as learned, got {tuple(theta.shape)}")
+            learned.copy_(theta)
+        else:
+            self.omega.copy_(omega)
+        if isinstance(gain, Tensor):
+            if isinstance(amplitude, Tensor):
+                gain.copy_(amplitude)
+            else:
+                gain.fill_(amplitude)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
+        return text + ("" if self.gain is None else ", amplitude=True")
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        *xs: Tensor,
+        offset: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        positions: Positions | None = None,
+    ) -> Any:
+        if positions is None:
+            positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
+        elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
+            raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
+        return encode(
+            "rotate", xs, self.get_omega(), positions, self.act, self.dim, self.phase, self.pairs, self.rotary_dim,
+            self.impl, self._buffers.get("amplitude"),
+        )  # fmt: skip

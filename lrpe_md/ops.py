@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 class Tables(NamedTuple):
     """Tensors beside the frequencies; none of them gets a gradient from the kernels."""
 
-    coords: Tensor | None = None  # (N, K) or (B, N, K), without prefix and suffix
+    coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix; a grid's origin (1, K) or (B, 1, K)
     affine: Tensor | None = None  # (K, 2): scale and shift of a grid
     rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
@@ -57,12 +57,14 @@ class Layout(NamedTuple):
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
         """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
         coords, affine, rows, _ = tables
-        if coords is None:
+        if self.sizes:
+            plain = affine is None and coords is None
             coords, rotated = grid_coordinates(
-                self.num_tokens, self.sizes, self.prefix, self.start, affine, device=device, dtype=torch.float64
+                self.num_tokens, self.sizes, self.prefix, self.start, affine, coords, device=device, dtype=torch.float64
             )
-            # Without scale and shift coordinates are integers, which float32 holds up to 2^24.
-            return (coords.float() if affine is None and max(self.sizes) <= 2**24 else coords), rotated
+            # A plain grid's coordinates are small integers, which float32 holds up to 2^24.
+            return (coords.float() if plain and max(self.sizes) <= 2**24 else coords), rotated
+        assert coords is not None
         coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
         suffix = self.num_tokens - self.prefix - self.num_grid_tokens
         if self.prefix == 0 and suffix == 0:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -48,8 +48,8 @@ class Grid(_Rules):
     """Tokens in row-major order on a grid, with unrotated tokens before and after them.
 
     The flat index s of a grid token maps to integer coordinates (i_1, .., i_k), the last axis fastest, and
-    to the position ``s_j = scale_j * i_j + shift_j``. Prefix tokens (class, registers, condition) and suffix
-    tokens have the angle zero, and no phase.
+    to the position ``s_j = scale_j * (i_j + origin_j) + shift_j``. Prefix tokens (class, registers, condition) and
+    suffix tokens have the angle zero, and no phase.
 
     Args:
         shape: size of each axis, slowest first: ``(H, W)``, ``(T, H, W)``.
@@ -60,10 +60,13 @@ class Grid(_Rules):
         shift: like ``scale``; default 0.
         start: first token of this shard, counted over prefix + grid + suffix (sequence parallelism, decoding).
         length: number of tokens of this shard; default: up to the end.
+        origin: integers (K,), or (B, K) where each sample has its own, on x's device. They are read there: a new value
+            costs no synchronisation, no copy and no other kernel (decoding at the length of a cache).
 
     Raises:
-        ValueError: a size below zero, a scale or shift that does not fit the number of axes, a shard beyond
+        ValueError: a size below zero, a scale, shift or origin that does not fit the number of axes, a shard beyond
             the end.
+        TypeError: an origin that is not a tensor of integers.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +76,7 @@ class Grid(_Rules):
     shift: PerAxis | None = None
     start: int = 0
     length: int | None = None
+    origin: Tensor | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.shape
@@ -90,6 +94,8 @@ class Grid(_Rules):
                 f"start, length: expected a slice of the {self.total} tokens (prefix + grid + suffix), "
                 f"got start={self.start}, length={self.length}"
             )
+        if self.origin is not None:
+            _check_origin(self.origin, len(shape))
 
     @property
     def num_axes(self) -> int:
@@ -131,11 +137,19 @@ class Grid(_Rules):
         return affine_on(scale, shift, device)
 
     def coordinates(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-        """Positions (N, K) of this shard's tokens; zero for prefix and suffix tokens."""
-        device = torch.device(device)
+        """Positions (N, K), or (B, N, K) by the origin, of this shard's tokens; zero for prefix and suffix tokens."""
+        return self._table(torch.device(device), dtype)[0]
+
+    def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), device=device, dtype=dtype
-        )[0]
+            self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), self.origin_row,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    @property
+    def origin_row(self) -> Tensor | None:
+        """The origin as (1, K) or (B, 1, K), which the tokens share."""
+        return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
         a, b, u, v = _alike(
@@ -195,13 +209,11 @@ class Grid(_Rules):
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
         """The same positions as a table."""
-        device = torch.device(device)
-        coords, rotated = grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), device=device, dtype=dtype
-        )
+        coords, rotated = self._table(torch.device(device), dtype)
         if self.whole:
-            return Coordinates(coords[self.prefix : self.prefix + self.num_grid_tokens], self.prefix, self.suffix)
-        return Coordinates(coords, rotated=rotated)
+            on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
+            return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
+        return Coordinates(coords, rotated=rotated.expand(coords.shape[:-1]))
 
     def take(self, index: Tensor) -> Coordinates:
         """The grid tokens with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
@@ -212,6 +224,7 @@ class Grid(_Rules):
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
         _check_index(index)
         coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
+        coords = coords if self.origin_row is None else coords + self.origin_row
         return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
 
     @property
@@ -350,14 +363,20 @@ def grid_coordinates(
     prefix: int,
     start: int,
     affine: Tensor | None,
+    origin: Tensor | None = None,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The map from flat index to coordinates: positions (N, K) and which tokens are on the grid (N,)."""
+    """The map from flat index to coordinates: positions (N, K) and which tokens are on the grid (N,).
+
+    origin: (1, K), or (B, 1, K), which makes the positions (B, N, K).
+    """
     index = torch.arange(num_tokens, device=device) + (start - prefix)
     rotated = (index >= 0) & (index < math.prod(sizes))
     coords = _unravel(torch.where(rotated, index, 0), sizes)
+    if origin is not None:
+        coords = coords + origin
     if affine is not None:
         coords = coords.to(affine.dtype) * affine[:, 0] + affine[:, 1]
     return torch.where(rotated[:, None], coords, 0).to(dtype), rotated
@@ -372,27 +391,31 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack(columns[::-1], dim=-1)
 
 
-def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid | Tensor:
-    """Tokens t = 0 .. N - 1 at t + offset: a grid for an int, coordinates (B, N, 1) for a tensor (B,)."""
+def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
+    """Tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) that are read on the device.
+
+    An int is written to the device, so that a new one is not a new layout.
+    """
     if isinstance(offset, Tensor):
-        if offset.ndim > 1 or offset.is_floating_point():
-            raise ValueError(f"offset: expected an int or integers (B,), got {offset.dtype} {tuple(offset.shape)}")
-        steps = torch.arange(num_tokens, device=device)
-        return (steps + offset.to(device)[..., None])[..., None]
-    if not isinstance(offset, (int, torch.SymInt)):
+        if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"offset: expected an int or int32 or int64 of shape (), (1,) or (B,), got {offset.dtype} "
+                f"{tuple(offset.shape)}"
+            )
+        if offset.device != device:
+            offset = offset.to(device, non_blocking=not offset.is_cuda)
+        # One number holds for the whole batch.
+        return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
-    if offset < 0:
-        return Grid((num_tokens,), shift=offset)
-    return _Offset((num_tokens + offset,), start=offset)
+    if offset == 0:
+        return _from_zero(num_tokens) if type(num_tokens) is int else Grid((num_tokens,))
+    return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
 
 
-@dataclass(frozen=True)
-class _Offset(Grid):
-    """Tokens at offset, offset + 1, ..: a sequence of its own, where a grid with a start is a shard of one."""
-
-    @property
-    def whole(self) -> bool:
-        return True
+@lru_cache(maxsize=4096)
+def _from_zero(num_tokens: int) -> Grid:
+    return Grid((num_tokens,))
 
 
 def _per_axis(name: str, value: Any, num_axes: int) -> Any:
@@ -412,6 +435,15 @@ def _alike(*values: Any) -> tuple[Any, ...]:
     """All tensors, in float64, where one of them is; else as they are."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
+
+
+def _check_origin(origin: Any, num_axes: int) -> None:
+    if not isinstance(origin, Tensor):
+        raise TypeError(f"origin: expected a tensor of integers (K,) or (B, K), got {type(origin).__name__}")
+    if origin.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; shift takes fractions")
+    if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
+        raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
 
 
 def _check_index(index: Tensor) -> None:

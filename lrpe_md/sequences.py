@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .positions import Coordinates, Grid
+from .positions import Coordinates, Grid, offset_positions
 
-__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "pad"]
+__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad"]
 
 RULES = ("skip", "zero", "axis", "diagonal")
 
@@ -144,6 +144,55 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
     return Packed(_join(rows), ends.to(rows[0].coords.device))
 
 
+def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
+    """Positions of text packed end to end: 0, 1, .. in each sequence, for x (1, H, N, D).
+
+    Nothing waits for the GPU. Make them once a batch, not once a layer.
+
+    Args:
+        cu_seqlens: where each sequence starts, and where the last one ends: (S + 1,) int32 or int64, from 0 on, on x's
+            device. An empty sequence is two equal entries; tokens behind the last entry count on.
+        num_tokens: N.
+        offset: position of the first token of each sequence, or integers (), (1,) or (S,).
+
+    Returns:
+        coordinates (N, 1), int64.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    num, device = len(cu_seqlens) - 1, cu_seqlens.device
+    index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
+    sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)
+    shift = -cu_seqlens[:-1].long()
+    if isinstance(offset, Tensor):
+        if offset.dtype not in (torch.int32, torch.int64) or tuple(offset.shape) not in ((), (1,), (num,)):
+            raise ValueError(
+                f"offset: expected an int or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
+                f"{tuple(offset.shape)}"
+            )
+        shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
+    elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise ValueError(f"offset: expected an int or integers ({num},), got {offset!r}")
+    else:
+        shift = shift + offset
+    return Coordinates((index + shift[sequence])[:, None])
+
+
+def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
+    """Positions of the tokens of x (B, H, N, D), where dim is that of its softmax."""
+    if cu_seqlens is None:
+        return offset_positions(x.shape[2], offset, x.device)
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
+    if dim == -2:
+        raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
+    return packed_positions(cu_seqlens, x.shape[2], offset)
+
+
 def pad(
     samples: Sequence[Grid | Coordinates],
     num_tokens: int | None = None,
@@ -173,6 +222,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
         if isinstance(segment, Tokens):
             continue
         found = segment.grid.num_axes if isinstance(segment, After) else segment.num_axes
+        _check_known("segments", segment.grid if isinstance(segment, After) else segment, i)
         if num_axes is None:
             num_axes = found
         if found != num_axes:
@@ -248,6 +298,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
     for i, sample in enumerate(samples):
         if not isinstance(sample, (Grid, Coordinates)):
             raise TypeError(f"samples: expected a Grid or Coordinates, got {type(sample).__name__} as number {i}")
+        _check_known("samples", sample, i)
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
             raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} in number {i}")
         if sample.num_axes != samples[0].num_axes:
@@ -255,6 +306,11 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
     if device is None:
         device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
     return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]
+
+
+def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
+    if isinstance(part, Grid) and part.origin is not None:
+        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin as number {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

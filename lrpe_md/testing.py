@@ -19,8 +19,8 @@ from .functional import Positions, cosine, rotate
 from .positions import Coordinates, Grid
 
 __all__ = [
-    "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation", "check",
-    "make_inputs", "run",
+    "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation",
+    "check", "make_inputs", "run",
 ]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
@@ -38,6 +38,7 @@ class Case:
     shift: tuple[float, ...] | float | None = None
     start: int = 0
     length: int | None = None
+    origin: Literal["none", "shared", "by_sample"] = "none"  # of a grid: integers up to 30
     coords: Literal["grid", "shared", "by_sample"] = "grid"
     coords_dtype: torch.dtype = torch.float32
     coords_scale: float = 20.0
@@ -86,6 +87,7 @@ class Workload:
     shape: tuple[int, ...]
     prefix: int
     head_dim: int
+    key_heads: int | None = None  # where they are fewer (GQA): q and k are then projections of their own
 
     @property
     def num_tokens(self) -> int:
@@ -94,10 +96,11 @@ class Workload:
     def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
         """One tensor for cosine; for rotate q and k, slices of one projection."""
         two = map == "rotate"
+        heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
         case = Case(
-            map, self.shape, self.prefix, batch=self.batch, heads=(self.heads,) * (1 + two),
-            omega_heads=self.heads if per_head else 1, head_dim=self.head_dim, dtype=torch.bfloat16,
-            layout="packed" if two else "bhnd", grad_layout="bnhd" if two else "bhnd",
+            map, self.shape, self.prefix, batch=self.batch, heads=heads, omega_heads=heads[-1] if per_head else 1,
+            head_dim=self.head_dim, dtype=torch.bfloat16,
+            layout=("bnhd" if self.key_heads else "packed") if two else "bhnd", grad_layout="bnhd" if two else "bhnd",
         )  # fmt: skip
         return replace(case, **changes)
 
@@ -107,6 +110,7 @@ WORKLOADS = {
     "img64": Workload(16, 16, (64, 64), 0, 64),
     "video": Workload(2, 24, (21, 30, 52), 512, 128),
 }
+TEXT_WORKLOADS = {"text": Workload(8, 32, (8192,), 0, 128, key_heads=8)}
 
 
 @dataclass
@@ -156,9 +160,13 @@ def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
 
 
 def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
-    if case.coords == "grid":
-        return Grid(case.shape, case.prefix, case.suffix, case.scale, case.shift, case.start, case.length)
     generator = torch.Generator().manual_seed(case.seed + 1)
+    if case.coords == "grid":
+        origin = None
+        if case.origin != "none":
+            size = (case.batch, len(case.shape)) if case.origin == "by_sample" else (len(case.shape),)
+            origin = torch.randint(-30, 30, size, generator=generator).to(device)
+        return Grid(case.shape, case.prefix, case.suffix, case.scale, case.shift, case.start, case.length, origin)
     num = torch.Size(case.shape).numel()
     size = (case.batch, num, len(case.shape)) if case.coords == "by_sample" else (num, len(case.shape))
     coords = torch.randn(size, generator=generator, dtype=torch.float64) * case.coords_scale

@@ -29,10 +29,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lrpe_md.testing import WORKLOADS, Workload
+from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS, Workload
 
 from . import benchmark_modes as modes_of
-from .benchmark_measure import PASSES, Judge, OutOfTime, Session, in_words, time_peer
+from .benchmark_measure import PASSES, Judge, OutOfTime, Session, in_words, time_copy, time_peer
 from .benchmark_peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
 from .common import choose, git_commit, gpu_name, versions
 
@@ -40,6 +40,7 @@ OPS = ("cosine", "rotate")
 OMEGAS = ("shared", "per-head")
 MODES = (*PASSES, "host", "compile", "memory", "accuracy", "scaling")
 DEFAULT_MODES = PASSES[:3]
+ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 app = typer.Typer(add_completion=False)
 
@@ -91,14 +92,21 @@ def summary(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def shrink(workload: Workload) -> Workload:
-    shape = {2: (3, 4), 3: (2, 3, 4)}[len(workload.shape)]
-    return replace(workload, batch=2, heads=2, shape=shape, prefix=min(workload.prefix, 1), head_dim=16)
+    shape = {1: (12,), 2: (3, 4), 3: (2, 3, 4)}[len(workload.shape)]
+    heads, key_heads = (4, 2) if workload.key_heads else (2, None)
+    return replace(
+        workload, batch=2, heads=heads, shape=shape, prefix=min(workload.prefix, 1), head_dim=16, key_heads=key_heads
+    )
+
+
+def takes(peer: Peer, op: str, workload: str) -> bool:
+    return op in peer.maps and (workload in TEXT_WORKLOADS or not peer.text)
 
 
 @app.command()
 def main(
     op: Annotated[str | None, typer.Option(help=f"Of {', '.join(OPS)}; all where not given.")] = None,
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; text only where given.")] = None,
     omega: Annotated[str | None, typer.Option(help=f"Of {', '.join(OMEGAS)}; all where not given.")] = None,
     modes: Annotated[str | None, typer.Option(help=f"Of {', '.join(MODES)}; the first three where not given.")] = None,
     peers: Annotated[str | None, typer.Option(help="Semicolons between; a wrong name lists them.")] = None,
@@ -124,7 +132,7 @@ def main(
     wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
     passes = [mode for mode in wanted_modes if mode in PASSES]
     ops, omegas = choose_in_order("--op", op, OPS, OPS), choose_in_order("--omega", omega, OMEGAS, OMEGAS)
-    works = {name: WORKLOADS[name] for name in choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)}
+    works = {name: ALL_WORKLOADS[name] for name in choose_in_order("--workload", workload, ALL_WORKLOADS, WORKLOADS)}
     works = {name: shrink(work) for name, work in works.items()} if smoke else works
 
     console = Console(width=160, soft_wrap=True)
@@ -192,11 +200,13 @@ def run_passes(
     session: Session, passes: list[str], name: str, work: Workload, op: Any, kind: str, peers: dict[str, Peer]
 ) -> None:
     """One problem, every peer that can do it; the inputs and their float64 results are made once."""
-    fitting = {n: p for n, p in peers.items() if op in p.maps and (kind == "shared" or p.per_head)}
+    fitting = {n: p for n, p in peers.items() if takes(p, op, name) and (kind == "shared" or p.per_head)}
     if not passes or not fitting:
         return
     with session.attempt(mode=passes[0], op=op, workload=name, omega=kind):
         inputs = large_inputs(work.case(op, per_head=kind == "per-head"), session.device)
+        if OURS in fitting and kind == "shared":
+            time_copy(session, [mode for mode in passes if mode != "fwdbwd"], name, inputs)
         judge = Judge(inputs)
         for peer_name, peer in fitting.items():
             time_peer(session, passes, name, peer_name, peer, inputs, judge=judge)
@@ -206,7 +216,7 @@ def run_memory(session: Session, name: str, work: Workload, op: Any, peers: dict
     with session.attempt(mode="memory", op=op, workload=name):
         inputs = large_inputs(work.case(op), session.device)
         for peer_name, peer in peers.items():
-            if op in peer.maps and peer.adapt is None:
+            if takes(peer, op, name) and peer.adapt is None:
                 modes_of.measure_memory(session, name, peer_name, peer, inputs, False)
         if OURS in peers:
             modes_of.measure_memory(session, name, OURS, peers[OURS], inputs, True)

@@ -27,6 +27,7 @@ from .benchmark_peers import OURS, Forward, Peer
 PASSES = ("fwd", "bwd", "bwd_omega", "fwdbwd")
 KEY = ("mode", "op", "workload", "omega", "peer", "variant", "dtype", "head_dim", "num_tokens", "num_axes")
 COLUMNS: tuple[str, ...] = (*KEY, "p20", "p50", "p80", "min", "unit", "floor_bytes", "share", "in_budget", "note")
+COPY = "copy of as many bytes"
 HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm", "commit", "date")
 
 
@@ -186,6 +187,19 @@ def floor_bytes(mode: str, inputs: Inputs) -> int:
     return elements[mode] * sum(x.numel() * x.element_size() for x in inputs.xs)
 
 
+def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs) -> None:
+    """What a copy of as many bytes reaches: at some 50 µs starting and ending cost some of the speed of a large one."""
+    for mode in modes:
+        key = describe(mode, workload, COPY, inputs)
+        with session.attempt(**key):
+            size = floor_bytes(mode, inputs)
+            x = torch.ones(size // 4, dtype=torch.bfloat16, device=session.device)
+            y = torch.empty_like(x)
+            found = session.gpu_time(lambda x=x, y=y: y.copy_(x))
+            del x, y
+            session.add(**key, **found, **session.share(found["p50"], size), in_budget=True)
+
+
 # --- one peer --------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +211,8 @@ def scratch(peer: Peer, inputs: Inputs) -> Inputs:
     if peer.overwrites == "all":  # contiguous as (B, N, H, D)
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         xs = [x.clone() if x.data_ptr() == y.data_ptr() else x for x, y in zip(xs, inputs.xs, strict=True)]
+    else:  # what copies q and k out of a projection overwrites those that are contiguous
+        xs = [x.clone() if x.transpose(1, 2).is_contiguous() else x for x in xs]
     return replace(inputs, xs=xs, grads=[g.clone() for g in grads])
 
 
@@ -220,15 +236,14 @@ class Judge:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        batch, heads = inputs.xs[0].shape[:2]
-        self.samples, self.heads = sorted({0, batch - 1}), sorted({0, heads - 1})
-        omega = inputs.omega if len(inputs.omega) == 1 else inputs.omega[self.heads]
+        self.samples = sorted({0, len(inputs.xs[0]) - 1})
+        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # of the first and the last group, whose heads are cut
         part = replace(inputs, xs=[*map(self.cut, inputs.xs)], grads=[*map(self.cut, inputs.grads)], omega=omega)
         self.same = run(part, "reference", frequencies=False)
         self.exact = run(part.to(torch.float64), "reference", frequencies=False)
 
     def cut(self, t: Tensor) -> Tensor:
-        return t.detach()[self.samples][:, self.heads]
+        return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
         """Its gradient sums over all samples: float64 goes in parts, to fit into memory."""

@@ -2,7 +2,8 @@
 
 A peer computes the same function of the same inputs: q and k (B, H, N, D) as slices of one packed projection
 (B, N, 3, H, D) for rotate, one contiguous x for cosine. What it needs besides, tables or contiguous tensors, is its own
-affair: tables are made once before timing, copies are timed.
+affair: tables are made once before timing, copies are timed. With grouped queries q and k are (B, N, H, D) in memory,
+each a projection of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Peer:
     compiled: bool = False
     overwrites: Literal["nothing", "grads", "all"] = "nothing"
     adapt: Callable[[Inputs], Inputs] | None = None  # the nearest call that it can do
+    text: bool = False  # compared on text alone
     note: str = ""
 
 
@@ -50,12 +52,15 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     if case.layout == "packed":
         packed = torch.randn(batch, num_tokens, 3, heads, case.head_dim, dtype=case.dtype, **options)
         xs = list(packed.permute(2, 0, 3, 1, 4).unbind()[: len(case.heads)])
+    elif case.layout == "bnhd":
+        sizes = [(batch, num_tokens, h, case.head_dim) for h in case.heads]
+        xs = [torch.randn(size, dtype=case.dtype, **options).transpose(1, 2) for size in sizes]
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
-    for x in xs:  # in the memory order of the outputs
+    for x, h in zip(xs, case.heads, strict=True):  # in the memory order of the outputs
         tokens_first = case.grad_layout == "bnhd"
-        size = (batch, num_tokens, heads) if tokens_first else (batch, heads, num_tokens)
+        size = (batch, num_tokens, h) if tokens_first else (batch, h, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
         grads.append(grad.transpose(1, 2) if tokens_first else grad)
         assert grads[-1].shape[:3] == x.shape[:3]
@@ -123,11 +128,31 @@ def rotate_with_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def torch_tables(inputs: Inputs) -> Forward:
-    cos, sin = tables(inputs)
+    ready = by_tensor(inputs, *tables(inputs))
     call = cosine_with_tables if inputs.case.map == "cosine" else rotate_with_tables
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return tuple(call(x, cos, sin) for x in xs)
+        return tuple(call(x, *ts) for x, ts in zip(xs, ready, strict=True))
+
+    return forward
+
+
+def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tables (H, ..) of the key heads for each of q and k, whose heads share them in groups."""
+    num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
+    return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
+
+
+def rotate_half(inputs: Inputs) -> Forward:
+    """As in transformers: x cos + [-x_2, x_1] sin with tables of all channels, but in float32."""
+    ready = by_tensor(inputs, *(torch.cat([t, t], dim=-1) for t in tables(inputs)))
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+    def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
+        return tuple(turn(x, *ts) for x, ts in zip(xs, ready, strict=True))
 
     return forward
 
@@ -150,14 +175,14 @@ def timm(inputs: Inputs) -> Forward:
     cos, sin = tables(inputs)
     prefix = inputs.case.prefix
     embedding = torch.cat([sin, sin, cos, cos], dim=-1)[:, prefix:].contiguous()
-    embedding = embedding[0] if len(embedding) == 1 else embedding
+    ready = [t[0] if len(t) == 1 else t for (t,) in by_tensor(inputs, embedding)]
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         return tuple(
             torch.cat(
-                [x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], embedding, half=True)], dim=2
+                [x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], t, half=True)], dim=2
             ).type_as(x)
-            for x in xs
+            for x, t in zip(xs, ready, strict=True)
         )  # fmt: skip
 
     return forward
@@ -281,6 +306,7 @@ PEERS = {
     OURS: Peer(kernels, omega_grad=True),
     "torch.compile, tables": Peer(compiled(torch_tables), compiled=True),
     "torch.compile, angles": Peer(compiled(torch_eager), compiled=True, omega_grad=True),
+    "torch.compile, rotate_half": Peer(compiled(rotate_half), ("rotate",), compiled=True, text=True, note="tables"),
     "timm, compiled": Peer(compiled(timm), ("rotate",), compiled=True, note="tables"),
     "timm, eager": Peer(timm, ("rotate",), note="tables"),
     "torch, eager": Peer(torch_eager, omega_grad=True),

@@ -114,7 +114,8 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "Share of the copy's speed: the bytes that must move over the time, L2 cold, medians, bfloat16. The floor in "
         "elements a tensor of B·H·N·D: cosine 3, rotate 2, one more with the gradient of ω. Rotate takes q and k as "
         "slices of a packed projection; what a peer has to copy, it is charged. Tables are made beforehand. Backward "
-        "is `torch.autograd.grad` on a graph that stays, for all. ✗: outside the error budget against float64.",
+        "is `torch.autograd.grad` on a graph that stays, for all. ✗: outside the error budget against float64. "
+        "The copy of as many bytes is what the size alone leaves of the large copy's speed.",
         "",
         f"![Share of copy bandwidth by workload]({RESULTS.relative_to(ROOT)}/performance-passes.png)",
         "",

@@ -68,6 +68,34 @@ def test_other_modes(tmp_path):
     assert (host.p50 > 0).all()
 
 
+def test_text(tmp_path):
+    """Grouped queries, and a peer that runs there alone."""
+    half = "torch.compile, rotate_half"
+    args = ["--op", "rotate", "--modes", "fwd,bwd_omega", "--peers", f"lrpe-md;timm, eager;{half}"]
+    rows = invoke(tmp_path / "a.csv", "--workload", "text", *args)
+    found = rows[rows.workload == "text"].set_index(["mode", "omega", "peer"])
+    assert found.in_budget.all()
+    assert (found.p50 > 0).all()
+    assert set(found.index) == {
+        (mode, omega, peer)
+        for mode in ("fwd", "bwd_omega")
+        for omega in ("shared", "per-head")
+        for peer in (OURS, "timm, eager", half)
+        if mode == "fwd" or peer == OURS
+    }
+    assert (found.floor_bytes.loc["fwd"] == 2 * 2 * 2 * (4 + 2) * 12 * 16).all()
+    assert [benchmark.takes(PEERS[half], "rotate", name) for name in ("vit224", "text")] == [False, True]
+    assert list(benchmark.ALL_WORKLOADS) == ["vit224", "img64", "video", "text"]
+
+
+def test_peers_that_overwrite_leave_grouped_inputs_alone():
+    inputs = large_inputs(Workload(2, 4, (12,), 0, 16, key_heads=2).case("rotate"), CPU)
+    assert [x.shape[1] for x in inputs.xs] == [x.shape[1] for x in inputs.grads] == [4, 2]
+    for overwrites in ("grads", "all"):
+        mine = scratch(Peer(kernels, overwrites=overwrites), inputs)
+        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mine.xs, inputs.xs, strict=True))
+
+
 def test_variants(tmp_path):
     rows = invoke(tmp_path / "v.csv", "--modes", "bwd", "--peers", OURS, "--op", "rotate", "--variants")
     found = rows[rows.variant.notna()].set_index("variant")

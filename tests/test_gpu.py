@@ -36,6 +36,8 @@ def test_values_and_gradients(map, act, dim, dtype, nan_filled):
         {"shape": (9, 16), "scale": (0.5, 1.7), "shift": (3.0, -2.0), "start": 5, "length": 100},
         {"shape": (33, 5), "head_dim": 20, "omega_dtype": torch.float64},
         {"shape": (2, 1, 3, 2, 2), "head_dim": 40},
+        {"shape": (33,), "prefix": 0, "origin": "by_sample"},
+        {"shape": (7, 5), "prefix": 2, "origin": "shared", "scale": 0.5, "head_dim": 24},
     ],
     ids=str,
 )

@@ -245,6 +245,69 @@ def test_a_new_offset_does_not_synchronise():
         torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])
 
 
+TEXT = {"rotate, a slice": {"rotary_dim": slice(16, 48)}, "interleaved": {"pairs": "interleaved"}, "plain": {}}
+OFFSETS = {
+    "0-d": lambda: torch.tensor(3, device="cuda"),
+    "one": lambda: torch.tensor([3], dtype=torch.int32, device="cuda"),
+    "by sample": lambda: torch.tensor([3, -2], device="cuda"),
+}
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("form", TEXT)
+def test_an_offset_on_the_device(form, offset):
+    """One kernel, no copy, no synchronisation; no other variant for another value, size, or position beyond 2^24."""
+    module = Rotate1d(64, amplitude=1.1, device="cuda", impl="triton", **TEXT[form])
+    q, k = (torch.randn(2, h, 45, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
+    at = OFFSETS[offset]()
+
+    def step(q: Tensor, k: Tensor) -> None:
+        ys = module(q, k, offset=at)
+        torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])
+
+    step(q, k)
+    assert len(profiled(lambda: module(q, k, offset=at))) == 1
+    before = num_variants(launch.lrpe_kernel)
+    with no_synchronisation():
+        for value in (0, 1, 7, -5, 70_000, 2**24 + 1):
+            at.fill_(value)
+            step(q, k)
+        step(q[:, :, :1], k[:, :, :1])
+    assert num_variants(launch.lrpe_kernel) == before
+    exact = module(q.double(), offset=torch.full_like(at, 2**24 + 1))
+    found = module(q, offset=at)
+    assert (found - exact).abs().max() < 0.05  # a wrong position is off by 1
+
+
+def test_packed_sequences_do_not_synchronise():
+    module = Rotate1d(64, device="cuda")
+    q, k = (torch.randn(1, h, 45, 64, device="cuda", requires_grad=True) for h in (4, 2))
+    cu_seqlens = torch.tensor([0, 20, 45], dtype=torch.int32, device="cuda")
+    offset = torch.tensor([4, 0], device="cuda")
+    module(q, k, cu_seqlens=cu_seqlens, offset=offset)
+    with no_synchronisation():
+        ys = module(q, k, cu_seqlens=cu_seqlens, offset=offset)
+        torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])
+
+
+def test_frequencies_change_in_a_captured_graph():
+    """A decode step replays at another offset and another length scaling."""
+    module = Rotate1d(64, amplitude=1.0, device="cuda")
+    q, k = (torch.randn(2, h, 1, 64, device="cuda") for h in (4, 2))
+    at = torch.tensor([5, 9], device="cuda")
+    module(q, k, offset=at)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ys = module(q, k, offset=at)
+    for factor, offset in ((1.0, [6, 10]), (4.0, [100, 3])):
+        at.copy_(torch.tensor(offset))
+        module.set_frequencies(module._initial("omega", "cuda")[0, :, 0] / factor, 1 + 0.1 * factor)
+        graph.replay()
+        for y, e in zip(ys, module(q, k, offset=at), strict=True):
+            assert torch.equal(y, e)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +436,27 @@ def test_the_module_adds_little(map):
             break
     print(f"{map}: the module adds {min(found):.2f} µs")
     assert min(found) <= 3
+
+
+@pytest.mark.parametrize("offset", ["by sample", "shared"])
+def test_host_time_of_a_decode_step(offset):
+    """B 64, N 1, grouped queries, from the module's call with an offset on the device."""
+    module = Rotate1d(128, device="cuda", impl="triton")
+    q, k = (torch.randn(64, h, 1, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8))
+    at = torch.full((64,) if offset == "by sample" else (), 1000, dtype=torch.int64, device="cuda")
+    case = Case("rotate", (1,), prefix=0, batch=64, heads=(32, 8), head_dim=128, dtype=torch.bfloat16)
+    grid = Grid((1,), origin=at[:, None] if at.ndim else at[None])
+    raw = raw_launch(Inputs([q, k], [], module.get_omega(), None, grid, case))
+    with torch.no_grad():
+        found = []
+        for _ in range(REPEATS):  # the best: noise only adds
+            ours, theirs = host_us(lambda: module(q, k, offset=at), raw)
+            found.append((ours / theirs, ours, theirs))
+            if ours <= 1.5 * theirs:
+                break
+    ratio, ours, theirs = min(found)
+    print(f"decode, offset {offset}: {ours:.1f} µs, {ratio:.2f} of a raw launch's {theirs:.1f}")
+    assert ratio <= 1.5, f"{ours:.1f} µs against {theirs:.1f}"
 
 
 # --- far elements ----------------------------------------------------------------------------------------------------

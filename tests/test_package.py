@@ -21,11 +21,13 @@ LAYERS = {  # each file and what of ours it may import
     "ops": {"reference", "positions", "launch"},
     "launch": {"kernels", "ops", "positions"},
     "functional": {"ops", "positions"},
-    "lrpe": {"functional", "frequencies", "ops", "positions"},
+    "lrpe": {"functional", "frequencies", "ops", "positions", "sequences"},
+    "pairs": {"functional", "reference"},
+    "rope_parameters": {"frequencies"},
     "augment": {"positions"},
     "sequences": {"positions"},
     "presets": {"frequencies", "positions", "sequences"},
-    "modules": {"functional", "frequencies", "positions"},
+    "modules": {"functional", "frequencies", "sequences"},
     "testing": {"functional", "positions"},
 }
 
@@ -93,6 +95,7 @@ def test_public_names():
     public = {name for name in vars(lrpe_md) if not name.startswith("_")}
     expected = {"Grid", "Coordinates", "cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d"}
     expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset"}
+    expected |= {"rope_frequencies", "convert_pairs", "packed_positions"}
     expected |= {"compose", "pack", "pad", "Tokens", "After", "window_order", "AugmentPositions"}
     expected |= {name for name in frequencies.__all__ if name.islower()}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
@@ -111,7 +114,7 @@ def test_readme_shows_the_table_that_the_run_wrote():
 def test_readme_snippets_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
-    printed = [["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"], ["577"], ["True"]]
+    printed = [["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"], ["577"], ["True"], ["True"]]
     assert [run(code).splitlines() for code in snippets] == printed
 
 

@@ -35,7 +35,7 @@ def sigmoid(x, PTX: tl.constexpr):
 
 @triton.jit
 def _add_log1p(e, y, PTX: tl.constexpr):
-    """y + log(1 + e), 0 <= e <= 1: minimax polynomials for log(1 + e)/e, relative error 1.4e-7, or 2^-14 if PTX is 2."""
+    """y + log(1 + e), 0 <= e <= 1: minimax polynomials for log(1 + e)/e, relative error 1.4e-7, 2^-14 if PTX is 2."""
     if e.dtype == tl.float64:
         u = 1.0 + e  # log(u) e / (u - 1) repairs the rounding of u
         return y + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))

@@ -55,13 +55,15 @@ def coordinate(
         s = tl.load(p_coords + o_g.to(tl.int64) * K + j, mask=m_g, other=0)
     else:
         s = index(o_g, m_g, grid, j, K)
+        if p_coords is not None:  # the grid's origin
+            s = tl.where(m_g, s + tl.load(p_coords + j).to(tl.int64), 0)
         if AFFINE:
             s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
             s = tl.where(m_g, s, 0.0)
     if WIDE:
         s_hi = s.to(tl.float64)
         s_lo = tl.zeros_like(s_hi)
-    elif EXPLICIT or AFFINE:
+    elif AFFINE or p_coords is not None:
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
     else:
@@ -167,11 +169,12 @@ def angle(
 ):  # fmt: skip
     """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a half turn, which leaves small remainders to round. FAST: a turn, up to half of one an axis is left, and
-    the lowest bit says nothing. WIDE: float64 radians, all in the remainder. FIXED, for integer positions: turns are
-    counted in integers, which drop the whole ones by themselves and lose 2^-32 of a turn an axis, at any position.
+    The unit is a half turn, which leaves small remainders to round. FAST: a turn, up to half of one an axis is left,
+    and the lowest bit says nothing. WIDE: float64 radians, all in the remainder. FIXED, for the indices of a grid:
+    turns are counted in integers, which drop the whole ones by themselves and lose 2^-32 of one an axis, anywhere.
     """
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
+    ANY_SIZE: tl.constexpr = AFFINE or p_coords is not None
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
         theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & (o_c < C), other=0)
@@ -202,7 +205,7 @@ def angle(
             w_hi, w_lo = omega[j]
             s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
             w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
-            a, odd = remainder(s, w, EXPLICIT or AFFINE)  # the launcher sends large grids as AFFINE
+            a, odd = remainder(s, w, ANY_SIZE)  # the launcher sends large grids as AFFINE
             if j == 0:
                 part = a  # Σ of s·hi less whole units, each exact to rounding
                 low = s * w_lo  # Σ of what the float32 hi leaves out
@@ -210,7 +213,7 @@ def angle(
                 part += a
                 low += s * w_lo
             half += odd
-            if EXPLICIT or AFFINE:
+            if ANY_SIZE:
                 low += s_lo[:, None] * w_hi
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
             f_hi, f_lo = omega[K]

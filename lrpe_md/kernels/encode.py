@@ -358,9 +358,9 @@ def lrpe_kernel(
     group has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
-    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), affine (K, 2),
-    rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in radians, partial
-    (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
+    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), or (.., 1, K), the origin
+    of a grid (not EXPLICIT), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached
+    angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
 
     FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
     channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
@@ -368,8 +368,8 @@ def lrpe_kernel(
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
     FUNCTIONS: tl.constexpr = 2 if FAST else 1 if PTX else 0
-    # Integer positions, unless the hardware's approximations leave nothing to gain from exact angles.
-    FIXED: tl.constexpr = not (EXPLICIT or AFFINE or WIDE or FAST)
+    # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
+    FIXED: tl.constexpr = p_coords is None and not (AFFINE or WIDE or FAST)
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
     d0 = pid - rest * first

@@ -4,6 +4,7 @@
     model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
     adapt_rotary(pipe.transformer)                      # diffusers: FLUX.1, Wan, HunyuanVideo
     adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
+    adapt_rotary(LlamaForCausalLM.from_pretrained(..))
 
 It lives here and not in ``lrpe_md``, which imports none of these libraries: what it exchanges are their classes.
 """
@@ -23,10 +24,13 @@ __all__ = ["PresetRotate", "Rotary", "adapt_rotary", "restore_rotary"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-LIBRARIES = {  # the adapter of each, and what it takes
-    "timm": (".timm_vits", "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
-    "diffusers": (".diffusers_models", "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
-    "transformers": (".transformers_models", "transformers' Qwen2-VL, Qwen2.5-VL and Qwen3-VL"),
+LIBRARIES = {  # the adapters of each, and what they take
+    "timm": ((".timm_vits",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
+    "diffusers": ((".diffusers_models",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "transformers": (
+        (".transformers_models", ".transformers_text"),
+        "transformers' Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and language models (Llama, Mistral, Qwen, GLM, Cohere, ..)",
+    ),
 }
 
 
@@ -42,7 +46,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
 
             - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``;
             - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
-            - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower.
+            - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
+              Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
         impl: see :func:`lrpe_md.rotate`.
 
     The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
@@ -61,8 +66,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
     restore(model)  # what was adapted fits
     libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
     steps: list[Any] = []
-    for library, (adapter, _) in LIBRARIES.items():
-        if library in libraries:
+    for library, (adapters, _) in LIBRARIES.items():
+        for adapter in adapters if library in libraries else ():
             steps += import_module(adapter, __name__).plan(model, impl)
     if not steps:
         names = "; ".join(names for _, names in LIBRARIES.values())

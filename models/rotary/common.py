@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 from lrpe_md import Coordinates, Grid, Preset, RotateMd, rotate
 from lrpe_md.functional import Impl, Pairs
 
-__all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "parts", "restore"]
+__all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "install", "parts", "restore"]
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
     """What a model hands to its attentions where it handed cos and sin: frequencies and positions.
 
-    Called with q and k (B, H, N, D); see :func:`lrpe_md.rotate`. ``amplitude`` is a factor of both.
+    Called with q and k (B, H, N, D); see :func:`lrpe_md.rotate`. ``amplitude`` is a factor of both; without a
+    ``rotary_dim`` all channels are rotated.
     """
 
     omega: Tensor
@@ -27,11 +29,13 @@ class Rotary:
     pairs: Pairs
     amplitude: float = 1.0
     impl: Impl = "auto"
+    rotary_dim: int | None = None
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(
-            q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, amplitude=self.amplitude, impl=self.impl
-        )
+            q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
+            amplitude=self.amplitude, impl=self.impl,
+        )  # fmt: skip
 
     def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The same for q and k (B, N, H, D)."""
@@ -103,6 +107,24 @@ class Step:
     part: Any
     cls: type
     attributes: dict[str, Any] = field(default_factory=dict)
+
+
+_exchanged: set[tuple[Any, str]] = set()
+
+
+def install(module: Any, functions: Mapping[str, Callable[[Rotary, Any, Any], Any]]) -> None:
+    """Exchange functions of a library's file, ``f(q, k, cos, sin)``, for those that take a :class:`Rotary`, too."""
+    for name, ours in functions.items():
+        if (module, name) not in _exchanged:
+            _exchanged.add((module, name))
+            setattr(module, name, _dispatch(getattr(module, name), ours))
+
+
+def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
+
+    return functools.wraps(original)(apply_rotary)
 
 
 def parts(model: nn.Module) -> dict[str, Any]:

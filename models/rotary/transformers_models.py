@@ -7,9 +7,7 @@ are not adapted compute as before. Source: transformers 5.23, ``transformers/mod
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_m
 from lrpe_md import Coordinates, Preset, preset
 from lrpe_md.functional import Impl
 
-from .common import Adapted, PresetRotate, Rotary, Step, parts
+from .common import Adapted, PresetRotate, Rotary, Step, install, parts
 
 __all__ = ["plan"]
 
@@ -127,23 +125,6 @@ def _vision(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 FUNCTIONS = {"apply_rotary_pos_emb": _text, "apply_rotary_pos_emb_vision": _vision}
 
 
-def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
-
-    return functools.wraps(original)(apply_rotary)
-
-
-_exchanged: set[tuple[Any, str]] = set()
-
-
-def _install(module: Any) -> None:
-    for name, ours in FUNCTIONS.items():
-        if (module, name) not in _exchanged:
-            _exchanged.add((module, name))
-            setattr(module, name, _dispatch(getattr(module, name), ours))
-
-
 # --- the exchange ----------------------------------------------------------------------------------------------
 
 
@@ -158,7 +139,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
         elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
             steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
     for step in steps:
-        _install(sys.modules[type(step.part).__module__])
+        install(sys.modules[type(step.part).__module__], FUNCTIONS)
     return steps
 
 

@@ -1,0 +1,189 @@
+"""models/rotary: transformers' language models compute the same with our encoding in them, in full and step by step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_rotary_models import BOUND, TEXT, calls, library, randomize, same  # noqa: F401
+
+from lrpe_md import convert_pairs
+from models.rotary import adapt_rotary, restore_rotary
+
+LENGTH = 9
+PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8,
+    "short_factor": [1.0 + i for i in range(8)], "long_factor": [1.0 + 3.0 * i for i in range(8)],
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+MODELS = {  # model, its own configuration, pairs, rotated channels of 16
+    "llama": ("Llama", {}, "half", 16),
+    "llama, another width": ("Llama", {"head_dim": 24}, "half", 24),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}, "half", 16),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}, "half", 16),
+    "llama, dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 6},
+        "half", 16,
+    ),
+    "llama, longrope": ("Llama", {"rope_parameters": LONG}, "half", 16),
+    "mistral": ("Mistral", {}, "half", 16),
+    "qwen2": ("Qwen2", {}, "half", 16),
+    "qwen3": ("Qwen3", {"head_dim": 16}, "half", 16),
+    "gemma": ("Gemma", {"head_dim": 16}, "half", 16),
+    "gemma2": ("Gemma2", {"head_dim": 16}, "half", 16),
+    "granite": ("Granite", {}, "half", 16),
+    "phi": ("Phi", {"rope_parameters": PARTIAL}, "half", 8),
+    "phi3": ("Phi3", {"rope_parameters": PARTIAL}, "half", 8),
+    "glm": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}, "interleaved", 8),
+    "glm4": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}, "interleaved", 8),
+    "cohere": ("Cohere", {}, "interleaved", 16),
+    "cohere2": ("Cohere2", {"layer_types": ["sliding_attention", "sliding_attention"]}, "interleaved", 16),
+}  # fmt: skip
+FEW = ["llama", "llama, dynamic", "mistral", "glm", "cohere"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def causal_lm(name="llama"):
+    model, own, *_ = MODELS[name]
+    transformers = library("transformers")
+    config = getattr(transformers, f"{model}Config")(**{**TEXT, **own})
+    return randomize(getattr(transformers, f"{model}ForCausalLM")(config))
+
+
+def logits(model, x):
+    """From embeddings, so that there is a gradient to compare."""
+    return model(inputs_embeds=x).logits
+
+
+def embeddings():
+    return torch.randn(2, LENGTH, 64, generator=torch.Generator().manual_seed(3))
+
+
+def padded():
+    """Two samples of 9 and 5 tokens, padded on the left."""
+    ids = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids.where(mask.bool(), 0), mask, (mask.cumsum(1) - 1).clamp_min(0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name, calls):  # noqa: F811
+    model = causal_lm(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    _, _, pairs, width = MODELS[name]
+    rotation = next(part.rotation for part in adapted.modules() if hasattr(part, "rotation"))
+    assert (rotation.pairs, 2 * rotation.num_channels) == (pairs, width)
+    same(model, adapted, logits, embeddings())
+    assert [p.coords.shape for p in calls] == [(LENGTH, 1)] * 2  # one call a layer, q and k together
+    with torch.no_grad():
+        moved = adapted(inputs_embeds=embeddings(), position_ids=torch.zeros(1, LENGTH, dtype=torch.int64)).logits
+    assert (moved - logits(model, embeddings())).abs().max() > 1e-3
+    assert list(adapted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
+    """Left-padded, with a cache, token by token: at each step the logits of the original, and of the whole sequence."""
+    model = causal_lm(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    ids, mask, positions = padded()
+    whole, mine, start = [], [], 5
+    with torch.no_grad():
+        for m, steps in ((model, whole), (adapted, mine)):
+            out = m(ids[:, :start], attention_mask=mask[:, :start], position_ids=positions[:, :start], use_cache=True)
+            steps.append(out.logits[:, -1])
+            for t in range(start, LENGTH):
+                part = slice(t, t + 1)
+                out = m(
+                    ids[:, part], attention_mask=mask[:, : t + 1], position_ids=positions[:, part],
+                    past_key_values=out.past_key_values, use_cache=True,
+                )  # fmt: skip
+                steps.append(out.logits[:, -1])
+        torch.testing.assert_close(torch.stack(mine), torch.stack(whole), rtol=0, atol=BOUND)
+        if "dynamic" not in name:  # whose frequencies change as the cache grows
+            full = adapted(ids, attention_mask=mask, position_ids=positions).logits[:, start - 1 :]
+            torch.testing.assert_close(torch.stack(mine, 1), full, rtol=0, atol=BOUND)
+    assert {p.coords.shape for p in calls} >= {(2, start, 1), (2, 1, 1)}
+
+
+@pytest.mark.parametrize("name", ["llama", "glm"])
+def test_generation(name):
+    model = causal_lm(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    ids, mask, _ = padded()
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected, found = (m.generate(ids, attention_mask=mask, **options) for m in (model, adapted))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize(("name", "target"), [("cohere", "half"), ("glm", "half"), ("llama", "interleaved")])
+def test_converted_weights(name, target):
+    """The projections of q and k in the other layout, weights and biases, make the same model."""
+    model = causal_lm(name)
+    expected = logits(model, embeddings())
+    adapted = adapt_rotary(model)
+    rotation = next(part.rotation for part in adapted.modules() if hasattr(part, "rotation"))
+    options = {"head_dim": 16, "rotary_dim": 2 * rotation.num_channels}
+    with torch.no_grad():
+        for module_name, p in adapted.named_parameters():
+            if ".q_proj." in module_name or ".k_proj." in module_name:
+                p.copy_(convert_pairs(p, rotation.pairs, target, **options))
+        wrong = logits(adapted, embeddings())
+        rotation.pairs = target
+        found = logits(adapted, embeddings())
+    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
+    assert (wrong - expected).abs().max() > 1e-3
+
+
+def test_frequencies_by_hand_are_kept():
+    """A buffer that is not that of the configuration."""
+    model = causal_lm()
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    same(model, adapted, logits, embeddings())
+
+
+def test_restored_and_unadapted_models_are_as_they_were(calls):  # noqa: F811
+    model = causal_lm()
+    adapted = adapt_rotary(copy.deepcopy(model))
+    expected = logits(model, embeddings())
+    assert not calls
+    logits(adapted, embeddings())
+    assert calls
+    restored = restore_rotary(adapted)
+    calls.clear()
+    assert torch.equal(logits(restored, embeddings()), expected)
+    assert not calls
+    assert not any(hasattr(part, "rotation") for part in restored.modules())
+
+
+def test_sixteen_bits(calls):  # noqa: F811
+    """The angles stay exact where transformers rounds cos and sin."""
+    model = causal_lm("mistral")
+    adapted = adapt_rotary(copy.deepcopy(model))
+    x = embeddings()
+    with torch.no_grad():
+        exact = logits(adapted.double(), x.double())
+        mine, theirs = (logits(m.bfloat16(), x.bfloat16()).double() for m in (adapted, model))
+    assert (mine - exact).abs().max() < 1.5 * (theirs - exact).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FEW)
+def test_on_a_gpu(name):
+    model = causal_lm(name).cuda()
+    adapted = adapt_rotary(copy.deepcopy(model), impl="triton")
+    same(model, adapted, logits, embeddings().cuda())
