@@ -1,4 +1,4 @@
-"""The language model: decoding equals the full forward, the two forms of linear attention, padding, sampling, errors."""
+"""The language model: decoding equals the full forward, both forms of linear attention, padding, sampling, errors."""
 
 import math
 from dataclasses import replace
@@ -109,7 +109,9 @@ def test_scores_are_the_formula(encoding: str) -> None:
     q, k = q[0], k[0].repeat_interleave(2, dim=0)
     theta = module.frequencies.get_omega()[0, :, 0].double()
     omega, amplitude = scaling(theta)
-    apart = (positions - positions.T)[..., None] * omega - module.frequencies.phase.repeat_interleave(2, 0)[:, None, None]
+    apart = (positions - positions.T)[..., None] * omega - module.frequencies.phase.repeat_interleave(2, 0)[
+        :, None, None
+    ]
     if config.encoding == "cosine":
         q, k = nn.functional.softplus(q), nn.functional.softplus(k)
         expected = amplitude**2 * torch.einsum("hnc,hmc,hnmc->hnm", q, k, apart.cos())
@@ -220,7 +222,8 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> Non
 def test_generation_repeats_with_a_generator() -> None:
     model, tokens = build(), some_tokens(length=2)
     first, again, other = (
-        generate(model, tokens, 12, temperature=3.0, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
+        generate(model, tokens, 12, temperature=3.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
