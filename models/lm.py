@@ -102,7 +102,7 @@ class LmEncoding(nn.Module):
 
     def __init__(self, config: LmConfig) -> None:
         super().__init__()
-        self.act, self.map = config.act, config.encoding
+        self.map, self.act = config.encoding, config.act
         self.frequencies: CosineMd | RotateMd | None = None
         if config.encoding == "none":
             return
@@ -121,7 +121,7 @@ class LmEncoding(nn.Module):
             return activate(q, self.act), activate(k, self.act)
         phase = None if self.frequencies.phase is None else (None, self.frequencies.phase)
         omega = self.frequencies.get_omega() * self.ratio
-        encode = cosine if self.map == "cosine" else rotate
+        encode: Any = cosine if self.map == "cosine" else rotate
         return encode(q, k, omega=omega, positions=positions, act=self.act, phase=phase, amplitude=self.amplitude)
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ class Context(NamedTuple):
     """What a forward tells each attention."""
 
     positions: Grid | Tensor
-    rows: Tensor | None = None  # (N,), where the cache takes these tokens
+    rows: Any = None  # (N,), where the cache takes these tokens
     mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N, 1)
 
 

@@ -167,7 +167,7 @@ def plot(results: pd.DataFrame, trained: int, path: Path) -> None:
                     color=colours[i % len(colours)], marker="osD^vPX"[i % 7], linestyle="-" if i < 7 else "--",
                 )  # fmt: skip
             axis.axvline(trained, color="black", linestyle=":", linewidth=1)
-            ticks = sorted(rows[key].unique())
+            ticks = sorted(set(rows[key]))
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
             axis.set_xlabel(label)

@@ -247,8 +247,8 @@ def measure(
     rows = []
     text = text.to(accelerator.device)
     for length in lengths:
-        stretched = scaling and length > trained
-        model.rescale(SCALINGS[scaling](length / trained, trained) if stretched else None)
+        stretch = SCALINGS[scaling](length / trained, trained) if scaling and length > trained else None
+        model.rescale(stretch)
         bits = evaluate(accelerator, model, text, length, limit)
         ends = [0, *dict.fromkeys(length >> i for i in range(7, 0, -1) if length >> i), length]
         parts = [(0, length), *(itertools.pairwise(ends) if length == max(lengths) else ())]
@@ -300,9 +300,10 @@ def train(
     choose("--precision", [precision], ("auto", "no", "bf16", "fp16"))
     scalings = [None, *choose("--scaling", scaling or (), SCALINGS)]
     kind, data, tested = choose_device(device).type, load_text(text), parse_lengths(lengths)
+    changes: dict[str, Any] = {**SIZES[size], "attention": attention, **ENCODINGS[encoding]}
     check_lengths(data, length, tested)
     config = Config(
-        text=data.digest, model=LmConfig(**SIZES[size], attention=attention, **ENCODINGS[encoding]), length=length,
+        text=data.digest, model=LmConfig(**changes), length=length,
         batch=batch, steps=steps, warmup=min(100, steps // 10), lr=lr, seed=seed, device=kind,
         precision=("bf16" if kind == "cuda" else "no") if precision == "auto" else precision,
     )  # fmt: skip

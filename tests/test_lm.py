@@ -3,14 +3,15 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from lrpe_md import linear_scaling, ntk_scaling, yarn_scaling
-from models.lm import CausalLm, LmConfig, LmEncoding, chunked_linear_attention
+from lrpe_md import Grid, linear_scaling, ntk_scaling, yarn_scaling
+from models.lm import CausalLm, Context, LmConfig, LmEncoding, chunked_linear_attention
 from models.lm_decode import Decoder, generate, left_pad, sample
 from models.vit import linear_attention
 
@@ -122,6 +123,23 @@ def test_scores_are_the_formula(encoding: str) -> None:
     torch.testing.assert_close(scores[0], expected.detach(), rtol=1e-6, atol=1e-6)  # a float32 phase
 
 
+@every_encoding
+@torch.no_grad()
+def test_attention_written_out(encoding: str) -> None:
+    """Scaled by head_dim before the map, query head h with key head h // 2."""
+    model = build(encoding)
+    attn: Any = model.blocks[0].attn
+    x = torch.randn(1, 5, TINY.dim, dtype=torch.float64)
+    q, k, v = attn.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
+    q, k = attn.encoding(q, k, torch.arange(5)[:, None])
+    heads = []
+    for h in range(4):
+        scores = (q[0, h] @ k[0, h // 2].T / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v[0, h // 2])
+    expected = torch.cat(heads, dim=-1) @ attn.proj.weight.T
+    torch.testing.assert_close(attn(x, Context(Grid((5,))))[0], expected)
+
+
 @every_attention
 @every_encoding
 @torch.no_grad()
@@ -138,6 +156,13 @@ def test_left_padded_batch_equals_single_sequences(encoding: str, attention: str
     for i, prompt in enumerate(prompts):
         expected = model(torch.cat([prompt, follow[i]])[None])
         torch.testing.assert_close(batch[i, padding[i] :], expected[0])
+        alone = model.new_cache(1, 9)
+        model(torch.cat([prompt, follow[i]])[None], alone)
+        if attention == "softmax":  # the keys are where they are without padding
+            (keys, _), (expected, _) = cache.layers[1], alone.layers[1]
+            torch.testing.assert_close(keys[i, :, padding[i] :], expected[0, :, : 9 - padding[i]])
+        else:
+            torch.testing.assert_close(cache.layers[1][0][i], alone.layers[1][0][0])
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (8, 4), (11, 4), (5, 128)])
@@ -219,6 +244,15 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> Non
     torch.testing.assert_close(generate(model, tokens, 4, top_p=1e-6), generate(model, tokens, 4, temperature=0))
 
 
+@every_attention
+def test_a_decoder_starts_again(attention: str) -> None:
+    model, tokens = build("cosine-silu", attention), some_tokens()
+    decoder = Decoder(model, 2, 8)
+    first, again = ((decoder.prefill(tokens[:, :7]), decoder.step(tokens[:, 7])) for _ in range(2))
+    torch.testing.assert_close(first, again)
+    torch.testing.assert_close(first[1], model(tokens[:, :8])[:, -1].detach())
+
+
 def test_generation_repeats_with_a_generator() -> None:
     model, tokens = build(), some_tokens(length=2)
     first, again, other = (
@@ -240,7 +274,7 @@ def test_generation_of_a_padded_batch() -> None:
 
 @pytest.mark.parametrize(("temperature", "top_p", "expected"), [
     (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]),
-    (1.0, 0.8, [0.625, 0.375, 0, 0]),
+    (1.0, 0.79, [0.625, 0.375, 0, 0]),
     (1.0, 0.81, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
     (0.5, 1.0, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
     (0.0, 0.5, [1, 0, 0, 0]),

@@ -61,6 +61,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     metrics = pd.read_csv(out / "metrics.csv")
     assert list(metrics.step) == [20, 40]
     assert metrics.train[1] < 0.7 * metrics.train[0] < 0.7 * 8
+    assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth
     assert metrics.validation[1] < 0.9 * metrics.validation[0]
     assert [p.name for p in out.glob("checkpoint*")] == ["checkpoint-40"]
     evaluation = pd.read_csv(out / "evaluation.csv")
