@@ -171,9 +171,7 @@ def fit(
         if windows.step % every == 0 or windows.step == config.steps:
             mean: Any = accelerator.reduce(total, reduction="mean")
             since = windows.history[-1]["step"] if windows.history else 0
-            bits = evaluate(
-                accelerator, raw, text.validation, min(config.length, len(text.validation) - 1), EVAL_TOKENS
-            )
+            bits = evaluate(accelerator, raw, text.validation, min(config.length, len(text.validation) - 1), limit)
             row = {
                 "step": windows.step, "train": mean.item() / (windows.step - since) / math.log(2),
                 "validation": bits.mean().item(), "lr": optimizer.param_groups[0]["lr"],
@@ -281,7 +279,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder; a training that stopped there goes on.")] = Path("runs/lm"),
     encoding: Annotated[str, typer.Option(help=f"One of: {', '.join(ENCODINGS)}.")] = "rotate",
     attention: Annotated[str, typer.Option(help="softmax or linear.")] = "softmax",
-    size: Annotated[str, typer.Option(help="tiny (25,000 parameters) or small (9.5 million).")] = "small",
+    size: Annotated[str, typer.Option(help="tiny (27,000 parameters) or small (9.5 million).")] = "small",
     length: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step, over all processes.")] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 2000,

@@ -227,6 +227,10 @@ def test_parameters_are_tied_and_named() -> None:
     assert expected <= set(dict(model.named_parameters()))
     logits = model(some_tokens())
     assert 0.01 < logits.std() < 1  # near uniform before training
+    blocks: Any = model.blocks
+    assert blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert blocks[1].attn.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)  # two blocks add four times
+    assert blocks[1].mlp.fc2.weight.std().item() == pytest.approx(0.01, rel=0.1)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
