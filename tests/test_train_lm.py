@@ -129,6 +129,14 @@ def test_learned_frequencies_and_phases_move(file: Path) -> None:
         assert (change < 1.5 * settings.steps * rate).all()
 
 
+def test_a_row_is_the_mean_of_its_steps(file: Path) -> None:
+    each, pairs = (train_lm.fit(config(steps=4), load_text(file), every=n, progress=False)[2] for n in (1, 2))
+    assert [row["step"] for row in pairs] == [2, 4]
+    for row, a, b in zip(pairs, each[::2], each[1::2], strict=True):
+        assert row["train"] == pytest.approx((a["train"] + b["train"]) / 2)
+        assert row["validation"] == b["validation"]
+
+
 def test_parameter_groups() -> None:
     settings = config("rotate-learned")
     model = CausalLm(replace(settings.model, encoding="cosine", phase=True))
