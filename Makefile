@@ -23,8 +23,9 @@ gallery: $(READY)  ## the README's pictures of encodings
 	$(BIN)/python -m scripts.visualize -p dinov3 -p rope_vit_mixed -p wan -p pope --out $(GALLERY) --dpi 120
 	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 120
 
-readme-tables: $(READY)  ## the README's performance section and plots, from scripts/results/benchmark-*.csv
+readme-tables: $(READY)  ## the README's tables and plots, from scripts/results
 	$(BIN)/python -m scripts.benchmark_report $(ARGS)
+	$(BIN)/python -m scripts.ablate_lm report --readme README.md
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import platform
 import shlex
 import sys
 import time
@@ -50,7 +48,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lrpe_md import CosineMd, Grid, RotateMd
 from models.vit import lrpe_vit_tiny_patch16_224
 
-from .common import choose, choose_device, git_commit, gpu_name, versions
+from .common import choose, choose_device
+from .folder import environment, open_folder, write
 from .plots import OKABE_ITO, STYLE, plt
 
 # --- what is compared ------------------------------------------------------------------------------------------------
@@ -235,58 +234,6 @@ def rescale(model: Any) -> None:
 
 
 # --- a folder of runs ------------------------------------------------------------------------------------------------
-
-
-def write(path: Path, text: str) -> None:
-    """The whole file or nothing, whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
-def environment(settings: Settings, workers: int) -> dict[str, Any]:
-    """Where the numbers come from, without names of hosts or paths."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": joblib.cpu_count(),
-        "gpu": gpu_name(torch.device(settings.device)),
-        "workers": workers,
-        "commit": git_commit() or None,
-        "python": platform.python_version(),
-        **versions("torch", "timm", "accelerate", "scikit-learn"),
-    }
-
-
-def flat(nested: Any, name: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(nested, dict):
-        return {name: nested}
-    return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
-
-
-def open_folder(out: Path, settings: Settings, here: dict[str, Any]) -> None:
-    """Write config.json, or check that the folder's settings are these."""
-    path = out / "config.json"
-    wanted = json.loads(json.dumps(asdict(settings)))
-    environments: list[Any] = []
-    if path.exists():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found, environments = config["settings"], config["environments"]
-        found, now = flat(found), flat(wanted)
-        differ = [
-            f"{k}: {found.get(k)} there, {now.get(k)} now" for k in {**found, **now} if found.get(k) != now.get(k)
-        ]
-        if differ:
-            text = "; ".join(differ)
-            raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
-    elif out.exists() and any(out.iterdir()):
-        raise typer.BadParameter(f"--out {out} is not empty and has no config.json: not a folder of this script")
-    environments += [] if here in environments else [here]
-    write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")
 
 
 def run_and_save(file: Path, *args: Any) -> dict[str, Any]:
@@ -474,7 +421,8 @@ def main(
     workers = workers or (joblib.cpu_count() if settings.device == "cpu" else 1)
     resuming = out is not None
     out = out or Path("runs") / f"ablate-{datetime.now():%Y%m%d-%H%M%S}"
-    open_folder(out, settings, environment(settings, workers))
+    here = environment(settings.device, "torch", "timm", "accelerate", "scikit-learn")
+    open_folder(out, asdict(settings), {"cores": joblib.cpu_count(), "workers": workers, **here})
     console = Console(soft_wrap=True)
     console.print(f"{out}: {settings.device}, {workers} at a time", highlight=False)
     try:

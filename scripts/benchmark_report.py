@@ -19,6 +19,7 @@ from lrpe_md.testing import WORKLOADS
 from .benchmark_measure import COLUMNS, HERE, KEY, PASSES
 from .benchmark_modes import SMALL
 from .benchmark_peers import OURS, PEERS
+from .common import fill
 from .plots import OKABE_ITO, STYLE, plt
 
 ROOT = Path(__file__).parents[1]
@@ -329,11 +330,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 def update(readme: str, section: str) -> str:
     """The README with the section between its markers."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(END) < readme.index(BEGIN):
-        raise ValueError(f"expected {BEGIN} and then {END}, once each")
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{section}{END}{after}"
+    return fill(readme, BEGIN, END, section)
 
 
 def main(

@@ -51,3 +51,11 @@ def versions(*names: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = ""
     return found
+
+
+def fill(text: str, begin: str, end: str, section: str) -> str:
+    """The text with the section between its markers."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ValueError(f"expected {begin} and then {end}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{section}{end}{rest.split(end)[1]}"

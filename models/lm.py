@@ -1,0 +1,356 @@
+"""A compact causal language model whose encoding of q and k is any of ours.
+
+Pre-norm blocks with RMSNorm and SwiGLU, grouped key heads, tied embeddings. Softmax attention decodes with a static
+cache of encoded keys, linear attention with a state of constant size (:mod:`models.lm_decode`). ``model.rescale``
+stretches the frequencies at run time, in place.
+
+Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
+cosine, else D), L length of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from timm.layers.mlp import SwiGLU
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_md import CosineMd, Grid, RotateMd, cosine, rotate
+from lrpe_md.reference import activate
+
+from .vit import softmax_attention
+
+__all__ = ["Cache", "CausalLm", "LmConfig", "LmEncoding", "Scaling", "chunked_linear_attention"]
+
+# theta (H or 1, channels or pairs) → scaled theta and amplitude: lrpe_md's ``*_scaling`` with their arguments bound.
+Scaling: TypeAlias = Callable[[Tensor], tuple[Tensor, float]]
+
+ENCODINGS = ("rotate", "cosine", "none")
+ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
+ATTENTIONS = ("softmax", "linear")
+CHUNK = 128
+
+
+@dataclass(frozen=True)
+class LmConfig:
+    """The architecture.
+
+    Args:
+        hidden: width of the SwiGLU.
+        encoding: the map of q and k; "none" leaves them without positions.
+        act: before the map: softplus with cosine and phase is PoPE (arXiv 2509.10534).
+        phase: learn a phase by layer, key head and channel, on the keys alone: on both it would cancel.
+        learnable: learn the frequencies, by layer and key head.
+        base: of their geometric series.
+        attention: "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
+            features may be negative.
+
+    Raises:
+        ValueError: names that are not known, sizes that don't divide.
+    """
+
+    vocab_size: int = 256
+    dim: int = 384
+    depth: int = 6
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    hidden: int = 1024
+    encoding: Literal["rotate", "cosine", "none"] = "rotate"
+    act: Literal["none", "relu", "sigmoid", "silu", "softplus"] = "none"
+    phase: bool = False
+    learnable: bool = False
+    base: float = 10000.0
+    attention: Literal["softmax", "linear"] = "softmax"
+
+    def __post_init__(self) -> None:
+        for name, known in (("encoding", ENCODINGS), ("act", ACTS), ("attention", ATTENTIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim: expected a multiple of num_heads = {self.num_heads}, got {self.dim}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
+            )
+        if self.encoding == "none" and (self.phase or self.learnable):
+            raise ValueError("encoding: 'none' has no phase and nothing to learn; expected phase=learnable=False")
+        if self.encoding == "rotate" and self.head_dim % 2:
+            raise ValueError(f"dim: rotation needs an even head_dim, got {self.dim} / {self.num_heads} heads")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def key_dim(self) -> int:
+        return 2 * self.head_dim if self.encoding == "cosine" else self.head_dim
+
+
+class LmEncoding(nn.Module):
+    """q (B, H, N, D), k (B, G, N, D) → encoded, (.., E), with a scaling that can be changed.
+
+    It is a factor on ω and an amplitude, both buffers: nothing is compiled or captured again for another one.
+    """
+
+    ratio: Tensor
+    amplitude: Tensor
+
+    def __init__(self, config: LmConfig) -> None:
+        super().__init__()
+        self.map, self.act = config.encoding, config.act
+        self.frequencies: CosineMd | RotateMd | None = None
+        if config.encoding == "none":
+            return
+        by_head = config.phase or config.learnable
+        module = CosineMd if config.encoding == "cosine" else RotateMd
+        self.frequencies = module(
+            config.head_dim, 1, base=config.base, learnable=config.learnable, phase=config.phase,
+            num_heads=config.num_kv_heads if by_head else 1,
+        )  # fmt: skip
+        like = self.frequencies.get_omega().detach().double()
+        self.register_buffer("ratio", torch.ones_like(like), persistent=False)
+        self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
+        if self.frequencies is None:
+            return activate(q, self.act), activate(k, self.act)
+        phase = None if self.frequencies.phase is None else (None, self.frequencies.phase)
+        omega = self.frequencies.get_omega() * self.ratio
+        encode: Any = cosine if self.map == "cosine" else rotate
+        return encode(q, k, omega=omega, positions=positions, act=self.act, phase=phase, amplitude=self.amplitude)
+
+    @torch.no_grad()
+    def rescale(self, scaling: Scaling | None) -> None:
+        """Stretch the frequencies, in place; None takes them as trained."""
+        if self.frequencies is None:
+            return
+        theta = self.frequencies.get_omega()[..., 0].double()
+        scaled, amplitude = (theta, 1.0) if scaling is None else scaling(theta)
+        if scaled.shape != theta.shape:
+            raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
+        self.ratio.copy_((scaled / theta)[..., None])
+        self.amplitude.fill_(amplitude)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Frequencies keep their dtype, as the library's do, and their values where a meta model materialises."""
+
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = self.frequencies is not None and self.ratio.is_meta
+        super()._apply(exact, recurse)
+        if was_meta and not self.ratio.is_meta:
+            self.rescale(None)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"map={self.map!r}, act={self.act!r}"
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def chunked_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Σ_{m ≤ n} (q_n · k_m) v_m + q_n · state, without a denominator, in time linear in N.
+
+    Args:
+        q: (B, H, N, E), k (B, G, N, E), v (B, G, N, D): encoded; query head h goes with key head h // R.
+        state: (B, G, E, D), Σ k_m v_mᵀ of the tokens before.
+        chunk: tokens that attend to each other quadratically.
+
+    Returns:
+        (B, H, N, D) and the state behind these tokens, in the state's dtype; sums are formed in it.
+
+    Source: the chunked form of GLA (arXiv 2312.06635) and RetNet (arXiv 2307.08621), without decay.
+    """
+    batch, heads, length, _ = q.shape
+    groups, width = k.shape[1], v.shape[-1]
+    size = min(chunk, length)
+    count = -(-length // size)
+    with torch.autocast(q.device.type, enabled=False):
+        # (B, G, R or 1, chunks, tokens, ..)
+        q, k, v = (F.pad(t.to(state.dtype), (0, 0, 0, count * size - length)) for t in (q, k, v))
+        q = q.unflatten(1, (groups, heads // groups)).unflatten(3, (count, size))
+        k, v = (t.unflatten(2, (count, size))[:, :, None] for t in (k, v))
+        added = (k.mT @ v).cumsum(3) + state[:, :, None, None]
+        before = torch.cat([state[:, :, None, None], added[:, :, :, :-1]], dim=3)
+        out = q @ before + (q @ k.mT).tril() @ v
+        return out.reshape(batch, heads, count * size, width)[:, :, :length], added[:, :, 0, -1]
+
+
+class Context(NamedTuple):
+    """What a forward tells each attention."""
+
+    positions: Grid | Tensor
+    rows: Any = None  # (N,), where the cache takes these tokens
+    mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N, 1)
+
+
+class LmAttention(nn.Module):
+    """Causal attention with grouped key heads, x (B, N, C) → (B, N, C)."""
+
+    def __init__(self, config: LmConfig) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.linear = config.attention == "linear"
+        self.key_dim = config.key_dim
+        self.encoding = LmEncoding(config)
+        self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6) if self.linear else nn.Identity()
+        self.proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split([self.heads, self.groups, self.groups], dim=1)
+        q, k = self.encoding(q, k, context.positions)
+        if self.linear:
+            x = self._linear(q, k, v, context, layer)
+        elif layer:
+            x = self._cached(q, k, v, context, *layer)
+        else:
+            k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))
+            x = softmax_attention(q, k, v, scale=self.head_dim**-0.5, is_causal=True)
+        return self.proj(self.norm(x.transpose(1, 2).flatten(2)))
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
+        keys.index_copy_(2, context.rows, k.to(keys.dtype))
+        values.index_copy_(2, context.rows, v.to(values.dtype))
+        # The queries of a key head as its tokens: the cache is read once and never repeated.
+        q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
+        x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)
+        return x.unflatten(2, (self.heads // self.groups, -1)).flatten(1, 2)
+
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        state = layer[0] if layer else q.new_zeros(q.shape[0], self.groups, self.key_dim, self.head_dim, dtype=dtype)
+        if context.mask is not None:
+            v = v * context.mask
+        out, after = chunked_linear_attention(q, k, v, state)
+        if layer:
+            state.copy_(after)
+        return out.to(v.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, config: LmConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(config.dim, eps=1e-6), nn.RMSNorm(config.dim, eps=1e-6)
+        self.attn = LmAttention(config)
+        self.mlp = SwiGLU(config.dim, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
+        x = x + self.attn(self.norm1(x), context, layer)
+        return x + self.mlp(self.norm2(x))
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cache:
+    """What decoding keeps, on the device, written in place.
+
+    Args:
+        length: (), int64: tokens written.
+        padding: (B,), int64: how many of each sample's first tokens are padding.
+        layers: of each, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention a state (B, G, E, D).
+        max_length: L; writing past it is an error of the device. Linear attention knows no end.
+    """
+
+    length: Tensor
+    padding: Tensor
+    layers: list[tuple[Tensor, ...]]
+    max_length: int
+
+    def reset(self) -> None:
+        for tensor in (self.length, *(t for layer in self.layers for t in layer)):
+            tensor.zero_()
+
+
+class CausalLm(nn.Module):
+    """tokens (B, N) → logits (B, N, vocab_size).
+
+    Differentiable in all its parameters, learned frequencies and phases among them. Logits have the dtype of the
+    weights, or of autocast; frequencies stay float32 whatever the model is cast to.
+    """
+
+    def __init__(self, config: LmConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's: normal with 0.02, what is added to the residual stream by 1/√(2 depth) less."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(("proj.weight", "fc2.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.depth))
+            elif name.endswith(("qkv.weight", "fc1_g.weight", "fc1_x.weight", "embed.weight")):
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """With a cache, tokens follow those that it holds, and are added to it: (B, 1) decodes a step."""
+        context = Context(Grid((tokens.shape[1],))) if cache is None else self._context(tokens, cache)
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, context) if cache is None else block(x, context, cache.layers[i])
+        if cache is not None:
+            cache.length.add_(tokens.shape[1])
+        return F.linear(self.norm(x), self.embed.weight)
+
+    def _context(self, tokens: Tensor, cache: Cache) -> Context:
+        rows = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = (rows - cache.padding[:, None])[..., None]
+        if self.config.attention == "linear":
+            return Context(positions, rows, positions[:, None] >= 0)
+        columns = torch.arange(cache.max_length, device=tokens.device)
+        rows_ = rows[:, None]
+        # Padding sees itself: a row without any key would be NaN.
+        mask = (columns <= rows_) & ((columns >= cache.padding[:, None, None]) | (columns == rows_))
+        repeated = mask[:, None].expand(-1, self.config.num_heads // self.config.num_kv_heads, -1, -1)
+        return Context(positions, rows, repeated.flatten(1, 2)[:, None])
+
+    def new_cache(self, batch: int, max_length: int, padding: Tensor | None = None) -> Cache:
+        """An empty cache for ``max_length`` tokens, the padding (B,) of :func:`left_pad` counted."""
+        c, weight = self.config, self.embed.weight
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        if c.attention == "linear":
+            shapes, dtype = [(c.key_dim, c.head_dim)], torch.promote_types(dtype, torch.float32)
+        else:
+            shapes = [(max_length, c.key_dim), (max_length, c.head_dim)]
+        layers = [
+            tuple(torch.zeros(batch, c.num_kv_heads, *shape, dtype=dtype, device=weight.device) for shape in shapes)
+            for _ in range(c.depth)
+        ]
+        padded = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        if padding is not None:
+            if tuple(padding.shape) != (batch,) or padding.is_floating_point():
+                raise ValueError(f"padding: expected integers ({batch},), got {padding.dtype} {tuple(padding.shape)}")
+            padded.copy_(padding)
+        return Cache(padded.new_zeros(()), padded, layers, max_length)
+
+    def rescale(self, scaling: Scaling | None) -> None:
+        """Stretch the frequencies of all layers from now on, in place; None takes them as trained.
+
+        ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys in a cache stay as they were
+        encoded: start a new one.
+        """
+        for module in self.modules():
+            if isinstance(module, LmEncoding):
+                module.rescale(scaling)
+
+    def no_weight_decay(self) -> set[str]:
+        """Frequencies and phases."""
+        modules = [(path, m) for path, m in self.named_modules() if isinstance(m, (CosineMd, RotateMd))]
+        return {f"{path}.{name}" for path, module in modules for name in module.no_weight_decay()}

@@ -1,0 +1,64 @@
+"""A folder of runs: written whole, of one setting, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from .common import git_commit, gpu_name, versions
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or nothing, whenever the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def environment(device: str, *packages: str) -> dict[str, Any]:
+    """Where the numbers come from, without names of hosts or paths."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "gpu": gpu_name(torch.device(device)),
+        "commit": git_commit() or None,
+        "python": platform.python_version(),
+        **versions(*packages),
+    }
+
+
+def flat(nested: Any, name: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(nested, dict):
+        return {name: nested}
+    return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
+
+
+def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> None:
+    """Write config.json, or check that the folder's settings are these."""
+    path = out / "config.json"
+    wanted = json.loads(json.dumps(settings))
+    environments: list[Any] = []
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found, environments = config["settings"], config["environments"]
+        found, now = flat(found), flat(wanted)
+        differ = [
+            f"{k}: {found.get(k)} there, {now.get(k)} now" for k in {**found, **now} if found.get(k) != now.get(k)
+        ]
+        if differ:
+            text = "; ".join(differ)
+            raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
+    elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
+        raise typer.BadParameter(f"--out {out} is not empty and has no config.json: not a folder of this script")
+    environments += [] if here in environments else [here]
+    write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")
