@@ -30,7 +30,7 @@ def test_compiles(target):
     rows = finish(start(target))
     failed = [f"{row['kernel']} {row['case']}: {row['error']}" for row in rows if row["error"]]
     assert not failed, "\n".join(failed)
-    assert 30 <= len(rows) <= 60
+    assert 30 <= len(rows) <= 62  # the last two: grids with an origin
     if target.startswith("sm"):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
         angles = [row for row in angles if row["case"]["cache"] == "False" or row["case"]["run"] == "forward"]

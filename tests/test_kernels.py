@@ -112,12 +112,13 @@ def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
     ids=str,
 )
 def test_channels_that_are_no_power_of_two(monkeypatch, case):
-    """Without their gradient, tiles are of blocks of channels."""
+    """Tiles are of blocks of channels, as many as fit a load of 16 bytes."""
     monkeypatch.setattr(launch, "_known", {})
     assert not violations(case, frequencies=False)
-    flat = [numbers.options["FLAT"] for numbers in launch._known.values()]
-    assert flat == [-(-case.channels // 8)] * 2
     assert not violations(case)
+    blocks = {(numbers.options["FLAT"], numbers.options["BLOCK_C"]) for numbers in launch._known.values()}
+    width = 4 if case.channels % 8 else 8
+    assert blocks == {(case.channels // width, width)}
 
 
 @pytest.mark.parametrize(

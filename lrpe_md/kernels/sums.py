@@ -59,7 +59,7 @@ def _read(
     p, strides, b, h, n0, o_n, N, lo, D: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    x = load(_at(p, strides, b, h, n0, ALIGNED, LONG), o_n, n0 + o_n < N, origin(), lo, D - lo, ALIGNED, LONG, BLOCK_D)
+    x = load(_at(p, strides, b, h, n0, ALIGNED, LONG), o_n, n0 + o_n < N, origin() + lo, 0, D, ALIGNED, LONG, BLOCK_D)
     return x.to(tl.float64 if WIDE else tl.float32)
 
 
@@ -102,7 +102,7 @@ def softmax_sequence_kernel(
             g = _read(p_g, g_strides, b, h, n0, o_n, N, lo, D, ALIGNED, LONG, WIDE, BLOCK_D)
             dx = softmax_sequence(x, p_stat, num_stats, o_d[None, :], m_d[None, :], PTX) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, b, h, n0, ALIGNED, LONG)
-            store(out, dx, o_n, n0 + o_n < N, origin(), lo, D - lo, ALIGNED, LONG, BLOCK_D)
+            store(out, dx, o_n, n0 + o_n < N, origin() + lo, 0, D, ALIGNED, LONG, BLOCK_D)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)
