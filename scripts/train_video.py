@@ -12,8 +12,8 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 
 from .common import choose, git_commit, gpu_name, versions
-from .training import Trainer, Training, command, option, order, settings_of, start, write
+from .training import Trainer, Training, command, option, settings_of, start, write
 from .video_data import TASKS, Footage, Task, load_footage, ordered
 
 # Name → arguments of the model.
@@ -107,47 +107,36 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         "num_classes": TASKS[config.task].num_classes, "space_time": config.space_time,
-        "patch_drop_rate": config.drop, "drop_unit": "tube",
+        "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
         **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
     }  # fmt: skip
 
 
-def training_batches(config: VideoTraining, footage: Footage, trainer: Trainer) -> Any:
-    """start → micro-batches (clips, labels): every possible clip of the training segments once an epoch."""
-    starts, task = footage.starts(config.frames * config.every, held_out=False), TASKS[config.task]
-    process = trainer.accelerator
-
-    def batches(first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = order(
-            len(starts), trainer.micro, seed=config.seed, start=first, rank=process.process_index,
-            world=process.num_processes,
-        )  # fmt: skip
-        for index, seed in indices:
-            draw = np.random.default_rng(seed)
-            labels = torch.from_numpy(draw.integers(task.num_classes, size=len(index))).to(process.device)
-            mirrored = torch.from_numpy(draw.random(len(index)) < 0.5).to(process.device)
-            x = footage.clips(
-                torch.from_numpy(starts[index]).to(process.device), config.frames, config.every, config.size
-            )
-            x = torch.where(mirrored[:, None, None, None, None], x.flip(-1), x)
-            yield ordered(x, labels, task), labels
-
-    return batches
+def batch(
+    config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Clips (B, 3, T, H, W), mirrored or not, and their labels (B,)."""
+    task, device = TASKS[config.task], footage.frames.device
+    labels = torch.from_numpy(draws % task.num_classes).to(device)
+    mirrored = torch.from_numpy(draws // task.num_classes % 2 == 1).to(device)
+    x = footage.clips(starts[torch.from_numpy(indices).to(device)], config.frames, config.every, config.size)
+    x = torch.where(mirrored[:, None, None, None, None], x.flip(-1), x)
+    return ordered(x, labels, task), labels
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, labels = batch
+def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
+    x, labels = clips
     return F.cross_entropy(model(x), labels)
 
 
 @torch.no_grad()
 def accuracy(
     model: nn.Module, footage: Footage, starts: np.ndarray, task: Task, frames: int, every: int, size: int,
-    autocast: Any, batch: int = 32,
+    autocast: Any,
 ) -> float:  # fmt: skip
     """In %, each clip under every label, so that a model that can't see the order is exactly at chance."""
     device, right = footage.frames.device, 0
-    for part in torch.from_numpy(starts).split(batch):
+    for part in torch.from_numpy(starts).split(32):
         x = footage.clips(part.to(device), frames, every, size)
         for label in range(task.num_classes):
             labels = torch.full((len(x),), label, device=device)
@@ -193,9 +182,9 @@ def run(config: VideoTraining) -> dict[str, Any]:
         fold=config.fold, gap=gap, device=accelerator.device,
     )  # fmt: skip
     footage.starts(gap, held_out=True)  # too little footage is said before the training
-    batches = training_batches(config, footage, trainer)
+    starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(accelerator.device)
     since, first = time.perf_counter(), trainer.step
-    trainer.fit(batches, loss)
+    trainer.fit(len(starts), partial(batch, config, footage, starts), loss)
     seconds = time.perf_counter() - since
     result = {
         "task": config.task, "encoding": config.encoding, "attention": config.attention,

@@ -3,7 +3,7 @@
 A script gives a :class:`Training` with fields of its own, a model, its batches and a loss:
 
     trainer = Trainer(config, model, settings)        # goes on where config.out has a checkpoint
-    trainer.fit(batches, loss)                        # batches(start) from micro-batch ``start`` on, loss(model, batch)
+    trainer.fit(len(samples), batch, loss)            # batch(indices, draws), loss(model, batch)
     evaluate(trainer.averaged)
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -33,7 +36,7 @@ import numpy as np
 import torch
 import typer
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
@@ -51,6 +54,7 @@ from torch.distributed.checkpoint.state_dict import (
 from .common import choose, choose_device
 
 FORMAT = 1
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 C = TypeVar("C", bound="Training")
 
@@ -80,6 +84,7 @@ class Training:
     precision: str = option("no", "no (float32), bf16 or fp16.")
     compile: bool = option(False, "torch.compile.")
     sharding: str = option("ddp", "Of several processes: ddp, or fsdp (FSDP2).")
+    workers: int = option(0, "Threads that prepare micro-batches ahead; 0: none.", free=True)
     seed: int = option(0, "Of weights, order and draws.")
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.", free=True)
     log_every: int = option(50, "Steps.", free=True)
@@ -101,7 +106,11 @@ def command(app: typer.Typer, config: type[C]) -> Callable[[Callable[[C], Any]],
 
     def register(run: Callable[[C], Any]) -> Callable[[C], Any]:
         def call(**values: Any) -> None:
-            run(config(**values))
+            try:
+                run(config(**values))
+            except KeyboardInterrupt:
+                print(f"Interrupted; the same command goes on from the last checkpoint in {values['out']}.")
+                raise typer.Exit(130) from None
 
         hints, parameters = get_type_hints(config), []
         for f in fields(config):
@@ -129,24 +138,43 @@ def settings_of(config: Training, **more: Any) -> dict[str, Any]:
 
 
 def order(
-    num: int, batch: int, *, seed: int, start: int = 0, rank: int = 0, world: int = 1
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Endless shuffled micro-batches of indices (batch,) for one process, and a seed for the draws made in each.
+    num: int, batch: int, *, seed: int, start: int = 0, accumulate: int = 1, rank: int = 0, world: int = 1
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Endless micro-batches of shuffled indices for one process, from step ``start`` on, without those before it.
 
-    Every epoch is a permutation; what does not fill a micro-batch of all processes is left out. Number ``start`` is
-    made without those before it.
+    Every epoch is a permutation of ``num`` samples; what does not fill a step is left out. A step has the same
+    ``batch`` samples, and each of them the same draw, however many processes and micro-batches share them.
+
+    Yields:
+        indices and draws, (batch / (accumulate · world),) int64 each. A draw is a random number from 0 to 2^63 - 1,
+        for the labels and augmentations of its sample, or to seed a generator for them.
     """
-    per_epoch = num // (batch * world)
+    per_epoch = num // batch
     if not per_epoch:
-        raise typer.BadParameter(f"--batch: {batch} × {world} processes, but there are {num} samples; make it smaller")
-    number, permutation, of = start, np.empty(0, np.int64), -1
-    while True:
-        epoch, i = divmod(number, per_epoch)
+        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or give more data")
+    of = -1
+    permutation = draws = np.empty(0, np.int64)
+    for step in itertools.count(start):
+        epoch, i = divmod(step, per_epoch)
         if epoch != of:
-            permutation, of = np.random.default_rng((seed, epoch)).permutation(num), epoch
-        first = (i * world + rank) * batch
-        yield permutation[first : first + batch], derive(seed, number, rank)
-        number += 1
+            generator, of = np.random.default_rng((seed, epoch)), epoch
+            permutation, draws = generator.permutation(num), generator.integers(2**63, size=num)
+        micro = batch // (accumulate * world)
+        for part in range(accumulate):
+            first = i * batch + (part * world + rank) * micro
+            yield permutation[first : first + micro], draws[first : first + micro]
+
+
+def ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
+    """batch(*each) of each chosen, in their order, some of them made ahead by threads: batch keeps no state."""
+    if not workers:
+        yield from itertools.starmap(batch, chosen)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        made = deque(pool.submit(batch, *each) for each in itertools.islice(chosen, 2 * workers))
+        while made:
+            yield made.popleft().result()
+            made.extend(pool.submit(batch, *each) for each in itertools.islice(chosen, 1))
 
 
 def derive(*numbers: int) -> int:
@@ -178,6 +206,10 @@ def start(config: Training) -> Accelerator:
         log_with="tensorboard" if board else None,
         project_dir=str(config.out),
     )
+    if accelerator.distributed_type not in PLAIN:
+        raise typer.BadParameter(
+            f"accelerate's {accelerator.distributed_type.value}: not used here; --sharding fsdp shards"
+        )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
         raise typer.BadParameter("--sharding fsdp: shards over several processes; start it with torchrun")
     parts = config.accumulate * accelerator.num_processes
@@ -202,11 +234,8 @@ class Trainer:
     def __init__(self, config: Training, accelerator: Accelerator, model: nn.Module, settings: dict[str, Any]) -> None:
         self.config, self.accelerator, self.settings = config, accelerator, settings
         self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
-        self.total, self.since = (
-            torch.zeros((), dtype=torch.float64, device=accelerator.device),
-            0,
-        )  # losses since a log
-        self.micro = config.batch // (config.accumulate * accelerator.num_processes)
+        self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of losses since the last log
+        self.since = 0
         state = self._read()
         self.raw = model.to(accelerator.device)
         # Before FSDP2, whose modules can't be copied.
@@ -218,8 +247,9 @@ class Trainer:
                 self.average.foreach = False
         self.inner = create_optimizer_v2(self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay)
         self.scheduler = CosineLRScheduler(
-            self.inner, t_initial=max(config.steps, 2), warmup_t=min(config.warmup, config.steps - 1), t_in_epochs=False
-        )
+            self.inner, t_initial=max(config.steps, 2), warmup_t=min(config.warmup, config.steps - 1),
+            warmup_lr_init=config.lr / (config.warmup + 1), t_in_epochs=False,
+        )  # fmt: skip
         if state is not None:
             self._load(state)
         if config.compile:
@@ -232,11 +262,14 @@ class Trainer:
         """The weights to evaluate: the EMA where there is one."""
         return self.raw if self.average is None else self.average.module
 
-    def fit(self, batches: Callable[[int], Iterator[Any]], loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def fit(
+        self, num: int, batch: Callable[[np.ndarray, np.ndarray], Any], loss: Callable[[nn.Module, Any], Tensor]
+    ) -> None:
         """Train up to ``config.steps``.
 
         Args:
-            batches: number → this process's micro-batches from that number on, :func:`order`'s count.
+            num: of training samples.
+            batch: (indices, draws) → a micro-batch; see :func:`order`.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
         """
         config, accelerator = self.config, self.accelerator
@@ -244,7 +277,11 @@ class Trainer:
             return
         if accelerator.log_with:
             accelerator.init_trackers("tensorboard")
-        stream = batches(self.step * config.accumulate)
+        chosen = order(
+            num, config.batch, seed=config.seed, start=self.step, accumulate=config.accumulate,
+            rank=accelerator.process_index, world=accelerator.num_processes,
+        )  # fmt: skip
+        stream = ahead(batch, chosen, config.workers)
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
         with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as progress:
             bar = progress.add_task("steps", total=config.steps, completed=self.step, loss="")

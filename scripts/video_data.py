@@ -197,9 +197,7 @@ def _pieces(label: int, frames: int, pieces: int = 4) -> list[int]:
 
 TASKS = {
     "arrow": Task(2, _arrow, 1, "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018"),
-    "order": Task(
-        24, _pieces, 4, "the order of four pieces? after Xu et al., Video Clip Order Prediction, CVPR 2019"
-    ),
+    "order": Task(24, _pieces, 4, "the order of four pieces? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
 }
 
 
