@@ -253,7 +253,7 @@ class Trainer:
         if state is not None:
             self._load(state)
         if config.compile:
-            self.raw.compile()
+            self.raw.compile(dynamic=False)  # all steps have one size
         wrapped = self.raw if config.sharding == "fsdp" else accelerator.prepare_model(self.raw)
         self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
 

@@ -378,3 +378,21 @@ def test_two_processes_train_what_one_does(tmp_path, sharding, monkeypatch):
     for part, module in (("model", whole.raw), ("average", whole.averaged)):
         for name, value in module.state_dict().items():
             torch.testing.assert_close(state[part][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_decoder
+@pytest.mark.parametrize("encoding", ["rotate-mixed", "cosine-silu"])
+def test_compiled_in_bf16_on_a_gpu(footage, tmp_path, encoding):
+    from accelerate.state import AcceleratorState
+
+    fast = {"device": "cuda", "precision": "bf16", "compile": True, "accumulate": 2, "encoding": encoding}
+    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "steps": 60, "save_every": 20, **fast})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        result = train_video.run(config)
+        assert train_video.run(config)["accuracy"] == result["accuracy"]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
+    assert losses[-1] < losses[0]
