@@ -382,12 +382,12 @@ def test_two_processes_train_what_one_does(tmp_path, sharding, monkeypatch):
 
 @pytest.mark.gpu
 @needs_decoder
-@pytest.mark.parametrize("encoding", ["rotate-mixed", "cosine-silu"])
-def test_compiled_in_bf16_on_a_gpu(footage, tmp_path, encoding):
+@pytest.mark.parametrize("compile", [False, True])
+def test_bf16_on_a_gpu(footage, tmp_path, compile):
     from accelerate.state import AcceleratorState
 
-    fast = {"device": "cuda", "precision": "bf16", "compile": True, "accumulate": 2, "encoding": encoding}
-    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "steps": 60, "save_every": 20, **fast})
+    fast = {"device": "cuda", "precision": "bf16", "compile": compile, "accumulate": 2, "attention": "linear"}
+    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "lr": 6e-3, "save_every": 20, **fast})
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         result = train_video.run(config)
@@ -395,4 +395,4 @@ def test_compiled_in_bf16_on_a_gpu(footage, tmp_path, encoding):
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.7 * losses[0]

@@ -8,6 +8,7 @@ from torch import nn
 
 timm = pytest.importorskip("timm")
 
+from lrpe_md import preset  # noqa: E402
 from models import vit  # noqa: E402
 from models.video import LrpeVideoTransformer, inflate  # noqa: E402
 from models.vit import LrpeAttention, adapt  # noqa: E402
@@ -114,6 +115,28 @@ def test_reference_lays_positions_over_another_grid(name):
     rescaled = model(long)
     model.reference = None
     assert (model(long) - rescaled).abs().max() > 1e-3
+
+
+def test_presets_bring_frequencies_and_positions():
+    for name in ("wan", "mochi", "cosmos"):
+        model, scheme = build(encoding=name), preset(name, 48, 2)
+        assert torch.equal(model.encoding.get_omega().detach(), scheme.omega.float())
+        assert isinstance(model.encoding.get_omega(), nn.Parameter) == scheme.scheme.learned
+        assert model.encoding.pairs == scheme.scheme.pairs
+        grid = model.positions((4, 6, 8))
+        assert grid.prefix == 1
+        torch.testing.assert_close(grid.coordinates()[1:], scheme.positions((4, 6, 8)).coordinates())
+    model.temporal = False
+    assert model.positions((4, 6, 8)).coordinates()[:, 0].abs().max() == 0
+
+
+def test_split_gives_each_axis_its_share():
+    omega = build(**ENCODINGS["rotate-split"]).encoding.get_omega()
+    assert (omega != 0).sum((0, 1)).tolist() == [6, 9, 9]
+    assert omega[0, :, 2].nonzero().max() < 9  # minor_first: W has the first block
+    kwargs = {"split": (2, 3, 3), "axis_order": "major_first"}
+    omega = build(encoding="cosine", encoding_kwargs=kwargs).encoding.get_omega()
+    assert omega[0, :12, 0].count_nonzero() == 12
 
 
 def test_reference_is_checked():
