@@ -62,7 +62,9 @@ class VideoTraining(Training):
     hours on a CPU; footage takes 27 kB a frame at 96×96.
 
     Expect: --encoding none and space-only at chance (50% for arrow, 4.2% for order), exactly, at any length, since
-    nothing tells them the order of frames; every other encoding above it.
+    nothing tells them the order of frames; the others start there, too, and leave it after some hundred steps or
+    more. What compression does to frames between key frames can betray the direction as well as motion does; small
+    sizes hide most of it.
     """
 
     data: list[Path] = field(metadata={"help": "Video file, or folder of them; may be repeated.", "free": False})
