@@ -58,8 +58,8 @@ class VideoTraining(Training):
 
     Command: python -m scripts.train_video --data FOLDER --out runs/arrow --encoding rotate --precision bf16
 
-    Cost: 2000 steps of 64 clips of 16 frames at 64×64 (1,024 tokens each, 2.7 M parameters): minutes on one GPU,
-    hours on a CPU; footage takes 27 kB a frame at 96×96.
+    Cost: a step shows --batch clips under two labels each. 2000 steps of 32 clips of 16 frames at 64×64 (1,024 tokens
+    each, 2.7 M parameters): minutes on one GPU, hours on a CPU; footage takes 27 kB a frame at 96×96.
 
     Expect: --encoding none and space-only at chance (50% for arrow, 4.2% for order), exactly, at any length, since
     nothing tells them the order of frames; the others start there, too, and leave it after some hundred steps or
@@ -67,6 +67,8 @@ class VideoTraining(Training):
     sizes hide most of it.
     """
 
+    steps: int = option(2000, "Steps of the optimiser.")
+    batch: int = option(32, "Clips a step, over all processes and micro-batches.")
     data: list[Path] = field(metadata={"help": "Video file, or folder of them; may be repeated.", "free": False})
     task: str = option("arrow", f"One of: {'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.")
     encoding: str = option("rotate", f"One of: {', '.join(ENCODINGS)}.")
@@ -117,13 +119,16 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Clips (B, 3, T, H, W), mirrored or not, and their labels (B,)."""
+    """Clips (2B, 3, T, H, W) and labels (2B,): each clip, mirrored or not, under two labels, so that what it shows
+    tells nothing about them."""
     task, device = TASKS[config.task], footage.frames.device
-    labels = torch.from_numpy(draws % task.num_classes).to(device)
-    mirrored = torch.from_numpy(draws // task.num_classes % 2 == 1).to(device)
+    mirrored, draws = draws % 2 == 1, draws // 2
+    first, draws = draws % task.num_classes, draws // task.num_classes
+    second = (first + 1 + draws % (task.num_classes - 1)) % task.num_classes
     x = footage.clips(starts[torch.from_numpy(indices).to(device)], config.frames, config.every, config.size)
-    x = torch.where(mirrored[:, None, None, None, None], x.flip(-1), x)
-    return ordered(x, labels, task), labels
+    x = torch.where(torch.from_numpy(mirrored).to(device)[:, None, None, None, None], x.flip(-1), x)
+    labels = torch.from_numpy(np.concatenate([first, second])).to(device)
+    return ordered(x.repeat(2, 1, 1, 1, 1), labels, task), labels
 
 
 def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:

@@ -202,6 +202,23 @@ def test_the_command_line_says_what_is_wrong(footage, tmp_path):
     assert "can't be read" in said(*run)
 
 
+@pytest.mark.parametrize("task", ["arrow", "order"])
+def test_a_clip_comes_under_two_labels(task):
+    numbers = torch.arange(40, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 4).contiguous()
+    footage = video_data.Footage(numbers, (video_data.Segment(0, 40, False),))
+    config = VideoTraining(data=[], out=Path("unused"), task=task, **SMALL)
+    draws = np.random.default_rng(0).integers(2**63, size=33)
+    starts = torch.from_numpy(footage.starts(4, held_out=False))
+    x, labels = train_video.batch(config, footage, starts, np.arange(33), draws)
+    assert x.shape == (66, 3, 4, 8, 8)
+    assert (labels[:33] != labels[33:]).all()
+    classes = TASKS[task].num_classes
+    assert len(labels.unique()) > 0.7 * classes
+    found = ((x[:, 0, :, 0, 0] + 1) * 127.5).round().long()
+    expected = [[i % 33 + f for f in TASKS[task].order(int(label), 4)] for i, label in enumerate(labels)]
+    assert found.tolist() == expected
+
+
 # --- the core --------------------------------------------------------------------------------------------------------
 
 
