@@ -7,9 +7,9 @@ A script gives a :class:`Training` with fields of its own, a model, its batches 
     evaluate(trainer.averaged)
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
-generator's history, so a checkpoint holds weights, optimiser (with its learning rate), EMA and the step, and a run that was killed
-anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels repeat
-themselves). Checkpoints are written aside and renamed.
+generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
+killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
+repeat themselves). Checkpoints are written aside and renamed.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train_..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
