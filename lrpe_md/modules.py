@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from .functional import Act, Impl, Pairs, Positions, encode, rotary_slice
 from .sequences import text_positions
 
 __all__ = ["CosineMd", "Rotate1d", "RotateMd"]
+
+Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 
 
 class _Frequencies(nn.Module):
@@ -32,7 +35,7 @@ class _Frequencies(nn.Module):
         num_channels: int,
         num_axes: int,
         *,
-        frequencies: Literal["axial", "mixed"],
+        frequencies: Frequencies,
         base: float,
         num_heads: int,
         learnable: bool,
@@ -43,8 +46,11 @@ class _Frequencies(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        if frequencies not in ("axial", "mixed"):
-            raise ValueError(f"frequencies: expected 'axial' or 'mixed', got {frequencies!r}")
+        if not callable(frequencies) and frequencies not in ("axial", "mixed"):
+            raise ValueError(
+                "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
+                f"got {frequencies!r}"
+            )
         if axis_order not in AXIS_ORDERS:
             raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
         if num_heads < 1:
@@ -66,6 +72,16 @@ class _Frequencies(nn.Module):
         self.phase = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if phase else None
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        if callable(self.frequencies):
+            with torch.device("cpu"):
+                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            expected = (self.num_channels, self.num_axes)
+            if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
+                raise ValueError(
+                    f"frequencies: expected omega of shape (1 or {self.num_heads}, {expected[0]}, {expected[1]}), "
+                    f"got {tuple(omega.shape)}"
+                )
+            return omega.to(device or torch.get_default_device(), self.dtype).contiguous()
         if self.frequencies == "mixed":
             generator = torch.Generator().manual_seed(self.seed)
             with torch.device("cpu"):
@@ -135,7 +151,11 @@ class _Frequencies(nn.Module):
         return self.omega
 
     def extra_repr(self) -> str:
-        text = f"num_axes={self.num_axes}, frequencies={self.frequencies!r}, base={self.base:g}"
+        text = f"num_axes={self.num_axes}, "
+        if callable(self.frequencies):
+            text += f"frequencies={getattr(self.frequencies, '__name__', type(self.frequencies).__name__)}"
+        else:
+            text += f"frequencies={self.frequencies!r}, base={self.base:g}"
         if self.frequencies == "axial" and self.num_axes > 1:
             text += f", axis_order={self.axis_order!r}"
         text += f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
@@ -150,9 +170,10 @@ class CosineMd(_Frequencies):
         head_dim: D.
         num_axes: K, the length of the grid's shape.
         base: of the geometric series; 10000, or about 10 for "mixed" as in RoPE-ViT.
-        frequencies: "axial" (a block of channels an axis) or "mixed" (dense, random directions by head).
+        frequencies: "axial" (a block of channels an axis), "mixed" (dense, random directions by head), or a function
+            (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), whose base and axis_order are its own.
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
-        learnable: train theta (axial) or omega (mixed); otherwise they are a buffer, built once.
+        learnable: train theta (axial) or omega (others); otherwise they are a buffer, built once.
         axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
         act, dim, impl: see :func:`lrpe_md.cosine`.
         phase: learn a phase (num_heads, D), starting at zero.
@@ -168,7 +189,7 @@ class CosineMd(_Frequencies):
         num_axes: int = 2,
         *,
         base: float = 10000.0,
-        frequencies: Literal["axial", "mixed"] = "axial",
+        frequencies: Frequencies = "axial",
         num_heads: int = 1,
         learnable: bool = False,
         axis_order: AxisOrder = "minor_first",
@@ -213,7 +234,7 @@ class RotateMd(_Frequencies):
         num_axes: int = 2,
         *,
         base: float = 10000.0,
-        frequencies: Literal["axial", "mixed"] = "axial",
+        frequencies: Frequencies = "axial",
         num_heads: int = 1,
         learnable: bool = False,
         axis_order: AxisOrder = "minor_first",

@@ -13,6 +13,7 @@ Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -261,6 +262,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         ValueError, TypeError: an argument that does not fit.
     """
 
+    num_axes = 2  # of the grid of patches
     encoding: nn.Module | None
     absolute: Literal["none", "learned", "sincos"]
     grad_checkpointing: bool
@@ -313,10 +315,10 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.blocks), indices)
-        h, w = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        size = tuple(self.patch_embed.dynamic_feat_size(x.shape[2:]))
         prefixes, patches = [], []
         x, positions = self._embed(x)
-        if output_fmt == "NCHW" and isinstance(positions, Coordinates):
+        if output_fmt == "NCHW" and x.shape[1] - self.num_prefix_tokens != math.prod(size):
             raise ValueError(
                 "output_fmt: 'NCHW' needs all patches, but patch_drop_rate dropped some; use 'NLC' or eval()"
             )
@@ -327,7 +329,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
                 prefixes.append(y[:, : self.num_prefix_tokens])
                 y = y[:, self.num_prefix_tokens :]
                 if output_fmt == "NCHW":
-                    y = rearrange(y, "b (h w) c -> b c h w", h=h, w=w).contiguous()
+                    y = y.mT.unflatten(-1, size).contiguous()
                 patches.append(y)
         with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
         if output_dict:
@@ -427,7 +429,8 @@ def adapt(
     kwargs = dict(encoding_kwargs or {})
     if attention == "linear" and (encoding is None or isinstance(encoding, str)):
         kwargs.setdefault("act", "relu")
-    built = _build_encoding(encoding, kwargs, attentions[0], len(vit.blocks))
+    num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
+    built = _build_encoding(encoding, kwargs, attentions[0], len(vit.blocks), num_axes)
     if attention == "linear":
         for module in built if isinstance(built, nn.ModuleList) else [built]:
             _check_linear(getattr(module, "act", "none"), normalizer)
@@ -479,7 +482,7 @@ def _attentions(model: Any) -> list[Any]:
     return found
 
 
-def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int) -> nn.Module | None:
+def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int, num_axes: int) -> nn.Module | None:
     """One module for all layers, a ModuleList of one a layer, or None."""
     head_dim, num_heads = attn.head_dim, attn.num_heads
     if encoding is None:
@@ -491,13 +494,13 @@ def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int
             raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}")
         return encoding
     if encoding == "cosine":
-        return CosineMd(head_dim, 2, **kwargs)
+        return CosineMd(head_dim, num_axes, **kwargs)
     if encoding == "rotate":
-        return RotateMd(head_dim, 2, **kwargs)
+        return RotateMd(head_dim, num_axes, **kwargs)
     if encoding == "mixed":
         kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, "num_heads": num_heads, **kwargs}
         seed = kwargs.pop("seed", 0)
-        return nn.ModuleList(RotateMd(head_dim, 2, seed=seed + i, **kwargs) for i in range(depth))
+        return nn.ModuleList(RotateMd(head_dim, num_axes, seed=seed + i, **kwargs) for i in range(depth))
     if isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
             "encoding: expected 'cosine', 'rotate', 'mixed', None, an nn.Module or a factory "

@@ -9,6 +9,11 @@ from torch import nn
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, rotate
 
+
+def own_omega(channels, heads, seed):
+    return torch.linspace(1, 0.1, heads * channels * 2, dtype=torch.float64).reshape(heads, channels, 2) + seed
+
+
 KINDS = [
     {},
     {"learnable": True},
@@ -16,6 +21,8 @@ KINDS = [
     {"frequencies": "mixed", "base": 10.0, "num_heads": 4, "learnable": True},
     {"num_heads": 4, "learnable": True, "phase": True},
     {"dtype": torch.float64, "phase": True},
+    {"frequencies": own_omega, "num_heads": 4},
+    {"frequencies": own_omega, "num_heads": 4, "seed": 2, "learnable": True},
 ]
 GRID = Grid((3, 4), prefix=1)
 
@@ -108,7 +115,7 @@ def test_what_learns(cls, kwargs):
     names = {name for name, _ in module.named_parameters()}
     expected = {"phase"} if kwargs.get("phase") else set()
     if kwargs.get("learnable"):
-        expected.add("theta" if kwargs.get("frequencies") != "mixed" else "omega")
+        expected.add("omega" if "frequencies" in kwargs else "theta")
     assert names == expected == module.no_weight_decay()
     if names:
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -139,6 +146,20 @@ def test_extra_repr(cls):
     text = repr(cls(8, 3, frequencies="mixed", num_heads=2, learnable=True, phase=True, act="silu"))
     for part in ("head_dim=8", "num_axes=3", "'mixed'", "num_heads=2", "learnable=True", "phase=True", "'silu'"):
         assert part in text
+
+
+def test_frequencies_of_your_own(cls):
+    module = cls(8, 2, frequencies=own_omega, num_heads=4, seed=1)
+    channels = 8 if cls is CosineMd else 4
+    assert torch.equal(module.omega, own_omega(channels, 4, 1).float())
+    assert "frequencies=own_omega" in repr(module)
+    with torch.device("meta"):
+        module = cls(8, 2, frequencies=own_omega, num_heads=4, learnable=True)
+    assert torch.equal(module.to_empty(device="cpu").omega, own_omega(channels, 4, 0).float())
+    with pytest.raises(ValueError, match=rf"expected omega of shape \(1 or 4, {channels}, 3\), got"):
+        cls(8, 3, frequencies=own_omega, num_heads=4)
+    with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
+        cls(8, 2, frequencies="spiral")
 
 
 def test_rotate_1d():

@@ -1,0 +1,393 @@
+"""Video transformers with relative positions in space and time, on timm's VisionTransformer.
+
+``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. Blocks, head and the names of the
+weights are those of ``models.vit``; the patch embedding takes tubelets, and the grid has three axes, (T, H, W).
+
+Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
+training, or laid over a grid of another size (``model.reference``).
+
+Shapes: B batch, T, H, W the grid of tubelets, S = H W places, P prefix tokens (class, registers), C embed_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.layers.helpers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_md import Coordinates, CosineMd, Grid
+
+from .encodings import video_encoding
+from .vit import Encoding, LrpeVisionTransformer, adapt
+
+__all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate", "video_encoding"]
+
+SpaceTime = Literal["joint", "factorised"]
+Reference = Sequence[int | None] | None
+NAMES = ("cosine", "rotate", "mixed")  # those of models.vit, equal shares
+
+
+class TubeletEmbed(nn.Module):
+    """x (B, in_chans, frames, height, width) → tokens (B, T H W, C), one a tubelet (ViViT, arXiv 2103.15691).
+
+    The weight is that of a Conv3d, (C, in_chans, tubelet, patch, patch). Any size that the tubelet divides.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        *,
+        num_frames: int = 16,
+        tubelet_size: int = 2,
+        bias: bool = True,
+        norm_layer: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        **unused: Any,  # of images: timm's options for padding and for the layout
+    ) -> None:
+        super().__init__()
+        self.patch_size: Any = (tubelet_size, *to_2tuple(patch_size))
+        sizes: Any = (num_frames, *to_2tuple(img_size))
+        self.set_input_size(sizes)
+        dd = {"device": device, "dtype": dtype}
+        self.proj = nn.Conv3d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **dd)
+        self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim, **dd)
+
+    def set_input_size(self, img_size: tuple[int, ...]) -> None:
+        """Frames, height and width of the training: what ``grid_size`` and a learned table belong to."""
+        self.img_size = tuple(img_size)
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
+
+    def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
+        """(T, H, W) of a video of (frames, height, width)."""
+        if len(size) != 3 or any(n % p for n, p in zip(size, self.patch_size, strict=True)):
+            raise ValueError(
+                f"x: expected a video of frames, height and width in multiples of {self.patch_size} "
+                f"(tubelet_size, patch_size), got {tuple(size)}; crop or pad it"
+            )
+        return tuple(n // p for n, p in zip(size, self.patch_size, strict=True))
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, ...]:
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A convolution without overlap is a product of matrices; cuDNN's own in 3-D and 16 bits is slower.
+        t, h, w = self.patch_size
+        x = rearrange(x, "b c (t i) (h j) (w k) -> b (t h w) (c i j k)", i=t, j=h, k=w)
+        return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+
+
+class Layout(NamedTuple):
+    """Where the tokens are, for the blocks of one forward."""
+
+    joint: Grid | Coordinates | None  # None: factorised
+    space: Grid | Coordinates | None = None
+    time: Grid | None = None
+
+
+class LrpeVideoTransformer(LrpeVisionTransformer):
+    """timm's VisionTransformer on videos (B, in_chans, frames, height, width), with an encoding of q and k.
+
+    Args:
+        img_size, patch_size: height and width, pixels.
+        num_frames, tubelet_size: frames of the training, frames a token.
+        encoding, encoding_kwargs: "cosine", "rotate", "mixed", a module, a factory or None as for
+            :class:`LrpeVisionTransformer`, on three axes, or the name of a preset with three axes (wan, cosmos, ..),
+            with its frequencies and its positions; see :func:`video_encoding`.
+        absolute: "none"; "learned", a table (T, H, W), resampled to the grid of the input; "sincos", a third of the
+            channels an axis, from the same positions as the encoding.
+        attention, normalizer: see :class:`LrpeVisionTransformer`.
+        space_time: "joint": every token attends to all. "factorised": blocks 0, 2, .. within each frame, blocks
+            1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
+            tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
+        temporal: False leaves time out of all positions. Parameters stay; with ``tubelet_size=1`` and joint or
+            factorised attention the output does not depend on the order of the frames.
+        patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
+        drop_unit: "token", or "tube": the same places in all frames (VideoMAE, arXiv 2203.12602), which factorised
+            attention needs.
+        args, kwargs: timm's.
+
+    Attributes:
+        reference: may be set at any time. None: one unit a token, beyond the trained size extrapolated. One size an
+            axis, or None for one: positions of that axis are laid over a grid of this size, whatever its number of
+            tokens. ``model.reference = model.patch_embed.grid_size`` keeps them in the trained range,
+            ``(None, 14, 14)`` those of space alone. A learned table is always laid over the grid.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+    """
+
+    num_axes = 3
+
+    def __init__(
+        self,
+        *args: Any,
+        num_frames: int = 16,
+        tubelet_size: int = 2,
+        encoding: Encoding | str = None,
+        encoding_kwargs: dict[str, Any] | None = None,
+        absolute: Literal["none", "learned", "sincos"] = "none",
+        attention: Literal["softmax", "linear"] = "softmax",
+        normalizer: Any = "unrotated",
+        space_time: SpaceTime = "joint",
+        temporal: bool = True,
+        patch_drop_rate: float = 0.0,
+        drop_unit: Literal["token", "tube"] = "token",
+        **kwargs: Any,
+    ) -> None:
+        if space_time not in ("joint", "factorised"):
+            raise ValueError(f"space_time: expected 'joint' or 'factorised', got {space_time!r}")
+        if drop_unit not in ("token", "tube"):
+            raise ValueError(f"drop_unit: expected 'token' or 'tube', got {drop_unit!r}")
+        if not 0 <= patch_drop_rate < 1:
+            raise ValueError(f"patch_drop_rate: expected at least 0 and less than 1, got {patch_drop_rate}")
+        if space_time == "factorised" and patch_drop_rate and drop_unit == "token":
+            raise ValueError("drop_unit: 'token' leaves frames of unequal places, factorised needs drop_unit='tube'")
+        kwargs.setdefault("embed_layer", partial(TubeletEmbed, num_frames=num_frames, tubelet_size=tubelet_size))
+        super().__init__(*args, absolute=absolute, attention=attention, normalizer=normalizer, **kwargs)
+        self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
+        self.space_time: SpaceTime = space_time
+        self.temporal, self.patch_drop_rate, self.drop_unit = temporal, patch_drop_rate, drop_unit
+        self._reference: Reference = None
+        if isinstance(encoding, str) and (encoding not in NAMES or "split" in (encoding_kwargs or {})):
+            attn = self.blocks[0].attn
+            act = {"act": "relu"} if attention == "linear" else {}
+            encoding = video_encoding(encoding, attn.head_dim, attn.num_heads, **{**act, **(encoding_kwargs or {})})
+            encoding_kwargs = None
+        adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
+
+    @property
+    def reference(self) -> Reference:
+        return self._reference
+
+    @reference.setter
+    def reference(self, sizes: Reference) -> None:
+        if sizes is not None:
+            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
+            sizes = tuple(sizes)
+        self._reference = sizes
+
+    def positions(self, shape: Sequence[int]) -> Grid:
+        """Where the tokens of a grid (T, H, W) are, the prefix in front."""
+        encoding = self.encoding[0] if isinstance(self.encoding, nn.ModuleList) else self.encoding
+        place = getattr(encoding, "place", Grid)
+        grid = replace(place(tuple(shape)), prefix=self.num_prefix_tokens)
+        if self.reference is not None:
+            grid = grid.interpolate(self.reference)
+        return grid if self.temporal else grid.rescale((0, 1, 1))
+
+    def forward_features(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, in_chans, frames, height, width) → tokens (B, P + T H W, C), time slowest.
+
+        keep: indices of the tokens that are not dropped, (n,) or (B, n), in place of a random choice: of T H W with
+            ``drop_unit="token"``, → (B, P + n, C); of the places H W with "tube", → (B, P + T n, C).
+        """
+        x, layout = self._embed(x, keep)
+        for i in range(len(self.blocks)):
+            x = self._block(i, x, layout, attn_mask, is_causal)
+        return self.norm(x)
+
+    def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if x.ndim != 5:
+            raise ValueError(f"x: expected a video (B, in_chans, frames, height, width), got {tuple(x.shape)}")
+        shape = self.patch_embed.dynamic_feat_size(x.shape[2:])
+        grid = self.positions(shape)
+        x = self._absolute(self.patch_embed(x), grid)
+        keep = self._choose(grid, x) if keep is None else keep
+        if keep is not None:
+            x = self._keep(x, shape, keep)
+        prefix = self._prefix(x)
+        x = torch.cat([prefix, x], dim=1)
+        x = self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
+        if self.space_time == "joint":
+            if keep is None:
+                return x, Layout(grid)
+            return x, Layout(grid.take(self._tokens(keep, shape)))
+        # Relative positions within a frame do not depend on its time, nor those along time on the place.
+        space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
+        time = replace(grid, shape=(shape[0], 1, 1)).rescale((1, 0, 0))
+        if keep is None:
+            return x, Layout(None, space, time)
+        return x, Layout(None, space.take(keep if keep.ndim == 1 else keep.repeat_interleave(shape[0], 0)), time)
+
+    def _absolute(self, x: Tensor, grid: Grid) -> Tensor:
+        """Tokens (B, T H W, C) with the absolute positions of the grid."""
+        if self.sincos is not None:
+            ones = torch.ones((1, 1, x.shape[1], x.shape[2] // 2), dtype=x.dtype, device=x.device)
+            return x + self.sincos(ones, positions=replace(grid, prefix=0))[:, 0]  # [cos Θ, sin Θ]
+        table = self._table()
+        if table is None:
+            return x
+        if not self.temporal:
+            table = table.mean(2, keepdim=True)
+        return x + _resample(table, grid.shape).flatten(2).mT
+
+    def _prefix(self, x: Tensor) -> Tensor:
+        """Class and register tokens (B, P, C), with their part of a learned table."""
+        tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        prefix = torch.cat(tokens, dim=1) if tokens else x[:, :0]
+        if self.pos_embed is not None and not self.no_embed_class:
+            prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
+        return prefix
+
+    def _choose(self, grid: Grid, x: Tensor) -> Tensor | None:
+        """A random choice of tokens or places, (B, n), in their order."""
+        if not self.training or not self.patch_drop_rate:
+            return None
+        num = x.shape[1] if self.drop_unit == "token" else grid.shape[1] * grid.shape[2]
+        kept = max(1, int(num * (1 - self.patch_drop_rate)))
+        return torch.rand(x.shape[0], num, device=x.device).argsort(-1)[:, :kept].sort(-1).values
+
+    def _tokens(self, keep: Tensor, shape: Sequence[int]) -> Tensor:
+        """Indices of places as indices of tokens, where tubes are kept."""
+        if self.drop_unit == "token":
+            return keep
+        frames = torch.arange(shape[0], device=keep.device) * (shape[1] * shape[2])
+        return (frames[:, None] + keep[..., None, :]).flatten(-2)
+
+    def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
+        if self.space_time == "factorised" and self.drop_unit == "token":
+            raise ValueError("keep: single tokens leave frames of unequal places, factorised needs drop_unit='tube'")
+        if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")
+        index = self._tokens(keep, shape).expand(x.shape[0], -1)
+        return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+    def _block(self, i: int, x: Tensor, layout: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if layout.joint is not None:
+            return super()._block(i, x, layout.joint, attn_mask, is_causal)
+        if attn_mask is not None or is_causal:
+            raise ValueError("attn_mask, is_causal: factorised attention takes none; use space_time='joint'")
+        frames, prefix = layout.time.shape[0], self.num_prefix_tokens
+        where, apart, together = (
+            (layout.time, "b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
+            if i % 2
+            else (layout.space, "b (t s) c -> (b t) s c", "(b t) s c -> b (t s) c")
+        )
+        groups = rearrange(x[:, prefix:], apart, t=frames)
+        num = groups.shape[0] // x.shape[0]
+        groups = torch.cat([x[:, :prefix].repeat_interleave(num, 0), groups], dim=1)
+        groups = super()._block(i, groups, where, None, False)
+        first = groups[:, :prefix].unflatten(0, (-1, num)).mean(1)
+        return torch.cat([first, rearrange(groups[:, prefix:], together, b=x.shape[0])], dim=1)
+
+    def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
+    ) -> None:
+        """Frames, height and width that count as trained: ``grid_size``, and the size of a learned table."""
+        if patch_size is not None:
+            raise ValueError(f"patch_size: expected None, the tubelets stay as they are, got {patch_size}")
+        if img_size is None:
+            return
+        table = self._table()
+        self.patch_embed.set_input_size(img_size)
+        if self.pos_embed is not None and table is not None:
+            with torch.no_grad():
+                first = self.pos_embed[:, : 0 if self.no_embed_class else self.num_prefix_tokens]
+                table = _resample(table, self.patch_embed.grid_size).flatten(2).mT
+                self.pos_embed = nn.Parameter(torch.cat([first, table], dim=1), self.pos_embed.requires_grad)
+
+    def _table(self) -> Tensor | None:
+        """The learned table (1, C, T, H, W)."""
+        if self.pos_embed is None:
+            return None
+        first = 0 if self.no_embed_class else self.num_prefix_tokens
+        return self.pos_embed[:, first:].mT.unflatten(-1, self.patch_embed.grid_size)
+
+
+def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
+    """A table (1, C, T, H, W) on a grid of another size."""
+    if tuple(table.shape[2:]) == tuple(size):
+        return table
+    return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)
+
+
+def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Weights for a video model from those of an image model, or of a video model with other absolute positions.
+
+    A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated in
+    time (I3D, arXiv 1705.07750; ViViT): a video without motion gives the features of its image, but for prefix tokens,
+    which weigh less among more tokens. A table that the model lacks is dropped, and frequencies that the weights lack
+    stay as they are.
+    """
+    video: Any = model
+    state_dict = dict(state_dict)
+    weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")
+    if weight is not None and weight.ndim == 4:
+        frames = video.patch_embed.patch_size[0]
+        state_dict["patch_embed.proj.weight"] = weight[:, :, None].repeat(1, 1, frames, 1, 1) / frames
+    if table is not None and video.pos_embed is None:
+        del state_dict["pos_embed"]
+    elif table is not None and table.shape != video.pos_embed.shape:
+        frames, places = (
+            video.patch_embed.grid_size[0],
+            table.shape[1] - (0 if video.no_embed_class else video.num_prefix_tokens),
+        )
+        first = table.shape[1] - places
+        state_dict["pos_embed"] = torch.cat([table[:, :first], table[:, first:].repeat(1, frames, 1)], dim=1)
+    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
+    return {**own, **state_dict}
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.9,
+        "interpolation": "bicubic", "fixed_input_size": False, "mean": IMAGENET_INCEPTION_MEAN,
+        "std": IMAGENET_INCEPTION_STD, "first_conv": "patch_embed.proj", "classifier": "head", **kwargs,
+    }  # fmt: skip
+
+
+SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
+
+default_cfgs = generate_default_cfgs({f"lrpe_video_{size}_patch16_224.untrained": _cfg() for size in SIZES})
+
+
+def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:
+    embed_dim, depth, num_heads = SIZES[size]
+    out_indices: int | Sequence[int] = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        LrpeVideoTransformer,
+        f"lrpe_video_{size}_patch16_224",
+        pretrained,
+        pretrained_filter_fn=inflate,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **kwargs},
+    )
+
+
+@register_model
+def lrpe_video_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
+    """ViT-Ti/16 on 16 frames, tubelets of 2."""
+    return _create("tiny", pretrained, **kwargs)
+
+
+@register_model
+def lrpe_video_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
+    """ViT-S/16 on 16 frames, tubelets of 2."""
+    return _create("small", pretrained, **kwargs)
+
+
+@register_model
+def lrpe_video_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
+    """ViT-B/16 on 16 frames, tubelets of 2."""
+    return _create("base", pretrained, **kwargs)

@@ -1,0 +1,415 @@
+"""scripts/training.py, video_data.py and train_video.py on footage made here."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from scripts import train_video, training, video_data
+from scripts.train_video import VideoTraining
+from scripts.training import Trainer, Training, ahead, order, settings_of
+from scripts.video_data import TASKS, VideoError, decode, find_videos, ordered, segments
+
+DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
+needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
+
+
+def brightening(num: int, height: int = 32, width: int = 32) -> np.ndarray:
+    """Grey that grows brighter, and starts anew at the top: (F, H, W, 3)."""
+    frames = (np.arange(num) * 24 % 240).astype(np.uint8)
+    return np.tile(frames[:, None, None, None], (1, height, width, 3))
+
+
+def write_video(path: Path, frames: np.ndarray, name: str) -> Path:
+    if name == "pyav":
+        import av
+
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", rate=24)
+            stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+            stream.bit_rate = 4_000_000
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+    else:
+        import cv2
+
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 24, frames.shape[2:0:-1])
+        for frame in frames:
+            writer.write(frame[..., ::-1].copy())
+        writer.release()
+    return path
+
+
+@pytest.fixture(scope="module")
+def footage(tmp_path_factory) -> Path:
+    return write_video(tmp_path_factory.mktemp("footage") / "grey.mp4", brightening(160), DECODERS[0])
+
+
+SMALL = {
+    "steps": 40, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 5,
+    "tensorboard": False,
+    "frames": 4, "every": 1, "size": 8, "test_size": 16, "patch": 4, "dim": 48, "depth": 1, "heads": 2,
+    "segment": 40, "parts": 4, "test_samples": 32,
+}  # fmt: skip
+
+
+# --- footage ---------------------------------------------------------------------------------------------------------
+
+
+@needs_decoder
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoded_frames_are_the_ones_written(tmp_path, name):
+    frames = brightening(5, 32, 48)
+    frames[:, :, :8], frames[:, :, 40:] = 255, 0  # wide: the middle is cut out
+    frames[:, 16:, :, 2] = 90  # upright, and in RGB
+    path = write_video(tmp_path / "wide.mp4", frames, name)
+    found = decode(path, 32, name)
+    assert found.shape == (5, 3, 32, 32)
+    assert found.dtype == torch.uint8
+    expected = torch.from_numpy(frames[:, :, 8:40]).permute(0, 3, 1, 2)
+    assert (found.float() - expected.float()).abs().mean() < 12
+    assert decode(path, 8, name).shape == (5, 3, 8, 8)
+
+
+def test_missing_and_unreadable_videos_are_named(tmp_path):
+    with pytest.raises(VideoError, match="there is no such"):
+        find_videos([tmp_path / "nothing"])
+    with pytest.raises(VideoError, match="found none"):
+        find_videos([tmp_path])
+    with pytest.raises(VideoError, match="got none"):
+        find_videos([])
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(b"no video")
+    assert find_videos([tmp_path]) == [broken]
+    for name in DECODERS:
+        with pytest.raises(VideoError, match=r"broken\.mp4 can't be read"):
+            decode(broken, 8, name)
+
+
+def test_without_a_decoder_the_remedy_is_said(monkeypatch):
+    monkeypatch.setattr(video_data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(VideoError, match="pip install av"):
+        decode(Path("any.mp4"), 8)
+
+
+@pytest.mark.parametrize("fold", [0, 1, 3])
+def test_held_out_segments_share_no_frame_with_training(fold):
+    lengths, gap, span = (1000, 130, 455), 7, 20
+    found = segments(lengths, 100, 4, fold, gap)
+    footage = video_data.Footage(torch.zeros(sum(lengths), 3, 1, 1, dtype=torch.uint8), found)
+    owners = {}
+    for held_out in (False, True):
+        frames = {int(f) for s in footage.starts(span, held_out=held_out) for f in range(s, s + span)}
+        assert len(frames) > 200
+        owners[held_out] = frames
+    for a in owners[True]:
+        video = np.searchsorted(np.cumsum(lengths), a, side="right")
+        near = {b for b in range(a - gap, a + gap + 1) if np.searchsorted(np.cumsum(lengths), b, side="right") == video}
+        assert not near & owners[False]
+    edges = set(np.cumsum(lengths).tolist())  # no clip spans two videos
+    for held_out in (False, True):
+        starts = footage.starts(span, held_out=held_out)
+        assert not any(s < edge < s + span for s in starts for edge in edges)
+    with pytest.raises(VideoError, match="no training segment is as long as a clip of 900 frames"):
+        footage.starts(900, held_out=False)
+
+
+def test_tasks_show_each_clip_in_the_order_of_its_label():
+    x = torch.arange(8.0)[None, None, :, None, None].expand(2, 3, 8, 1, 1)
+    shown = ordered(x, torch.tensor([0, 1]), TASKS["arrow"])[:, 0, :, 0, 0]
+    assert shown.tolist() == [list(range(8)), list(range(7, -1, -1))]
+    every = ordered(x[:1].expand(24, -1, -1, -1, -1), torch.arange(24), TASKS["order"])[:, 0, :, 0, 0]
+    assert len({tuple(row.tolist()) for row in every}) == 24
+    assert every[1].tolist() == [0, 1, 2, 3, 6, 7, 4, 5]
+    assert ordered(x.expand(2, 3, 8, 2, 5), torch.tensor([0, 1]), TASKS["arrow"]).shape == (2, 3, 8, 2, 5)
+
+
+# --- the script ------------------------------------------------------------------------------------------------------
+
+
+@needs_decoder
+def test_the_loss_falls_and_the_arrow_of_time_is_seen(footage, tmp_path):
+    config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
+    result = train_video.run(config)
+    losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
+    assert losses[-1] < 0.5 * losses[0]
+    assert result["accuracy"]["extrapolated"]["4x8x8"] > 90
+    assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x16x16"}
+    assert json.loads((config.out / "result.json").read_text()) == result
+    assert (config.out / "history.csv").read_text().splitlines()[0] == "step,loss,lr"
+    assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    # finished: nothing is trained again
+    assert train_video.run(config)["accuracy"] == result["accuracy"]
+
+
+@needs_decoder
+@pytest.mark.parametrize("task", ["arrow", "order"])
+@pytest.mark.parametrize("encoding", ["none", "space-only"])
+def test_without_time_a_model_is_exactly_at_chance(footage, tmp_path, encoding, task):
+    few = {**SMALL, "steps": 3, "test_samples": 48}
+    config = VideoTraining(data=[footage], out=tmp_path / "run", encoding=encoding, task=task, **few)
+    result = train_video.run(config)
+    for positions in ("extrapolated", "rescaled"):
+        for value in result["accuracy"][positions].values():
+            assert value == pytest.approx(result["chance"])
+
+
+@needs_decoder
+@pytest.mark.parametrize("attention", train_video.ATTENTIONS)
+def test_every_encoding_can_be_built(attention, tmp_path):
+    for encoding in train_video.ENCODINGS:
+        config = VideoTraining(data=[], out=tmp_path, encoding=encoding, attention=attention, depth=1)
+        model = train_video.lrpe_video_tiny_patch16_224(**train_video.model_arguments(config))
+        assert model.num_classes == 2
+
+
+@needs_decoder
+def test_the_command_line_says_what_is_wrong(footage, tmp_path):
+    def said(*args: str) -> str:
+        result = CliRunner().invoke(train_video.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        assert result.exit_code == 2, result.output
+        return result.output
+
+    run = ["--data", str(footage), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    for name, value in SMALL.items():
+        if name not in ("device", "tensorboard"):
+            run += [f"--{name.replace('_', '-')}", str(value)]
+    run += ["--no-tensorboard", "--steps", "2"]
+    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
+    assert "multiple of 4" in said(*run, "--size", "10")
+    assert "expected a multiple of 3" in said(*run, "--accumulate", "3")
+    assert "no such file" in said(*run, "--data", str(tmp_path / "nothing.mp4"))
+    assert "as long as a clip" in said(*run, "--frames", "64")
+    assert "start it with torchrun" in said(*run, "--sharding", "fsdp")
+    assert not (tmp_path / "run").exists()  # nothing half-written
+    done = CliRunner().invoke(train_video.app, run)
+    assert done.exit_code == 0, done.output
+    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
+    assert "steps: 2 there, 3 now" in said(*run, "--steps", "3")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    assert "has no checkpoint.pt" in said(*run, "--out", str(tmp_path / "other"))
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"PK torn")
+    assert "can't be read" in said(*run)
+
+
+@pytest.mark.parametrize("task", ["arrow", "order"])
+def test_a_clip_comes_under_two_labels(task):
+    numbers = torch.arange(40, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 4).contiguous()
+    footage = video_data.Footage(numbers, (video_data.Segment(0, 40, False),))
+    config = VideoTraining(data=[], out=Path("unused"), task=task, **SMALL)
+    draws = np.random.default_rng(0).integers(2**63, size=33)
+    starts = torch.from_numpy(footage.starts(4, held_out=False))
+    x, labels = train_video.batch(config, footage, starts, np.arange(33), draws)
+    assert x.shape == (66, 3, 4, 8, 8)
+    assert (labels[:33] != labels[33:]).all()
+    classes = TASKS[task].num_classes
+    assert len(labels.unique()) > 0.7 * classes
+    found = ((x[:, 0, :, 0, 0] + 1) * 127.5).round().long()
+    expected = [[i % 33 + f for f in TASKS[task].order(int(label), 4)] for i, label in enumerate(labels)]
+    assert found.tolist() == expected
+
+
+# --- the core --------------------------------------------------------------------------------------------------------
+
+
+class Toy(nn.Module):
+    """With dropout, whose draws must be repeated as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x))
+
+
+class Killed(Exception):
+    pass
+
+
+X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 2
+
+
+def toy_batch(indices, draws, *, kill_at=None, counter=None):
+    if counter is not None:
+        counter.append(1)
+        if len(counter) > kill_at:
+            raise Killed
+    noise = torch.stack([torch.randn(4, generator=torch.Generator().manual_seed(int(draw))) for draw in draws])
+    return X[indices] + 0.1 * noise, Y[indices]
+
+
+def toy_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def toy_train(config, batch=toy_batch):
+    accelerator = training.start(config)
+    training.set_seed(config.seed)
+    trainer = Trainer(config, accelerator, Toy(), settings_of(config))
+    trainer.fit(len(X), batch, toy_loss)
+    return trainer
+
+
+TOY = {
+    "steps": 7, "batch": 12, "accumulate": 2, "warmup": 2, "lr": 1e-2, "device": "cpu", "save_every": 2, "log_every": 3,
+    "tensorboard": False,
+}  # fmt: skip
+
+
+def same(a: Trainer, b: Trainer) -> None:
+    for x, y in ((a.raw, b.raw), (a.averaged, b.averaged)):
+        for name, value in x.state_dict().items():
+            assert torch.equal(value, y.state_dict()[name]), name
+    assert a.history == b.history
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(tmp_path, workers):
+    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
+    for kill in range(14):
+        config = Training(out=tmp_path / f"{kill}", workers=workers, **TOY)
+        with pytest.raises(Killed):
+            toy_train(config, partial(toy_batch, kill_at=kill, counter=[]))
+        torch.manual_seed(kill)  # another process has another history
+        same(toy_train(config), whole)
+    other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))
+    assert not torch.equal(other.raw.head.weight, whole.raw.head.weight)
+
+
+def test_a_torn_checkpoint_leaves_the_last_one(tmp_path, monkeypatch):
+    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
+    config, save, calls = Training(out=tmp_path / "run", **TOY), torch.save, []
+
+    def torn(state, path):
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError("disk full")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        toy_train(config)
+    assert [p.name for p in config.out.iterdir()] == ["checkpoint.pt"]
+    assert torch.load(config.out / "checkpoint.pt")["step"] == 2
+    same(toy_train(config), whole)
+
+
+def test_no_checkpoint_of_a_diverged_run(tmp_path):
+    config = Training(out=tmp_path / "run", **{**TOY, "log_every": 7})
+
+    def diverging(indices, draws, counter=[]):  # noqa: B006
+        counter.append(1)
+        return X[indices] * (float("nan") if len(counter) > 6 else 1), Y[indices]
+
+    with pytest.raises(FloatingPointError, match="after 4 steps"):
+        toy_train(config, diverging)
+    assert torch.load(config.out / "checkpoint.pt")["step"] == 2
+
+
+def test_accumulation_is_the_larger_batch(tmp_path):
+    still = {**TOY, "steps": 3}
+    training_mode = nn.Dropout.forward
+    try:
+        nn.Dropout.forward = lambda self, x: x
+        one = toy_train(Training(out=tmp_path / "one", **{**still, "accumulate": 1}))
+        three = toy_train(Training(out=tmp_path / "three", **{**still, "accumulate": 3}))
+    finally:
+        nn.Dropout.forward = training_mode
+    for a, b in zip(one.raw.parameters(), three.raw.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_every_epoch_is_a_permutation_shared_by_the_processes():
+    def steps(count, **kwargs):
+        return [next(it) for it in [order(20, 6, seed=3, **kwargs)] for _ in range(count)]
+
+    single = steps(9)
+    for epoch in range(3):
+        seen = np.concatenate([indices for indices, _ in single[3 * epoch : 3 * epoch + 3]])
+        assert len(set(seen.tolist())) == 18
+    for (a, x), (b, y) in zip(single[4:], steps(5, start=4), strict=True):
+        assert a.tolist() == b.tolist()
+        assert x.tolist() == y.tolist()
+    parts = [steps(6, start=2, accumulate=3, world=2, rank=rank) for rank in range(2)]
+    for k in range(2):
+        joined = [part[3 * k + m] for m in range(3) for part in parts]
+        assert np.concatenate([i for i, _ in joined]).tolist() == single[2 + k][0].tolist()
+        assert np.concatenate([d for _, d in joined]).tolist() == single[2 + k][1].tolist()
+    with pytest.raises(typer.BadParameter, match="there are 5 samples"):
+        next(order(5, 6, seed=0))
+
+
+def test_batches_made_ahead_come_in_order_and_raise():
+    chosen = ((i,) for i in range(20))
+    assert list(ahead(lambda i: i * i, chosen, 3)) == [i * i for i in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        list(ahead(lambda i: 1 // (3 - i), ((i,) for i in range(20)), 2))
+
+
+def worker(rank: int, port: int, sharding: str, out: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    nn.Dropout.forward = lambda self, x: x  # each process has draws of its own
+    trainer = toy_train(Training(out=out / sharding, sharding=sharding, **TOY))
+    if sharding == "fsdp":
+        assert all(hasattr(p, "placements") for p in trainer.raw.parameters())
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_processes_train_what_one_does(tmp_path, sharding, monkeypatch):
+    import multiprocessing
+    import socket
+
+    monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
+    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # imports are there already
+    processes = [context.Process(target=worker, args=(rank, port, sharding, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    state = torch.load(tmp_path / sharding / "checkpoint.pt")
+    for part, module in (("model", whole.raw), ("average", whole.averaged)):
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(state[part][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_decoder
+@pytest.mark.parametrize("compile", [False, True])
+def test_bf16_on_a_gpu(footage, tmp_path, compile):
+    from accelerate.state import AcceleratorState
+
+    fast = {"device": "cuda", "precision": "bf16", "compile": compile, "accumulate": 2, "attention": "linear"}
+    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "lr": 6e-3, "save_every": 20, **fast})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        result = train_video.run(config)
+        assert train_video.run(config)["accuracy"] == result["accuracy"]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
+    assert losses[-1] < 0.7 * losses[0]

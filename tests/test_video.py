@@ -1,0 +1,353 @@
+"""models/video.py: positions in space and time, at any size, under dropping, factorised and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+timm = pytest.importorskip("timm")
+
+from lrpe_md import preset  # noqa: E402
+from models import vit  # noqa: E402
+from models.video import LrpeVideoTransformer, inflate  # noqa: E402
+from models.vit import LrpeAttention, adapt  # noqa: E402
+
+TINY = {
+    "img_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 1, "embed_dim": 96, "depth": 2, "num_heads": 2,
+    "mlp_ratio": 1.0, "num_classes": 5,
+}  # fmt: skip
+ENCODINGS = {
+    "none": {},
+    "cosine": {"encoding": "cosine", "encoding_kwargs": {"act": "silu"}},
+    "rotate": {"encoding": "rotate"},
+    "rotate-split": {"encoding": "rotate", "encoding_kwargs": {"split": (2, 3, 3), "base": 100.0}},
+    "cosine-split": {"encoding": "cosine", "encoding_kwargs": {"split": (2, 1, 1), "learnable": True}},
+    "mixed": {"encoding": "mixed"},
+    "wan": {"encoding": "wan"},
+    "mochi": {"encoding": "mochi"},
+    "learned": {"absolute": "learned"},
+    "sincos": {"absolute": "sincos"},
+}
+WITH_TIME = [name for name in ENCODINGS if name != "none"]
+ATTENTIONS = {
+    "joint": {},
+    "factorised": {"space_time": "factorised"},
+    "linear": {"attention": "linear"},
+    "factorised-linear": {"space_time": "factorised", "attention": "linear"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def build(**kwargs) -> LrpeVideoTransformer:
+    """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    model = timm.create_model("lrpe_video_tiny_patch16_224", **{**TINY, **kwargs}).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not name.startswith("encoding"):
+                p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+def video(frames=4, height=8, width=8, batch=2):
+    return torch.randn(batch, 3, frames, height, width)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_order_of_frames_shows_through_the_temporal_encoding_alone(name, attention):
+    kwargs = {**ENCODINGS[name], **ATTENTIONS[attention], "reg_tokens": 1}
+    if attention != "joint" and name == "cosine":
+        kwargs["encoding_kwargs"] = {"act": "relu"}
+    model, x = build(**kwargs), video()
+    there, back = model(x), model(x.flip(2))
+    if name == "none":
+        return close(there, back)
+    assert (there - back).abs().max() > 1e-3
+    model.temporal = False
+    there = model(x)
+    close(there, model(x.flip(2)))
+    assert (there - model(x.flip(3))).abs().max() > 1e-3  # space is still told apart
+
+
+@torch.no_grad()
+def test_within_a_tubelet_the_order_of_frames_shows_without_an_encoding():
+    model, x = build(tubelet_size=2, temporal=False, **ENCODINGS["rotate"]), video()
+    assert (model(x) - model(x.flip(2))).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["none", "rotate-split", "mochi", "learned", "sincos"])
+def test_any_number_of_frames_and_size(name, attention):
+    model = build(**ENCODINGS[name], **ATTENTIONS[attention], tubelet_size=2)
+    for size in ((2, 8, 8), (6, 12, 4), (4, 8, 16)):
+        tokens = 1 + size[0] // 2 * size[1] // 4 * size[2] // 4
+        features = model.forward_features(video(*size, batch=1))
+        assert features.shape == (1, tokens, 96)
+        assert features.isfinite().all()
+        batch = video(*size)
+        close(model(batch)[:1], model(batch[:1]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["cosine", "rotate", "mixed", "wan", "sincos"])
+def test_reference_lays_positions_over_another_grid(name):
+    model, x = build(**ENCODINGS[name], img_size=16), video(4, 16, 16)
+    expected = model(x)
+    model.reference = model.patch_embed.grid_size
+    close(model(x), expected)
+    # A grid twice as fine, each token twice: means over copies are the same where positions are.
+    model.reference = (4, None, None)
+    table = model.positions((8, 4, 4)).coordinates()[1:].unflatten(0, (8, 4, 4))
+    torch.testing.assert_close(table[:, 0, 0, 0], torch.arange(8).double() / 2)
+    assert table[0, :, 0, 1].tolist() == [0, 1, 2, 3]
+    long = video(8, 16, 16)
+    rescaled = model(long)
+    model.reference = None
+    assert (model(long) - rescaled).abs().max() > 1e-3
+
+
+def test_presets_bring_frequencies_and_positions():
+    for name in ("wan", "mochi", "cosmos"):
+        model, scheme = build(encoding=name), preset(name, 48, 2)
+        assert torch.equal(model.encoding.get_omega().detach(), scheme.omega.float())
+        assert isinstance(model.encoding.get_omega(), nn.Parameter) == scheme.scheme.learned
+        assert model.encoding.pairs == scheme.scheme.pairs
+        grid = model.positions((4, 6, 8))
+        assert grid.prefix == 1
+        torch.testing.assert_close(grid.coordinates()[1:], scheme.positions((4, 6, 8)).coordinates())
+    model.temporal = False
+    assert model.positions((4, 6, 8)).coordinates()[:, 0].abs().max() == 0
+
+
+def test_split_gives_each_axis_its_share():
+    omega = build(**ENCODINGS["rotate-split"]).encoding.get_omega()
+    assert (omega != 0).sum((0, 1)).tolist() == [6, 9, 9]
+    assert omega[0, :, 2].nonzero().max() < 9  # minor_first: W has the first block
+    kwargs = {"split": (2, 3, 3), "axis_order": "major_first"}
+    omega = build(encoding="cosine", encoding_kwargs=kwargs).encoding.get_omega()
+    assert omega[0, :12, 0].count_nonzero() == 12
+
+
+def test_reference_is_checked():
+    with pytest.raises(ValueError, match="reference: expected a size"):
+        build().reference = (4, 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unit", ["token", "tube"])
+@pytest.mark.parametrize("name", ["cosine", "rotate", "mixed", "wan", "sincos", "learned"])
+def test_kept_tokens_keep_their_positions(name, unit):
+    """As if the others were masked out as keys."""
+    model, x = build(**ENCODINGS[name], drop_unit=unit, reg_tokens=1), video(4, 8, 12)
+    keep = torch.tensor([[0, 4, 5], [1, 2, 3]])
+    tokens = keep if unit == "token" else (keep[:, None] + 6 * torch.arange(4)[:, None]).flatten(1)
+    rows = torch.cat([torch.arange(2).expand(2, -1), tokens + 2], dim=1)
+    mask = torch.zeros(2, 1, 1, 26, dtype=torch.bool).scatter_(3, rows[:, None, None], True)
+    expected = model.forward_features(x, attn_mask=mask).gather(1, rows[..., None].expand(-1, -1, 96))
+    close(model.forward_features(x, keep=keep), expected)
+    close(model.forward_features(x[:1], keep=keep[0]), expected[:1])
+
+
+def space_then_time(model, x):
+    """The definition of factorised attention, without a prefix: block 0 frame by frame, block 1 place by place."""
+    (t, h, w), tokens = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.patch_embed(x)
+    grid = model.positions((t, h, w)).explicit()
+    index = torch.arange(t * h * w).unflatten(0, (t, h * w))
+    for block, groups in zip(model.blocks, (index, index.T), strict=True):
+        out = torch.empty_like(tokens)
+        for group in groups:  # with all three coordinates
+            context = vit.Context(model.encoding, grid.take(group), None)
+            out[:, group] = block(tokens[:, group], attn_mask=context)
+        tokens = out
+    return model.norm(tokens)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("name", ["none", "cosine", "rotate", "rotate-split", "wan"])
+def test_factorised_is_space_then_time(name, attention):
+    kwargs = {**ENCODINGS[name], "attention": attention}
+    if attention == "linear" and name == "cosine":
+        kwargs["encoding_kwargs"] = {"act": "relu"}
+    model = build(**kwargs, space_time="factorised", class_token=False, global_pool="avg")
+    x = video(3, 8, 12)
+    close(model.forward_features(x), space_then_time(model, x))
+    kept = torch.tensor([0, 2, 5])
+    model.drop_unit = "tube"
+    assert model.forward_features(x, keep=kept).shape == (2, 9, 96)
+
+
+@torch.no_grad()
+def test_factorised_keeps_tubes_and_averages_the_prefix():
+    model, x = (
+        build(encoding="rotate", space_time="factorised", drop_unit="tube", reg_tokens=1, depth=1),
+        video(3, 8, 12),
+    )
+    # Block 0 alone: frames do not mix, but in the prefix.
+    frames = torch.stack([model.forward_features(x[:, :, t : t + 1]) for t in range(3)], dim=1)
+    whole = model.forward_features(x)
+    close(whole[:, 2:], frames[:, :, 2:].flatten(1, 2))
+    # the mean goes through the last norm afterwards
+    norm, model.norm = model.norm, nn.Identity()
+    frames = torch.stack([model.forward_features(x[:, :, t : t + 1]) for t in range(3)], dim=1)
+    close(whole[:, :2], norm(frames[:, :, :2].mean(1)))
+    model.norm = norm
+    keep = torch.tensor([[0, 2], [3, 5]])
+    one = model.forward_features(x[:1], keep=keep[0])
+    close(model.forward_features(x, keep=keep)[:1], one)
+    all_places = torch.arange(6)
+    close(model.forward_features(x, keep=all_places), whole)
+
+
+def test_dropping_in_training():
+    for kwargs, tokens in (({}, 8), ({"drop_unit": "tube"}, 8), ({"drop_unit": "tube", "space_time": "factorised"}, 8)):
+        model = build(encoding="mixed", patch_drop_rate=0.5, **kwargs).train()
+        features = model.forward_features(video())
+        assert features.shape == (2, 1 + tokens, 96)
+        features.sum().backward()
+        assert all(p.grad is not None for p in model.encoding.parameters())
+        assert model.eval().forward_features(video()).shape == (2, 17, 96)
+    with pytest.raises(ValueError, match="drop_unit: 'token'"):
+        build(patch_drop_rate=0.5, space_time="factorised")
+    with pytest.raises(ValueError, match="keep: single tokens"):
+        build(space_time="factorised").forward_features(video(), keep=torch.tensor([0, 1]))
+
+
+def test_state_dict_is_that_of_the_model_without_encoding():
+    plain = build().state_dict()
+    for name in ("cosine", "rotate", "rotate-split", "wan", "sincos"):
+        for attention in ATTENTIONS.values():
+            kwargs = {**ENCODINGS[name], **attention}
+            if attention.get("attention") == "linear" and name == "cosine":
+                kwargs["encoding_kwargs"] = {"act": "relu"}
+            model = build(**kwargs, temporal=False)
+            assert model.load_state_dict(plain).missing_keys == []
+    model = build(encoding="mixed")
+    keys = model.load_state_dict(plain, strict=False)
+    assert keys.missing_keys == ["encoding.0.omega", "encoding.1.omega"]
+    assert model.load_state_dict(inflate(plain, model)).missing_keys == []
+    assert {"encoding.0.omega", "cls_token"} <= model.no_weight_decay()
+
+
+def test_what_timm_users_expect():
+    model = build(encoding="rotate", depth=4)
+    assert (model.num_classes, model.num_features, model.num_prefix_tokens) == (5, 96, 1)
+    assert all(isinstance(block.attn, LrpeAttention) for block in model.blocks)
+    x = video()
+    model.reset_classifier(3, "avg")
+    assert model(x).shape == (2, 3)
+    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 96)
+    last, maps = model.forward_intermediates(x, indices=2)
+    assert [m.shape for m in maps] == [(2, 96, 4, 2, 2)] * 2
+    close(maps[-1].flatten(2).mT, model.forward_intermediates(x, indices=1, output_fmt="NLC")[1][0])
+    close(model.norm(torch.cat([last[:, :1], last[:, 1:]], dim=1)), model.norm(last))
+    expected = model.forward_features(x)
+    model.set_grad_checkpointing()
+    close(model.train().forward_features(x), expected)
+    adapt(model, "cosine")
+    assert model.encoding.num_axes == 3
+
+
+@torch.no_grad()
+def test_set_input_size_resamples_the_learned_table():
+    model, x = build(absolute="learned", reg_tokens=1), video(6, 12, 8)
+    expected = model(x)
+    model.set_input_size((6, 12, 8))
+    assert model.pos_embed.shape == (1, 2 + 6 * 3 * 2, 96)
+    close(model(x), expected)
+
+
+@torch.no_grad()
+def test_weights_of_an_image_model_give_its_features_on_a_still_video():
+    pooled = {"class_token": False, "global_pool": "avg"}  # the class token weighs less among more tokens
+    kwargs = {key: value for key, value in TINY.items() if key not in ("num_frames", "tubelet_size")}
+    image = timm.create_model("vit_tiny_patch16_224", **kwargs, **pooled).eval()
+    with torch.no_grad():
+        for p in image.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    model = build(absolute="learned", tubelet_size=2, **pooled)
+    model.load_state_dict(inflate(image.state_dict(), model))
+    x = torch.randn(2, 3, 8, 8)
+    close(model(x[:, :, None].repeat(1, 1, 4, 1, 1)), image(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kwargs", "references"),
+    [
+        ({"encoding": "wan", "absolute": "sincos", "space_time": "factorised"}, (None, (4, None, 2))),
+        ({"encoding": "mixed", "absolute": "learned", "attention": "linear"}, (None,)),
+    ],
+)
+def test_compiled_once_for_all_sizes(kwargs, references):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, counter = build(**kwargs), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for i, model.reference in enumerate(references):
+        for size in ((6, 8, 12), (8, 16, 12), (10, 12, 20)):
+            x = video(*size)
+            close(compiled(x), model(x))
+        assert counter.frame_count == 1 + i
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"space_time": "divided"}, "space_time: expected"),
+        ({"drop_unit": "frame"}, "drop_unit: expected"),
+        ({"patch_drop_rate": 1.0}, "patch_drop_rate: expected"),
+        ({"encoding": "dinov3"}, "encoding: expected .*wan"),
+        ({"encoding": "rope"}, "encoding: expected .*wan"),
+        ({"encoding": "hunyuan_video"}, "head_dim: hunyuan_video can't have 48"),
+        ({"encoding": "rotate", "encoding_kwargs": {"split": (5, 6, 6)}}, "num_channels: expected a multiple of 17"),
+    ],
+)
+def test_what_does_not_fit_is_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(**kwargs)
+
+
+def test_bad_input_is_named():
+    model = build(space_time="factorised")
+    with pytest.raises(ValueError, match="x: expected a video"):
+        model(torch.randn(2, 3, 8, 8))
+    with pytest.raises(ValueError, match="multiples of"):
+        model(video(4, 9, 8))
+    with pytest.raises(ValueError, match="attn_mask"):
+        model(video(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
+    with pytest.raises(ValueError, match="keep: expected integers"):
+        build().forward_features(video(), keep=torch.ones(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["cosine", "rotate-split", "mixed", "wan", "learned", "sincos"])
+def test_on_a_gpu_it_is_the_reference(name, attention):
+    kwargs = {**ENCODINGS[name], **ATTENTIONS[attention]}
+    if attention != "joint" and name == "cosine":
+        kwargs["encoding_kwargs"] = {"act": "relu"}
+    model, x = build(**kwargs), video(6, 8, 12)
+    expected = model(x)
+    expected.square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.cuda()
+    out = model(x.cuda())
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-3)
+    out.square().sum().backward()
+    for name, p in model.named_parameters():
+        scale = grads[name].abs().max().clamp_min(1e-3)
+        torch.testing.assert_close(p.grad.cpu() / scale, grads[name] / scale, rtol=1e-2, atol=1e-2)
