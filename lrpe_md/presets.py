@@ -219,6 +219,7 @@ class Preset:
         reference: int | Sequence[int | None] | None = None,
         start: int = 0,
         length: int | None = None,
+        device: torch.device | str = "cpu",
         **options: Any,
     ) -> Grid | Coordinates:
         """Positions of a sequence, in the order of its tokens.
@@ -229,6 +230,7 @@ class Preset:
             reference: interpolate the grids onto this size, one number an axis or None, where their resolution is not
                 that of the training.
             start, length: a shard of the sequence.
+            device: of coordinates; a grid has none.
             options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
 
         Returns:
@@ -263,7 +265,7 @@ class Preset:
                 parts.append(segment)
         scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
         return _one_grid(parts, scaled, start, length) or compose(
-            *parts, num_axes=self.num_axes, start=start, length=length
+            *parts, num_axes=self.num_axes, start=start, length=length, device=device
         )
 
 
