@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -370,7 +370,8 @@ def _centred(shape: tuple[int, ...]) -> Grid:
 
 
 def _behind_centred(shapes: list[tuple[int, ...]]) -> float:
-    return max((n // 2 for shape in shapes for n in shape[-2:]), default=0)
+    halves = [n // 2 for shape in shapes for n in shape[-2:]]
+    return reduce(torch.sym_max, halves) if halves else 0
 
 
 def _cells(shape: tuple[int, ...], by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:

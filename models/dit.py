@@ -108,10 +108,12 @@ def _modulation(embed_dim: int, number: int) -> nn.Sequential:
 class Stream(nn.Module):
     """The weights that text or image has in a block.
 
-    last: what comes out is not used any more, so that there are weights for q, k, v alone.
+    norm: one of what was attended to. last: what comes out is not used any more; there are weights for q, k, v alone.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, last: bool = False) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, mlp_ratio: float, *, norm: bool = False, last: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.last = num_heads, last
         self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
@@ -119,6 +121,7 @@ class Stream(nn.Module):
         self.q_norm, self.k_norm = RmsNorm(embed_dim // num_heads), RmsNorm(embed_dim // num_heads)
         self.modulation = _modulation(embed_dim, 2 if last else 6)
         if not last:
+            self.norm = RmsNorm(embed_dim) if norm else nn.Identity()
             self.proj = nn.Linear(embed_dim, embed_dim)
             self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
             self.mlp = Mlp(embed_dim, int(mlp_ratio * embed_dim))
@@ -135,7 +138,7 @@ class Stream(nn.Module):
         if self.last:
             return x
         gate1, shift, scale, gate2 = rest
-        x = x + gate1[:, None] * self.proj(rearrange(attended, "b h n d -> b n (h d)"))
+        x = x + gate1[:, None] * self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift, scale))
 
 
@@ -155,8 +158,9 @@ class JointBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention, self.normalizer = attention, normalizer
-        self.image = Stream(embed_dim, num_heads, mlp_ratio)
-        self.text = Stream(embed_dim, num_heads, mlp_ratio, last) if text else None
+        norm = attention == "linear" and normalizer == "none"
+        self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
+        self.text = Stream(embed_dim, num_heads, mlp_ratio, norm=norm, last=last) if text else None
         self.scale = (embed_dim // num_heads) ** -0.5
 
     def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +201,8 @@ class DiT(nn.Module):
             of text and image.
         encoding_kwargs: for the encoding; a preset takes base, split, seed and RotateMd's act and phase.
         absolute: "none", or "sincos", added to the patches.
-        attention, normalizer: as there; linear takes act="relu" unless told otherwise.
+        attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
+            an RMSNorm behind the attention.
         text_encoder: tokens (B, L) → :class:`models.text.Text`, with its features' ``width``. None: no text.
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
