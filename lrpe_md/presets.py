@@ -370,7 +370,7 @@ def _centred(shape: tuple[int, ...]) -> Grid:
 
 
 def _behind_centred(shapes: list[tuple[int, ...]]) -> float:
-    halves = [n // 2 for shape in shapes for n in shape[-2:]]
+    halves: Any = [n // 2 for shape in shapes for n in shape[-2:]]
     return reduce(torch.sym_max, halves) if halves else 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
     axes = range(num_axes) if segment.axes is None else segment.axes
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
     ends = _ends(placed)
-    behind = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
+    behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
     return placed, reduce(torch.sym_max, behind) if behind else running
 
 

@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from timm.layers import Mlp, RmsNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_md import After, Coordinates, CosineMd, Grid, RotateMd, Tokens, compose, geometric_theta, list_presets, preset
+from lrpe_md import After, Coordinates, CosineMd, Grid, RotateMd, Tokens, compose, list_presets, preset
 
+from .joint import JointBlock, TimeEmbedding, modulate, modulation
 from .text import START, Text
-from .vit import Context, Encoding, Normalizer, _build_encoding, _check_linear, linear_attention, softmax_attention
+from .vit import Context, Encoding, Normalizer, _build_encoding, _check_linear
 
 __all__ = ["DiT", "PresetEncoding", "patchify", "unpatchify"]
 
@@ -82,111 +82,6 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
     return rearrange(x, pattern, **sizes, **{f"p{a}": p for a, p in zip(axes, patch_size, strict=True)})
 
 
-class TimeEmbedding(nn.Module):
-    """t (B,) → (B, C): sines and cosines of 1000 t, and two layers; formed in float32 at least."""
-
-    def __init__(self, embed_dim: int, num_frequencies: int = 128) -> None:
-        super().__init__()
-        self.num_frequencies = num_frequencies
-        self.mlp = Mlp(2 * num_frequencies, embed_dim, embed_dim, act_layer=nn.SiLU)
-
-    def forward(self, t: Tensor) -> Tensor:
-        dtype = torch.promote_types(t.dtype, torch.float32)
-        angles = 1000 * t.to(dtype)[:, None] * geometric_theta(self.num_frequencies, 1e4, dtype=dtype, device=t.device)
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.mlp.fc1.weight.dtype))
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x (B, N, C) · (1 + scale (B, C)) + shift (B, C)."""
-    return x * (1 + scale[:, None]) + shift[:, None]
-
-
-def _modulation(embed_dim: int, number: int) -> nn.Sequential:
-    return nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, number * embed_dim))
-
-
-class Stream(nn.Module):
-    """The weights that text or image has in a block.
-
-    norm: one of what was attended to. last: what comes out is not used any more; there are weights for q, k, v alone.
-    """
-
-    def __init__(
-        self, embed_dim: int, num_heads: int, mlp_ratio: float, *, norm: bool = False, last: bool = False
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.last = num_heads, last
-        self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
-        self.q_norm, self.k_norm = RmsNorm(embed_dim // num_heads), RmsNorm(embed_dim // num_heads)
-        self.modulation = _modulation(embed_dim, 2 if last else 6)
-        if not last:
-            self.norm = RmsNorm(embed_dim) if norm else nn.Identity()
-            self.proj = nn.Linear(embed_dim, embed_dim)
-            self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
-            self.mlp = Mlp(embed_dim, int(mlp_ratio * embed_dim))
-
-    def project(self, x: Tensor, c: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """x (B, N, C), c (B, C) → q, k, v (B, H, N, D) and what remains of the modulation for :meth:`update`."""
-        shift, scale, *rest = self.modulation(c).chunk(2 if self.last else 6, dim=-1)
-        qkv = self.qkv(modulate(self.norm1(x), shift, scale))
-        q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads).unbind(0)
-        return (self.q_norm(q), self.k_norm(k), v), tuple(rest)
-
-    def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """x (B, N, C), attended (B, H, N, D) → x of the next block."""
-        if self.last:
-            return x
-        gate1, shift, scale, gate2 = rest
-        x = x + gate1[:, None] * self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
-        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift, scale))
-
-
-class JointBlock(nn.Module):
-    """Text and patches attend to both; everything else they do apart."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        *,
-        text: bool,
-        last: bool,
-        attention: Literal["softmax", "linear"],
-        normalizer: Normalizer,
-    ) -> None:
-        super().__init__()
-        self.attention, self.normalizer = attention, normalizer
-        norm = attention == "linear" and normalizer == "none"
-        self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
-        self.text = Stream(embed_dim, num_heads, mlp_ratio, norm=norm, last=last) if text else None
-        self.scale = (embed_dim // num_heads) ** -0.5
-
-    def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """x (B, N - L, C), text (B, L, C), c (B, C) → x, text. The context's mask is (B, N), False for padding."""
-        (q, k, v), rest = self.image.project(x, c)
-        if self.text is None or text is None:
-            return self.image.update(x, self.attend(q, k, v, context), rest), None
-        length = text.shape[1]
-        first, text_rest = self.text.project(text, c)
-        q, k, v = (torch.cat(pair, dim=2) for pair in zip(first, (q, k, v), strict=True))
-        attended = self.attend(q, k, v, context)
-        text = self.text.update(text, attended[:, :, :length], text_rest)
-        return self.image.update(x, attended[:, :, length:], rest), text
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        encoding, positions, mask = context
-        if self.attention == "linear":
-            return linear_attention(
-                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, key_mask=mask
-            )
-        if encoding is not None:
-            q, k = encoding(q, k, positions=positions)
-        mask = None if mask is None else mask[:, None, None]
-        return softmax_attention(q, k, v, scale=self.scale, attn_mask=mask)
-
-
 class DiT(nn.Module):
     """Velocities of images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
 
@@ -210,8 +105,9 @@ class DiT(nn.Module):
         interval: condition on t - r, too, for mean velocities (``r`` of :meth:`forward`).
 
     Attributes:
-        reference: may be set at any time. None: one unit a patch, beyond the trained size extrapolated. One size an
-            axis, or None for one: positions of that axis are laid over a grid of this size, whatever its patches.
+        reference: may be set at any time. None: one unit a patch (or as the preset has it), beyond the trained size
+            extrapolated. One size for each of ``num_axes`` axes, or None for one: positions of that axis are laid over
+            a grid of this size, whatever its patches.
         grad_checkpointing: recompute the blocks in the backward.
 
     Raises:
@@ -282,7 +178,7 @@ class DiT(nn.Module):
             for i in range(depth)
         )  # fmt: skip
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
-        self.modulation = _modulation(embed_dim, 2)
+        self.modulation = modulation(embed_dim, 2)
         self.head = nn.Linear(embed_dim, channels)
         self._init_weights()
 
@@ -312,6 +208,10 @@ class DiT(nn.Module):
                 f"got {text!r}, {after!r}"
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
+        # Of an image or video in the preset's grid, None for those it adds.
+        probe = tuple(range(2, 2 + self.num_axes))
+        placed: Any = Grid(probe) if self.preset is None else self.preset.scheme.grid(probe)
+        self.axes = tuple(probe.index(n) if n in probe else None for n in placed.shape)
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
         self.positions((2,) * self.num_axes, 1)  # checks them
 
@@ -350,7 +250,8 @@ class DiT(nn.Module):
         """
         if self.preset is not None:
             text = length if self.preset.scheme.tokens is not None else Tokens(length)
-            placed = self.preset.positions(text, tuple(shape), reference=self.reference, device=device)
+            reference = self.reference and tuple(None if axis is None else self.reference[axis] for axis in self.axes)
+            placed = self.preset.positions(text, tuple(shape), reference=reference, device=device)
         else:
             grid = Grid(tuple(shape))
             grid = grid if self.reference is None else grid.interpolate(self.reference)

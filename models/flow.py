@@ -51,7 +51,7 @@ def mean_flow_loss(model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise
     Source: Geng et al., arXiv 2505.13447 (without guidance and adaptive weights).
     """
     z, v = torch.lerp(x, noise, _like(t, x)), noise - x
-    u, du = jvp(lambda z, t: model(z, t, text, r), (z, t), (v, torch.ones_like(t)))
+    u, du, *_ = jvp(lambda z, t: model(z, t, text, r), (z, t), (v, torch.ones_like(t)))
     return _mean_square(u, v - _like(t - r, x) * du.detach())
 
 

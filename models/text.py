@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from timm.layers import RmsNorm
+from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
