@@ -166,5 +166,7 @@ def _decode(name: str, read: Read, *, path: Path, size: int) -> np.ndarray:
     except (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
         raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
     white = Image.new("RGBA", rgba.size, "white")
-    opaque = Image.alpha_composite(white, rgba).convert("RGB")
-    return np.asarray(ImageOps.fit(opaque, (size, size), Image.Resampling.LANCZOS))
+    opaque, side = Image.alpha_composite(white, rgba).convert("RGB"), min(rgba.size)
+    left, top = ((n - side) // 2 for n in rgba.size)
+    square = opaque.crop((left, top, left + side, top + side))
+    return np.asarray(square.resize((size, size), Image.Resampling.LANCZOS))

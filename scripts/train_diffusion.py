@@ -242,11 +242,15 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
     set_seed(config.seed)
     if accelerator.device.type == "cpu":
         torch.set_num_threads(1)  # the same numbers on any number of cores
+    model = build(config)
     data = load_captioned(
         config.data, max(config.size, config.test_size), parts=config.parts, fold=config.fold,
         without=config.without, limit=config.limit or None,
     )  # fmt: skip
-    model = build(config)
+    if config.batch > (~data.held_out).sum():  # before anything is written
+        raise typer.BadParameter(
+            f"--batch {config.batch}: there are {(~data.held_out).sum()} pairs to train on; make it smaller"
+        )
     settings = settings_of(config, model=model_arguments(config), digest=data.digest)
     trainer = Trainer(config, accelerator, model, settings)
     pairs = Pairs(config, data, accelerator.device)

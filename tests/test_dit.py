@@ -36,7 +36,9 @@ ENCODINGS = {
     "mixed": {"encoding": "mixed"},
     "cosine": {"encoding": "cosine"},
     "linear": {"encoding": "cosine", "attention": "linear"},
-    "linear, norm": {"encoding": "rotate", "attention": "linear", "normalizer": "none"},
+    "linear, norm": {
+        "encoding": "cosine", "encoding_kwargs": {"act": "silu"}, "attention": "linear", "normalizer": "none",
+    },
     "text on an axis": {"encoding": "rotate", "text_positions": "axis", "image_after": (0,)},
     "diagonal, linear": {"encoding": "rotate", "text_positions": "diagonal", "attention": "linear"},
     "flux1": {"encoding": "flux1"},

@@ -109,7 +109,8 @@ BAD = {
         r"1 rows of metadata.jsonl without an image: red0.png;", lambda f: [(f / "red0.png").unlink(), load(f)],
     ),
     "image without row": (
-        r"1 images without a row in metadata.jsonl: new.png", lambda f: [Image.new("L", (2, 2)).save(f / "new.png"), load(f)],
+        r"1 images without a row in metadata.jsonl: new.png",
+        lambda f: [Image.new("L", (2, 2)).save(f / "new.png"), load(f)],
     ),
     "row without caption": (
         r"line 1: expected file_name and text, got \{'file_name'",
@@ -142,7 +143,7 @@ BAD = {
     ),
     "half an image": (
         r"green1.png can't be read as an image",
-        lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:60]), load(f)],
+        lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
     ),
     "unknown field": (r"--without even: metadata.jsonl, line 1 has file_name", lambda f: load(f, without="even")),
     "nothing held out": (r"0 of 1 pairs are held out by --parts 1000000", lambda f: load(f, limit=1, parts=10**6)),
@@ -234,7 +235,7 @@ def test_a_checkpoint_of_another_encoding_or_data_is_refused(folder, tmp_path):
 
 def test_command_line(folder, tmp_path):
     out = tmp_path / "run"
-    command = ["--data", str(folder), "--out", str(out), "--device", "cpu"]
+    command = ["--data", str(folder), "--out", str(out), "--device", "cpu", "--batch", "8"]
     for more, message in (
         (["--encoding", "rope"], "unknown 'rope'"),
         (["--size", "9"], "--size: expected a multiple of 2"),
