@@ -286,7 +286,7 @@ class DiT(nn.Module):
             c = c + self.interval(torch.zeros_like(t) if r is None else t - r)
         elif r is not None:
             raise ValueError("r: expected None, the model is not conditioned on it; make it with interval=True")
-        tokens = self.embed(patchify(x, self.patch_size))
+        tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # what blocks add to is x's, also under autocast
         if self.sincos is not None:
             grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
@@ -300,7 +300,7 @@ class DiT(nn.Module):
             found = encoded.features.shape[0]
             if found != x.shape[0]:
                 raise ValueError(f"text: expected one for each of {x.shape[0]} samples, got {found}")
-            features, mask = self.text_embed(encoded.features), encoded.mask
+            features, mask = self.text_embed(encoded.features).to(x.dtype), encoded.mask
             c = c + self.pooled_embed(encoded.pooled)
         length = 0 if features is None else features.shape[1]
         positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)

@@ -70,7 +70,7 @@ class Stream(nn.Module):
         shift, scale, *rest = self.modulation(c).chunk(2 if self.last else 6, dim=-1)
         qkv = self.qkv(modulate(self.norm1(x), shift, scale))
         q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads).unbind(0)
-        return (self.q_norm(q), self.k_norm(k), v), tuple(rest)
+        return (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), tuple(rest)  # autocast norms in float32
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
         """x (B, N, C), attended (B, H, N, D) → x of the next block."""

@@ -253,6 +253,10 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
         )
     settings = settings_of(config, model=model_arguments(config), digest=data.digest)
     trainer = Trainer(config, accelerator, model, settings)
+    if config.sharding == "fsdp":
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
     pairs = Pairs(config, data, accelerator.device)
     since, first = time.perf_counter(), trainer.step
     trainer.fit(len(pairs.train), partial(batch, config, pairs), loss)

@@ -210,6 +210,16 @@ def test_bfloat16_keeps_frequencies_and_dtype():
     }  # fmt: skip
 
 
+def test_autocast_keeps_the_residual_and_rounds_q_and_k():
+    model, seen = dit(encoding="rotate"), []
+    model.encoding.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.extend((args[0].dtype, args[1].dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*inputs())
+    assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16] * 2
+
+
 def test_key_mask_of_linear_attention():
     q, k, v = torch.randn(3, 2, 1, 6, 4).unbind()
     mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
