@@ -442,8 +442,11 @@ def test_on_a_gpu(name):
     torch.testing.assert_close(model(x, t, text).cpu(), expected, rtol=1e-3, atol=1e-3)
     found = jvp(lambda x, t: model(x, t, text), (x, t), tuple(a.cuda() for a in tangents))[1]
     assert (found.cpu() - derivative).abs().max() < 1e-2 * derivative.abs().max()
+    seen: list[torch.dtype] = []
+    model.encoding.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args))
     with torch.autocast("cuda", torch.bfloat16):
         loss = flow_matching_loss(model, x, text, t, torch.randn_like(x)).mean()
+    assert set(seen) == {torch.bfloat16}
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()

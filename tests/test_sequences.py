@@ -302,9 +302,9 @@ def test_compose_takes_every_size_in_one_graph():
     from torch._dynamo.testing import CompileCounter
 
     def f(x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-        grid = Grid(tuple(image.shape)).interpolate((4, 4))
+        grid = Grid(tuple(image.shape)).interpolate((None, 4))
         text = Tokens(x.shape[2] - grid.num_tokens - 1, "diagonal")
-        positions = compose(text, After(grid, (1,)), Tokens(1, "axis"), device=x.device)
+        positions = compose(text, After(grid), Tokens(1, "axis"), device=x.device)
         return rotate(x, omega=omega, positions=positions, impl="reference")
 
     torch._dynamo.reset()

@@ -6,8 +6,10 @@ import csv
 import json
 import os
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,6 +185,29 @@ def test_a_run_lowers_the_loss_and_shows_samples(folder, tmp_path):
         assert min(sheet.size) > 300
     names = {p.name for p in (tmp_path / "run").iterdir()}
     assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.png"}
+
+
+def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
+    chosen = config(folder, tmp_path, drop_text=0.25, encoding="rotate")
+    data = load_captioned(folder, chosen.test_size, parts=chosen.parts)
+    pairs = train_diffusion.Pairs(chosen, data, torch.device("cpu"))
+    draws = np.arange(16, dtype=np.int64) * 2**59
+    x, tokens = train_diffusion.batch(chosen, pairs, np.arange(16) % len(pairs.train), draws)
+    assert x.shape == (16, 3, 8, 8)
+    assert {x.min().item(), x.max().item()} == {-1, 1}
+    assert ((tokens != 0).sum(1) == 1).tolist() == [True] * 4 + [False] * 12
+
+    model = train_diffusion.build(chosen)
+    torch.nn.init.normal_(model.head.weight)
+    trainer = SimpleNamespace(averaged=model, accelerator=SimpleNamespace(autocast=nullcontext))
+    first = train_diffusion.evaluate(chosen, pairs, trainer)
+    torch.randn(5)
+    assert train_diffusion.evaluate(chosen, pairs, trainer) == first
+    _, columns = train_diffusion.draw(chosen, pairs, trainer)
+    assert {name: images.shape[-1] for name, images in columns.items()} == {
+        "held out": 12, "8x8": 8, "12x12 extrapolated": 12, "12x12 rescaled": 12,
+    }  # fmt: skip
+    assert model.reference is None
 
 
 class Killed(Exception):
