@@ -7,9 +7,9 @@ A script gives a :class:`Training` with fields of its own, a model, its batches 
     evaluate(trainer.averaged)
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
-generator's history, so a checkpoint holds weights, optimiser, schedule, EMA and the step, and a run that was killed
-anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels repeat
-themselves). Checkpoints are written aside and renamed.
+generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
+killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
+repeat themselves). Checkpoints are written aside and renamed.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train_..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
@@ -253,7 +253,7 @@ class Trainer:
         if state is not None:
             self._load(state)
         if config.compile:
-            self.raw.compile()
+            self.raw.compile(dynamic=False)  # all steps have one size
         wrapped = self.raw if config.sharding == "fsdp" else accelerator.prepare_model(self.raw)
         self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
 
@@ -350,7 +350,6 @@ class Trainer:
             "history": self.history,
             "model": get_model_state_dict(self.raw, options=WHOLE),
             "optimizer": get_optimizer_state_dict(self.raw, self.inner, options=WHOLE),
-            "scheduler": self.scheduler.state_dict(),
         }
         if self.average is not None:
             state["average"] = get_model_state_dict(self.average.module, options=WHOLE)
@@ -389,7 +388,6 @@ class Trainer:
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:
             set_model_state_dict(self.average.module, state["average"], options=WHOLE)
-        self.scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.history = state["step"], state["history"]
