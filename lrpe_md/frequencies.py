@@ -33,13 +33,19 @@ AxisMap = Literal["block", "alternate", "chunk", "stride", "even_odd"]
 # --- series ----------------------------------------------------------------------------------------------
 
 
-def geometric_theta(num: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
+def geometric_theta(
+    num: int,
+    base: float = 10000.0,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """``base ** (-i / num)`` for i < num: RoPE's geometric series (arXiv 2104.09864), shape (num,)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
     if not base > 0:
         raise ValueError(f"base: expected a positive number, got {base}")
-    return (base ** (-torch.arange(num, dtype=torch.float64) / num)).to(dtype)
+    return (base ** (-torch.arange(num, dtype=torch.float64, device=device) / num)).to(dtype)
 
 
 def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtype = torch.float64) -> Tensor:

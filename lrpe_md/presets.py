@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -219,6 +219,7 @@ class Preset:
         reference: int | Sequence[int | None] | None = None,
         start: int = 0,
         length: int | None = None,
+        device: torch.device | str = "cpu",
         **options: Any,
     ) -> Grid | Coordinates:
         """Positions of a sequence, in the order of its tokens.
@@ -229,6 +230,7 @@ class Preset:
             reference: interpolate the grids onto this size, one number an axis or None, where their resolution is not
                 that of the training.
             start, length: a shard of the sequence.
+            device: of coordinates; a grid has none.
             options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
 
         Returns:
@@ -263,7 +265,7 @@ class Preset:
                 parts.append(segment)
         scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
         return _one_grid(parts, scaled, start, length) or compose(
-            *parts, num_axes=self.num_axes, start=start, length=length
+            *parts, num_axes=self.num_axes, start=start, length=length, device=device
         )
 
 
@@ -368,7 +370,8 @@ def _centred(shape: tuple[int, ...]) -> Grid:
 
 
 def _behind_centred(shapes: list[tuple[int, ...]]) -> float:
-    return max((n // 2 for shape in shapes for n in shape[-2:]), default=0)
+    halves: Any = [n // 2 for shape in shapes for n in shape[-2:]]
+    return reduce(torch.sym_max, halves) if halves else 0
 
 
 def _cells(shape: tuple[int, ...], by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import reduce
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,13 +108,14 @@ def compose(
         raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
     num_axes = _num_axes(segments, num_axes)
     lengths = [_length(segment) for segment in segments]
-    total, added = sum(lengths), " + ".join(map(str, lengths))
+    total = sum(lengths)
     if num_tokens is not None and total != num_tokens:
-        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {added} = {total}")
+        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {_sum(lengths)} = {total}")
     end = total if length is None else start + length
     if not 0 <= start <= end <= total:
         raise ValueError(
-            f"start, length: expected a slice of the {total} tokens ({added}), got start={start}, length={length}"
+            f"start, length: expected a slice of the {total} tokens ({_sum(lengths)}), "
+            f"got start={start}, length={length}"
         )
     device = torch.device(device)
     running, before = 0.0, 0
@@ -248,6 +250,10 @@ def _length(segment: Segment) -> int:
     return segment.grid.num_tokens if isinstance(segment, After) else segment.num_tokens
 
 
+def _sum(lengths: Sequence[int]) -> str:
+    return " + ".join(map(str, lengths))
+
+
 def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
     """The segment where it belongs, and the running position behind it."""
     if isinstance(segment, Tokens) and segment.rule in ("axis", "diagonal"):
@@ -258,15 +264,16 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
     axes = range(num_axes) if segment.axes is None else segment.axes
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
     ends = _ends(placed)
-    return placed, max((max(ends[axis]) + 1 for axis in axes), default=running) if ends else running
+    behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
+    return placed, reduce(torch.sym_max, behind) if behind else running
 
 
 def _ends(grid: Grid) -> list[tuple[float, float]]:
     """First and last position on each axis; none for an empty grid."""
     if not grid.num_grid_tokens:
         return []
-    affine = grid.affine(torch.device("cpu"))
-    rows = [(1.0, 0.0)] * grid.num_axes if affine is None else affine.tolist()
+    given = ([float(v) for v in t] if isinstance(t, Tensor) else t for t in grid._scale_and_shift)
+    rows = zip(*given, strict=True)
     return [(shift, shift + scale * (n - 1)) for n, (scale, shift) in zip(grid.shape, rows, strict=True)]
 
 

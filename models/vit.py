@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
 from lrpe_md.functional import ACTIVATIONS
+from lrpe_md.ops import transforming
 from lrpe_md.reference import activate
 
 __all__ = ["Activation", "LrpeAttention", "LrpeVisionTransformer", "adapt", "linear_attention", "softmax_attention"]
@@ -79,7 +80,11 @@ def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     PyTorch then prefers the memory-efficient kernel. On Hopper cuDNN takes them 3.7 to 4.9 times as fast (H200, bf16,
     forward, D 64 and 128), so there, and in 16 bits, it comes first; where it refuses (a mask, a width) the next is
     taken. Everything else, other devices and equal widths among it, is left to PyTorch.
+
+    Under a function transform or a dual number it is the plain one: the fused ones have no forward mode.
     """
+    if transforming():
+        return [SDPBackend.MATH]
     if q.shape[-1] == v.shape[-1] or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return None
     if torch.version.hip or torch.cuda.get_device_capability(q.device)[0] < 9:
@@ -130,6 +135,7 @@ def linear_attention(
     positions: Grid | Coordinates | None = None,
     normalizer: Normalizer = "unrotated",
     is_causal: bool = False,
+    key_mask: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Linear attention: q̂ (k̂ᵀ v) / z, where q̂, k̂ are encoded and q̄, k̄ only activated.
@@ -141,12 +147,14 @@ def linear_attention(
         normalizer: "unrotated" takes z = q̄ · Σ k̄, at least ``eps``, a sum of positive weights as the encoded product
             is not; "none" takes z = 1 (put a norm behind it: timm's ``scale_attn_norm=True``).
         is_causal: token n attends to tokens up to n. This is the quadratic form.
+        key_mask: (B, N), False for tokens that no other attends to: padding.
 
     Returns:
         (B, H, N, D) in v's dtype. Sums are formed in float32 at least, also under autocast.
 
     Raises:
-        ValueError: "unrotated" with an activation that can be negative; causal with a softmax over the sequence.
+        ValueError: "unrotated" with an activation that can be negative; causal or a key_mask with a softmax over the
+            sequence.
 
     Source: RoFormer (arXiv 2104.09864, eq. 19); LRPE (arXiv 2307.09270).
     """
@@ -154,13 +162,19 @@ def linear_attention(
     _check_linear(act, normalizer)
     if is_causal:
         _check_causal(encoding)
+    if key_mask is not None and dim == -2:
+        raise ValueError("key_mask: a softmax over the sequence (dim=-2) counts masked tokens; use dim=-1")
     q_hat, k_hat = (q, k) if encoding is None else encoding(q, k, positions=positions)
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q_hat, k_hat, v_wide = q_hat.to(dtype), k_hat.to(dtype), v.to(dtype)
+        if key_mask is not None:
+            v_wide = torch.where(key_mask[:, None, :, None], v_wide, 0)
         out = (q_hat @ k_hat.mT).tril() @ v_wide if is_causal else q_hat @ (k_hat.mT @ v_wide)
         if normalizer == "unrotated":
             q_bar, k_bar = activate(q.to(dtype), act, dim), activate(k.to(dtype), act, dim)
+            if key_mask is not None:
+                k_bar = torch.where(key_mask[:, None, :, None], k_bar, 0)
             total = k_bar.cumsum(-2) if is_causal else k_bar.sum(-2, keepdim=True)
             out = out / (q_bar * total).sum(-1, keepdim=True).clamp_min(eps)
     return out.to(v.dtype)

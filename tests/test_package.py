@@ -114,8 +114,9 @@ def test_readme_shows_the_table_that_the_run_wrote():
 def test_readme_snippets_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
-    video = ["torch.Size([1, 10])", "torch.Size([1, 10])"]
-    printed = [["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"], ["577"], ["True"], ["True"], video]
+    video, diffusion = ["torch.Size([1, 10])", "torch.Size([1, 10])"], ["torch.Size([2, 3, 24, 16])"]
+    image = ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
+    printed = [image, ["577"], ["True"], ["True"], video, diffusion]
     assert [run(code).splitlines() for code in snippets] == printed
 
 

@@ -296,3 +296,21 @@ def test_errors(name):
 def test_float32_holds_positions_up_to_its_limit():
     assert compose(Tokens(1, "axis", start=2**24), num_axes=1, dtype=torch.float32).coords.item() == 2**24
     assert math.prod(compose(Grid((2, 3)), dtype=torch.float32).coords.shape) == 12
+
+
+def test_compose_takes_every_size_in_one_graph():
+    from torch._dynamo.testing import CompileCounter
+
+    def f(x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        grid = Grid(tuple(image.shape)).interpolate((None, 4))
+        text = Tokens(x.shape[2] - grid.num_tokens - 1, "diagonal")
+        positions = compose(text, After(grid), Tokens(1, "axis"), device=x.device)
+        return rotate(x, omega=omega, positions=positions, impl="reference")
+
+    torch._dynamo.reset()
+    counter, omega = CompileCounter(), torch.rand(1, 5, 2)
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
+    for height, width, text in ((4, 6, 3), (5, 7, 8), (8, 3, 2)):
+        args = torch.randn(1, 2, text + height * width + 1, 10), torch.empty(height, width)
+        torch.testing.assert_close(compiled(*args), f(*args))
+    assert counter.frame_count == 1

@@ -1,0 +1,337 @@
+"""A diffusion transformer for images and videos, with text: adaLN-zero blocks, joint attention, relative positions.
+
+    model = DiT(encoding="rotate", text_encoder=TextEncoder())
+    v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); models.flow has the rest
+
+Text and image have weights of their own in each block and attend to each other in one sequence (MM-DiT, SD3, arXiv
+2403.03206); time and pooled text steer the blocks through adaLN-zero (DiT, arXiv 2212.09748). Size and text length are
+free at run time.
+
+Forward mode (``torch.func.jvp``, dual numbers) works with respect to every input: the encodings then run the reference,
+and attention PyTorch's plain implementation, since the fused ones have no forward mode.
+
+Shapes: B batch, K axes, L text tokens, N tokens (text, then patches), C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lrpe_md import After, Coordinates, CosineMd, Grid, RotateMd, Tokens, compose, list_presets, preset
+
+from .joint import JointBlock, TimeEmbedding, modulate, modulation
+from .text import START, Text
+from .vit import Context, Encoding, Normalizer, _build_encoding, _check_linear
+
+__all__ = ["DiT", "PresetEncoding", "patchify", "unpatchify"]
+
+AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
+
+
+class PresetEncoding(RotateMd):
+    """The frequencies and pairs of one of ``list_presets()``; ``preset`` says where its tokens are."""
+
+    def __init__(
+        self,
+        name: str,
+        head_dim: int,
+        num_heads: int,
+        *,
+        base: float | None = None,
+        split: Sequence[int] | None = None,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.preset = made = preset(name, head_dim, num_heads, base=base, split=split, seed=seed)
+        if made.scheme.map != "rotate" or made.amplitude != 1:
+            raise ValueError(f"encoding: expected a preset that rotates, without amplitude, got {name!r}")
+        super().__init__(
+            head_dim, made.num_axes, frequencies="mixed", base=base or made.scheme.frequencies.base,
+            num_heads=made.omega.shape[0], learnable=made.scheme.learned, pairs=made.scheme.pairs, **kwargs,
+        )  # fmt: skip
+
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        return self.preset.omega.to(device or torch.get_default_device(), self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.preset.name!r}, {super().extra_repr()}"
+
+
+def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
+    """x (B, C, [frames,] height, width) → patches (B, N, C Π patch_size), row-major."""
+    axes = AXES[len(patch_size)]
+    split = " ".join(f"({a} p{a})" for a in axes)
+    pattern = f"b c {split} -> b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)})"
+    return rearrange(x, pattern, **{f"p{a}": p for a, p in zip(axes, patch_size, strict=True)})
+
+
+def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Tensor:
+    """The inverse of :func:`patchify`; shape: of the grid of patches."""
+    axes = AXES[len(patch_size)]
+    joined = " ".join(f"({a} p{a})" for a in axes)
+    pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
+    sizes = dict(zip(axes, shape, strict=True))
+    return rearrange(x, pattern, **sizes, **{f"p{a}": p for a, p in zip(axes, patch_size, strict=True)})
+
+
+class DiT(nn.Module):
+    """Velocities of images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
+
+    Args:
+        num_axes: 2 or 3.
+        in_chans: of pixels or latents.
+        patch_size: a number for height and width (and 1 for frames), or one an axis.
+        embed_dim, depth, num_heads, mlp_ratio: of the blocks.
+        encoding: of q and k, as in :class:`models.vit.LrpeVisionTransformer`: "cosine", "rotate", "mixed" (learned, by
+            layer and head), a module, a factory ``(head_dim, num_heads) -> module`` called once a layer, or None; or
+            the name of a preset that rotates (flux1, wan, qwen_image, ..), with its frequencies, pairs and positions
+            of text and image.
+        encoding_kwargs: for the encoding; a preset takes base, split, seed and RotateMd's act and phase.
+        absolute: "none", or "sincos", added to the patches.
+        attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
+            an RMSNorm behind the attention.
+        text_encoder: tokens (B, L) → :class:`models.text.Text`, with its features' ``width``. None: no text.
+        text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
+            rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
+        image_after: axes on which the image is behind the text; None: it stands at the origin, or as the preset has it.
+        interval: condition on t - r, too, for mean velocities (``r`` of :meth:`forward`).
+
+    Attributes:
+        reference: may be set at any time. None: one unit a patch (or as the preset has it), beyond the trained size
+            extrapolated. One size for each of ``num_axes`` axes, or None for one: positions of that axis are laid over
+            a grid of this size, whatever its patches.
+        grad_checkpointing: recompute the blocks in the backward.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_axes: int = 2,
+        in_chans: int = 3,
+        patch_size: int | Sequence[int] = 2,
+        embed_dim: int = 192,
+        depth: int = 8,
+        num_heads: int = 3,
+        mlp_ratio: float = 4.0,
+        encoding: Encoding | str = None,
+        encoding_kwargs: dict[str, Any] | None = None,
+        absolute: Literal["none", "sincos"] = "none",
+        attention: Literal["softmax", "linear"] = "softmax",
+        normalizer: Normalizer = "unrotated",
+        text_encoder: Any = None,
+        text_positions: str | Tokens | None = None,
+        image_after: Sequence[int] | None = None,
+        interval: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_axes not in AXES:
+            raise ValueError(f"num_axes: expected 2 (images) or 3 (videos), got {num_axes}")
+        if isinstance(patch_size, int):
+            patch_size = (1,) * (num_axes - 2) + (patch_size, patch_size)
+        if len(patch_size) != num_axes or min(patch_size) < 1:
+            raise ValueError(f"patch_size: expected a size for each of {num_axes} axes, got {tuple(patch_size)}")
+        if embed_dim % (2 * num_heads):
+            raise ValueError(f"embed_dim: expected a multiple of 2 · num_heads = {2 * num_heads}, got {embed_dim}")
+        if absolute not in ("none", "sincos"):
+            raise ValueError(f"absolute: expected 'none' or 'sincos', got {absolute!r}")
+        if attention not in ("softmax", "linear"):
+            raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
+        self.num_axes, self.in_chans, self.patch_size = num_axes, in_chans, tuple(patch_size)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.reference: tuple[int | None, ...] | None = None
+        self.grad_checkpointing = False
+
+        kwargs = dict(encoding_kwargs or {})
+        if attention == "linear" and (encoding is None or isinstance(encoding, str)):
+            kwargs.setdefault("act", "relu")
+        self.encoding = self._build_encoding(encoding, kwargs, depth)
+        if attention == "linear":
+            for module in self.encoding if isinstance(self.encoding, nn.ModuleList) else [self.encoding]:
+                _check_linear(getattr(module, "act", "none"), normalizer)
+        self._set_rules(text_positions, image_after)
+
+        channels = in_chans * torch.Size(self.patch_size).numel()
+        self.embed = nn.Linear(channels, embed_dim)
+        self.sincos = CosineMd(embed_dim // 2, num_axes) if absolute == "sincos" else None
+        self.time = TimeEmbedding(embed_dim)
+        self.interval = TimeEmbedding(embed_dim) if interval else None
+        self.text_encoder = text_encoder
+        if text_encoder is not None:
+            self.text_embed = nn.Linear(text_encoder.width, embed_dim)
+            self.pooled_embed = nn.Linear(text_encoder.width, embed_dim)
+        self.blocks = nn.ModuleList(
+            JointBlock(
+                embed_dim, num_heads, mlp_ratio, text=text_encoder is not None, last=i == depth - 1,
+                attention=attention, normalizer=normalizer,
+            )
+            for i in range(depth)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
+        self.modulation = modulation(embed_dim, 2)
+        self.head = nn.Linear(embed_dim, channels)
+        self._init_weights()
+
+    def _build_encoding(self, encoding: Any, kwargs: dict[str, Any], depth: int) -> nn.Module | None:
+        head_dim = self.embed_dim // self.num_heads
+        if isinstance(encoding, str) and encoding in list_presets():
+            first = PresetEncoding(encoding, head_dim, self.num_heads, **kwargs)
+            if not isinstance(first.preset.scheme.grid((2,) * self.num_axes), Grid):
+                raise ValueError(f"encoding: expected a preset with patches in row-major order, got {encoding!r}")
+            if not first.learnable:
+                return first
+            more = (PresetEncoding(encoding, head_dim, self.num_heads, seed=i, **kwargs) for i in range(1, depth))
+            return nn.ModuleList([first, *more])
+        if isinstance(encoding, str) and encoding not in ("cosine", "rotate", "mixed"):
+            raise ValueError(
+                f"encoding: expected 'cosine', 'rotate', 'mixed' or one of {list_presets()}, got {encoding!r}"
+            )
+        attention = SimpleNamespace(head_dim=head_dim, num_heads=self.num_heads)
+        return _build_encoding(encoding, kwargs, attention, depth, self.num_axes)
+
+    def _set_rules(self, text: str | Tokens | None, after: Sequence[int] | None) -> None:
+        first: Any = self.encoding[0] if isinstance(self.encoding, nn.ModuleList) else self.encoding
+        self.preset = first.preset if isinstance(first, PresetEncoding) else None
+        if self.preset is not None and (text is not None or after is not None):
+            raise ValueError(
+                f"text_positions, image_after: the preset {self.preset.name} brings its own, expected None, "
+                f"got {text!r}, {after!r}"
+            )
+        self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
+        # Of an image or video in the preset's grid, None for those it adds.
+        probe = tuple(range(2, 2 + self.num_axes))
+        placed: Any = Grid(probe) if self.preset is None else self.preset.scheme.grid(probe)
+        self.axes = tuple(probe.index(n) if n in probe else None for n in placed.shape)
+        self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
+        self.positions((2,) * self.num_axes, 1)  # checks them
+
+    def _init_weights(self) -> None:
+        """DiT's: the blocks begin as the identity, the output as zero."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("text_encoder."):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for embedding in (self.time, self.interval):
+            if embedding is not None:
+                nn.init.normal_(embedding.mlp.fc1.weight, std=0.02)
+                nn.init.normal_(embedding.mlp.fc2.weight, std=0.02)
+        for name, module in self.named_modules():
+            if name.split(".")[-1] == "modulation":
+                module.apply(_zero)
+        _zero(self.head)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Frequencies and phases, and the table of bytes."""
+        names = {name for name, _ in self.named_parameters() if name.endswith("text_encoder.embed.weight")}
+        for path, module in self.named_modules():
+            if isinstance(module, (CosineMd, RotateMd)):
+                names |= {f"{path}.{name}" for name in module.no_weight_decay()}
+        return names
+
+    def positions(
+        self, shape: Sequence[int], length: int = 0, device: torch.device | str = "cpu", mask: Tensor | None = None
+    ) -> Grid | Coordinates:
+        """Where ``length`` text tokens are, and behind them in the sequence the patches of a grid.
+
+        mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
+        """
+        if self.preset is not None:
+            text = length if self.preset.scheme.tokens is not None else Tokens(length)
+            reference = self.reference and tuple(None if axis is None else self.reference[axis] for axis in self.axes)
+            placed = self.preset.positions(text, tuple(shape), reference=reference, device=device)
+        else:
+            grid = Grid(tuple(shape))
+            grid = grid if self.reference is None else grid.interpolate(self.reference)
+            if self.text_positions.rule == "skip":
+                return replace(grid, prefix=length)
+            image = grid if self.image_after is None else After(grid, self.image_after)
+            placed = compose(replace(self.text_positions, length=length), image, device=device)
+        if not self.image_after or mask is None or isinstance(placed, Grid):
+            return placed
+        padding = length - mask.sum(1)
+        behind = torch.zeros_like(placed.coords)
+        behind[length:, list(self.image_after)] = 1
+        coords = placed.coords - padding[:, None, None] * behind
+        return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
+
+    def encode_text(self, tokens: Tensor) -> Text:
+        """Tokens (B, L) once, for :meth:`forward` at many times."""
+        if self.text_encoder is None:
+            raise ValueError("text: the model has no text_encoder, expected None; make it with one")
+        return self.text_encoder(tokens)
+
+    def forward(self, x: Tensor, t: Tensor, text: Tensor | Text | None = None, r: Tensor | None = None) -> Tensor:
+        """The velocity at x (B, in_chans, [frames,] height, width) and t (B,), like x.
+
+        Args:
+            text: tokens (B, L), or what :meth:`encode_text` made of them; None: empty captions.
+            r: (B,), the end of the interval of a mean velocity; default: t.
+        """
+        shape = self._grid_shape(x, t)
+        c = self.time(t)
+        if self.interval is not None:
+            c = c + self.interval(torch.zeros_like(t) if r is None else t - r)
+        elif r is not None:
+            raise ValueError("r: expected None, the model is not conditioned on it; make it with interval=True")
+        tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # what blocks add to is x's, also under autocast
+        if self.sincos is not None:
+            grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
+            ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
+            tokens = tokens + self.sincos(ones, positions=grid)[0]
+
+        features, mask = None, None
+        if text is None and self.text_encoder is not None:
+            text = torch.full((x.shape[0], 1), START, device=x.device)
+        if text is not None:
+            encoded = text if isinstance(text, Text) else self.encode_text(text)
+            found = encoded.features.shape[0]
+            if found != x.shape[0]:
+                raise ValueError(f"text: expected one for each of {x.shape[0]} samples, got {found}")
+            features, mask = self.text_embed(encoded.features).to(x.dtype), encoded.mask
+            c = c + self.pooled_embed(encoded.pooled)
+        length = 0 if features is None else features.shape[1]
+        positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
+
+        for i, block in enumerate(self.blocks):
+            encoding = self.encoding[i] if isinstance(self.encoding, nn.ModuleList) else self.encoding
+            args = tokens, features, c, Context(encoding, positions, mask)
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens, features = checkpoint(block, *args, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+            else:
+                tokens, features = block(*args)
+        shift, scale = self.modulation(c).chunk(2, dim=-1)
+        return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
+
+    def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
+        """Of the patches."""
+        if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
+            raise ValueError(
+                f"x: expected (B, {self.in_chans}, {', '.join(['frames', 'height', 'width'][-self.num_axes :])}), "
+                f"got {tuple(x.shape)}"
+            )
+        if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
+            raise ValueError(f"t: expected floats ({x.shape[0]},), one a sample, got {t.dtype} {tuple(t.shape)}")
+        if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
+            raise ValueError(f"x: expected sizes in multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
+        return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))
+
+
+def _zero(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,130 @@
+"""Flow matching: the loss, guidance by text, and sampling.
+
+Along the straight path z_t = (1 - t) x + t ε from an image (t = 0) to noise (t = 1) the velocity is v = ε - x (Lipman
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)`` and returns v.
+
+Shapes: B batch; x, z, ε (B, C, ..); t (B,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from .text import Text, drop_text
+
+__all__ = ["draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample", "time_grid"]
+
+Method = Literal["euler", "heun"]
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def draw_times(batch: int, *, generator: torch.Generator | None = None, device: Any = None) -> Tensor:
+    """t = sigmoid(n), n ~ N(0, 1): (B,) float32, most of them in the middle (SD3, arXiv 2403.03206)."""
+    return torch.randn(batch, generator=generator, device=device).sigmoid()
+
+
+def flow_matching_loss(model: Any, x: Tensor, text: Any, t: Tensor, noise: Tensor) -> Tensor:
+    """Mean square of v - (ε - x) by sample: (B,), in float32 at least.
+
+    Args:
+        x: images (B, C, ..).
+        text: what the model takes as text.
+        t: (B,), from 0 (image) to 1 (noise).
+        noise: ε, like x.
+    """
+    z = torch.lerp(x, noise, _like(t, x))
+    return _mean_square(model(z, t, text), noise - x)
+
+
+def mean_flow_loss(model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+    """MeanFlow: the model ``model(z, t, text, r)`` learns the mean velocity u from t down to r: (B,).
+
+    u satisfies u = v - (t - r) du/dt; du/dt comes from a forward-mode derivative along (v, 1), taken as constant. One
+    step z_0 = z_1 - u(z_1, r=0, t=1) then samples.
+
+    Source: Geng et al., arXiv 2505.13447 (without guidance and adaptive weights).
+    """
+    z, v = torch.lerp(x, noise, _like(t, x)), noise - x
+    u, du, *_ = jvp(lambda z, t: model(z, t, text, r), (z, t), (v, torch.ones_like(t)))
+    return _mean_square(u, v - _like(t - r, x) * du.detach())
+
+
+def _like(t: Tensor, x: Tensor) -> Tensor:
+    return t.to(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
+    dtype = torch.promote_types(wanted.dtype, torch.float32)
+    return (found.to(dtype) - wanted.to(dtype)).square().flatten(1).mean(1)
+
+
+def guided(model: Any, text: Tensor | None, scale: float = 1.0) -> Velocity:
+    """(z, t) → v of the empty caption + scale · (v of the text - v of the empty caption), text encoded once.
+
+    Args:
+        model: a :class:`models.dit.DiT`.
+        text: tokens (B, L), or None for empty captions.
+        scale: 1 is the conditional model itself, at half the cost.
+
+    Source: Ho and Salimans, classifier-free guidance (arXiv 2207.12598).
+    """
+    if text is None or scale == 1:
+        known = None if text is None else model.encode_text(text)
+        return lambda z, t: model(z, t, known)
+    both: Text = model.encode_text(torch.cat([text, drop_text(text)]))
+
+    def velocity(z: Tensor, t: Tensor) -> Tensor:
+        with_text, without = model(torch.cat([z, z]), torch.cat([t, t]), both).chunk(2)
+        return without + scale * (with_text - without)
+
+    return velocity
+
+
+def time_grid(steps: int, shift: float = 1.0) -> Tensor:
+    """Times from 1 to 0: (steps + 1,) float64.
+
+    shift: t → shift · t / (1 + (shift - 1) t), more steps near the noise, for larger images √(m/n) where they have m
+        pixels instead of n (SD3, arXiv 2403.03206, eq. 23).
+    """
+    if steps < 1 or not shift > 0:
+        raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
+    t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "heun") -> Tensor:
+    """dz/dt = velocity(z, t) along ``times`` (S,): "euler", order 1, or "heun", order 2 and two calls a step.
+
+    velocity is called with t (B,).
+    """
+    if method not in ("euler", "heun"):
+        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
+    times = times.to(z.device, torch.promote_types(z.dtype, torch.float32))[:, None].expand(-1, z.shape[0])
+    for now, then in pairwise(times):
+        step = _like(then - now, z)
+        slope = velocity(z, now)
+        if method == "heun":
+            slope = (slope + velocity(z + step * slope, then)) / 2
+        z = z + step * slope
+    return z
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    noise: Tensor,
+    text: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    steps: int = 50,
+    method: Method = "euler",
+    shift: float = 1.0,
+) -> Tensor:
+    """Images from noise (B, C, ..), of any size that the model's patches divide; for the rest see above."""
+    return integrate(guided(model, text, scale), noise, time_grid(steps, shift), method)

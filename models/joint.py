@@ -1,0 +1,127 @@
+"""Blocks in which text and image attend to each other, steered by a vector (MM-DiT, SD3, arXiv 2403.03206; adaLN-zero,
+DiT, arXiv 2212.09748).
+
+Shapes: B batch, L text tokens, N tokens (text, then patches), C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from einops import rearrange
+from timm.layers.mlp import Mlp
+from timm.layers.norm import RmsNorm
+from torch import Tensor, nn
+
+from lrpe_md import geometric_theta
+
+from .vit import Context, Normalizer, linear_attention, softmax_attention
+
+__all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
+
+
+class TimeEmbedding(nn.Module):
+    """t (B,) → (B, C): sines and cosines of 1000 t, and two layers; formed in float32 at least."""
+
+    def __init__(self, embed_dim: int, num_frequencies: int = 128) -> None:
+        super().__init__()
+        self.num_frequencies = num_frequencies
+        self.mlp = Mlp(2 * num_frequencies, embed_dim, embed_dim, act_layer=nn.SiLU)
+
+    def forward(self, t: Tensor) -> Tensor:
+        dtype = torch.promote_types(t.dtype, torch.float32)
+        angles = 1000 * t.to(dtype)[:, None] * geometric_theta(self.num_frequencies, 1e4, dtype=dtype, device=t.device)
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.mlp.fc1.weight.dtype))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x (B, N, C) · (1 + scale (B, C)) + shift (B, C)."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+def modulation(embed_dim: int, number: int) -> nn.Sequential:
+    return nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, number * embed_dim))
+
+
+class Stream(nn.Module):
+    """The weights that text or image has in a block.
+
+    norm: one of what was attended to. last: what comes out is not used any more; there are weights for q, k, v alone.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, mlp_ratio: float, *, norm: bool = False, last: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.last = num_heads, last
+        self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.q_norm, self.k_norm = RmsNorm(embed_dim // num_heads), RmsNorm(embed_dim // num_heads)
+        self.modulation = modulation(embed_dim, 2 if last else 6)
+        if not last:
+            self.norm = RmsNorm(embed_dim) if norm else nn.Identity()
+            self.proj = nn.Linear(embed_dim, embed_dim)
+            self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
+            self.mlp = Mlp(embed_dim, int(mlp_ratio * embed_dim))
+
+    def project(self, x: Tensor, c: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """x (B, N, C), c (B, C) → q, k, v (B, H, N, D) and what remains of the modulation for :meth:`update`."""
+        shift, scale, *rest = self.modulation(c).chunk(2 if self.last else 6, dim=-1)
+        qkv = self.qkv(modulate(self.norm1(x), shift, scale))
+        q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads).unbind(0)
+        return (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), tuple(rest)  # autocast norms in float32
+
+    def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
+        """x (B, N, C), attended (B, H, N, D) → x of the next block."""
+        if self.last:
+            return x
+        gate1, shift, scale, gate2 = rest
+        x = x + gate1[:, None] * self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
+        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift, scale))
+
+
+class JointBlock(nn.Module):
+    """Text and patches attend to both; everything else they do apart."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        *,
+        text: bool,
+        last: bool,
+        attention: Literal["softmax", "linear"],
+        normalizer: Normalizer,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.normalizer: Normalizer = normalizer
+        norm = attention == "linear" and normalizer == "none"
+        self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
+        self.text = Stream(embed_dim, num_heads, mlp_ratio, norm=norm, last=last) if text else None
+        self.scale = (embed_dim // num_heads) ** -0.5
+
+    def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """x (B, N - L, C), text (B, L, C), c (B, C) → x, text. The context's mask is (B, N), False for padding."""
+        (q, k, v), rest = self.image.project(x, c)
+        if self.text is None or text is None:
+            return self.image.update(x, self.attend(q, k, v, context), rest), None
+        length = text.shape[1]
+        first, text_rest = self.text.project(text, c)
+        q, k, v = (torch.cat(pair, dim=2) for pair in zip(first, (q, k, v), strict=True))
+        attended = self.attend(q, k, v, context)
+        text = self.text.update(text, attended[:, :, :length], text_rest)
+        return self.image.update(x, attended[:, :, length:], rest), text
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        encoding, positions, mask = context
+        if self.attention == "linear":
+            return linear_attention(
+                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, key_mask=mask
+            )
+        if encoding is not None:
+            q, k = encoding(q, k, positions=positions)
+        mask = None if mask is None else mask[:, None, None]
+        return softmax_attention(q, k, v, scale=self.scale, attn_mask=mask)

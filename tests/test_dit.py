@@ -1,0 +1,458 @@
+"""models/dit.py, flow.py, text.py: the diffusion transformer, its text, its loss and its samplers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.func import functional_call, jvp
+
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens
+
+pytest.importorskip("timm")
+
+from models.dit import DiT, PresetEncoding, patchify, unpatchify
+from models.flow import (
+    draw_times,
+    flow_matching_loss,
+    guided,
+    integrate,
+    mean_flow_loss,
+    sample,
+    time_grid,
+)
+from models.text import PAD, START, TextEncoder, drop_text, tokenize
+from models.vit import linear_attention
+
+RED, DOG = "red", "a green dog"
+ENCODINGS = {
+    "none": {},
+    "sincos": {"absolute": "sincos"},
+    "rotate": {"encoding": "rotate"},
+    "mixed": {"encoding": "mixed"},
+    "cosine": {"encoding": "cosine"},
+    "linear": {"encoding": "cosine", "attention": "linear"},
+    "linear, norm": {
+        "encoding": "cosine", "encoding_kwargs": {"act": "silu"}, "attention": "linear", "normalizer": "none",
+    },
+    "text on an axis": {"encoding": "rotate", "text_positions": "axis", "image_after": (0,)},
+    "diagonal, linear": {"encoding": "rotate", "text_positions": "diagonal", "attention": "linear"},
+    "flux1": {"encoding": "flux1"},
+    "lumina2": {"encoding": "lumina2", "encoding_kwargs": {"split": (2, 1, 1)}},
+    "wan": {"encoding": "wan"},
+    "qwen_image": {"encoding": "qwen_image"},
+}  # fmt: skip
+
+
+def dit(text=True, randomized=True, **kwargs):
+    torch.manual_seed(0)
+    encoder = TextEncoder(16, depth=1, num_heads=2) if text else None
+    model = DiT(**{"embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 1.0, "text_encoder": encoder, **kwargs})
+    if randomized:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def inputs(*size, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, 3, *(size or (8, 12)), generator=generator, dtype=dtype)
+    return x, torch.rand(batch, generator=generator, dtype=dtype), tokenize([RED, DOG][:batch])
+
+
+# --- the backbone ----------------------------------------------------------------------------------------
+
+
+def test_adaln_zero_begins_as_the_identity():
+    model = dit(randomized=False, encoding="rotate", depth=3)
+    x, t, text = inputs()
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, out: seen.append((args[:2], out)))
+    assert not model(x, t, text).any()
+    assert len(seen) == 3
+    for before, after in seen:
+        for a, b in zip(before, after, strict=True):
+            assert a.std() > 0
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    model(x, t, text).sum().backward()
+    assert model.head.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("size", [(4, 6), (3, 2, 4)])
+def test_patches(size):
+    x, patch = torch.randn(2, 5, *size), (1, 2, 2)[-len(size) :]
+    shape = tuple(n // p for n, p in zip(size, patch, strict=True))
+    patches = patchify(x, patch)
+    assert patches.shape == (2, math.prod(shape), 20)
+    first = x if len(size) == 2 else x[:, :, 0]
+    torch.testing.assert_close(patches[:, 1].view(2, 5, 2, 2), first[:, :, :2, 2:4])
+    torch.testing.assert_close(unpatchify(patches, shape, patch), x)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_padding_does_not_change_the_output(name):
+    model = dit(**ENCODINGS[name])
+    x, t, text = inputs()
+    y = model(x, t, text)
+    assert y.shape == x.shape
+    longer = nn.functional.pad(text, (0, 5))
+    torch.testing.assert_close(model(x, t, longer), y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x[:1], t[:1], tokenize([RED])), y[:1], rtol=1e-4, atol=1e-5)
+    assert (model(x, t, tokenize([RED, DOG + "s"])) - y)[1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_any_size_frames_text_or_none(name):
+    model = dit(num_axes=3, **ENCODINGS[name])
+    for frames, height, width in ((1, 4, 4), (3, 8, 6)):
+        x, t, text = inputs(frames, height, width)
+        assert model(x, t, text).shape == x.shape
+        torch.testing.assert_close(model(x[:1], t[:1]), model(x, t, drop_text(text))[:1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(x, t), model(x, t, tokenize(["", ""])), rtol=0, atol=0)
+    plain = dit(num_axes=3, text=False, **ENCODINGS[name])
+    assert plain(x, t).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_positions_act(name):
+    """Without them patches are a set; with them their order matters, and so does the grid they are laid over."""
+    model = dit(**ENCODINGS[name])
+    x, t, text = inputs()
+    y = model(x, t, text)
+    model.reference = (8, 8)
+    assert ((model(x, t, text) - y).abs().max() > 1e-4) == (name != "none")
+    model.reference = None
+    reordered = model(_reorder(x), t, text)
+    assert ((reordered - _reorder(y)).abs().max() > 1e-4) == (name != "none")
+
+
+def _reorder(x):
+    """The columns of patches backwards."""
+    return x.unflatten(-1, (-1, 2)).flip(-2).flatten(-2)
+
+
+def test_absolute_positions_follow_the_grid():
+    model = dit(absolute="sincos", depth=1)
+    x, t, text = inputs(8, 8)
+    y = model(x, t, text)
+    model.reference = (4, 4)
+    torch.testing.assert_close(model(x, t, text), y)
+    model.reference = (8, None)
+    assert (model(x, t, text) - y).abs().max() > 1e-4
+
+
+def test_text_rules():
+    def rows(**kwargs):
+        return dit(encoding="rotate", **kwargs).positions((2, 2), 2)
+
+    assert dit(encoding="rotate").positions((2, 3), 4) == Grid((2, 3), prefix=4)
+    image = [[0, 0], [0, 1], [1, 0], [1, 1]]
+    zero = rows(text_positions="zero")
+    assert zero.coords.tolist() == [[0, 0], [0, 0], *image]
+    assert zero.rotated is None
+    assert rows(text_positions="diagonal").coords.tolist() == [[0, 0], [1, 1], *image]
+    assert rows(text_positions=Tokens(0, "axis", 1, start=5)).coords.tolist() == [[0, 5], [0, 6], *image]
+    behind = rows(text_positions="axis", image_after=(0,))
+    assert behind.coords.tolist() == [[0, 0], [1, 0], *([2 + h, w] for h, w in image)]
+
+
+def test_the_image_is_behind_the_text_of_its_own_sample():
+    model = dit(encoding="rotate", text_positions="axis", image_after=(0,))
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    placed = model.positions((2, 1), 3, mask=mask)
+    assert placed.coords[:, 3:].tolist() == [[[1, 0], [2, 0]], [[3, 0], [4, 0]]]
+    assert placed.coords[:, :3, 0].tolist() == [[0, 1, 2]] * 2
+
+
+def test_presets_place_text_and_image():
+    flux = dit(encoding="flux1")
+    assert isinstance(flux.encoding, PresetEncoding)
+    assert flux.positions((2, 3), 4) == Grid((1, 2, 3), prefix=4)
+    assert dit(encoding="wan").positions((2, 3), 4) == Grid((1, 2, 3), prefix=4)
+    lumina = dit(**ENCODINGS["lumina2"]).positions((1, 2), 3)
+    assert lumina.coords.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0], [3, 0, 1]]
+    torch.testing.assert_close(flux.encoding.get_omega().double(), flux.preset.omega, rtol=1e-6, atol=0)
+    learned = dit(encoding="mochi")
+    assert len(learned.encoding) == 2
+    assert {f"encoding.{i}.omega" for i in range(2)} <= learned.no_weight_decay()
+    assert "encoding.0.omega" in dict(learned.named_parameters())
+
+
+def test_interval_and_checkpointing():
+    model = dit(encoding="mixed", interval=True)
+    x, t, text = inputs()
+    torch.testing.assert_close(model(x, t, text), model(x, t, text, r=t))
+    assert (model(x, t, text, r=t / 2) - model(x, t, text)).abs().max() > 1e-3
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(x, t, text, r=t / 2).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+        assert all(grad is not None for grad in grads[-1])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bfloat16_keeps_frequencies_and_dtype():
+    model = dit(encoding="flux1", absolute="sincos").bfloat16()
+    assert model.encoding.get_omega().dtype == torch.float32
+    x, t, text = inputs()
+    assert model(x.bfloat16(), t, text).dtype == torch.bfloat16
+    assert dit(encoding="mixed").bfloat16().no_weight_decay() == {
+        "encoding.0.omega", "encoding.1.omega", "text_encoder.embed.weight",
+    }  # fmt: skip
+
+
+def test_autocast_keeps_the_residual_and_rounds_q_and_k():
+    model, seen = dit(encoding="rotate"), []
+    model.encoding.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.extend((args[0].dtype, args[1].dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*inputs())
+    assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16] * 2
+
+
+def test_key_mask_of_linear_attention():
+    q, k, v = torch.randn(3, 2, 1, 6, 4).unbind()
+    mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    for encoding, normalizer in ((CosineMd(4, 1, act="softplus"), "unrotated"), (RotateMd(4, 1), "none")):
+        kwargs = {"encoding": encoding, "normalizer": normalizer}
+        y = linear_attention(q, k, v, positions=Grid((6,)), key_mask=mask, **kwargs)
+        short = linear_attention(*(a[:1, :, :4] for a in (q, k, v)), positions=Grid((4,)), **kwargs)
+        torch.testing.assert_close(y[:1, :, :4], short)
+        torch.testing.assert_close(y[1:], linear_attention(q, k, v, positions=Grid((6,)), **kwargs)[1:])
+    encoding = CosineMd(4, 1, act="softmax", dim=-2)
+    with pytest.raises(ValueError, match=r"key_mask: .*dim=-2"):
+        linear_attention(q, k, v, encoding=encoding, positions=Grid((6,)), key_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["text on an axis", "diagonal, linear", "flux1", "lumina2", "qwen_image"])
+def test_positions_compile_for_every_size(name):
+    def f(image, mask):
+        placed = model.positions(image.shape, mask.shape[1], mask=mask)
+        return placed.coordinates() if isinstance(placed, Grid) else placed.coords
+
+    torch._dynamo.reset()
+    counter, model = CompileCounter(), dit(depth=1, **ENCODINGS[name])
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
+    for height, width, length in ((4, 6, 5), (10, 7, 3)):
+        args = torch.empty(height, width), torch.ones(2, length, dtype=torch.bool)
+        torch.testing.assert_close(compiled(*args), f(*args))
+    assert counter.frame_count == 1
+
+
+def test_compile_takes_every_size_in_one_graph():
+    torch._dynamo.reset()
+    counter, model = CompileCounter(), dit(depth=1, absolute="sincos", **ENCODINGS["text on an axis"])
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    # Sizes that are equal at first would be taken as always equal.
+    for batch, height, width, length in ((2, 8, 12, 9), (3, 20, 14, 6)):
+        x, t = torch.randn(batch, 3, height, width), torch.rand(batch)
+        text = tokenize(["x" * length] * batch)
+        torch.testing.assert_close(compiled(x, t, text), model(x, t, text), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+BAD = {
+    "axes": (r"num_axes: expected 2 \(images\) or 3", lambda: dit(num_axes=4)),
+    "patch": (r"patch_size: .*\(1, 2, 2\)", lambda: dit(patch_size=(1, 2, 2))),
+    "heads": (r"embed_dim: expected a multiple of .* 10, got 64", lambda: dit(num_heads=5)),
+    "encoding": (r"encoding: .*'flux3'", lambda: dit(encoding="flux3")),
+    "preset without rotation": (r"encoding: .*'pope'", lambda: dit(encoding="pope")),
+    "preset of another order": (r"encoding: .*row-major.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
+    "preset of other axes": (r"segments: eva02 has 2 axes", lambda: dit(num_axes=3, encoding="eva02")),
+    "rules beside a preset": (r"preset flux1 brings", lambda: dit(encoding="flux1", text_positions="zero")),
+    "rule": (r"rule: .*'left'", lambda: dit(text_positions="left")),
+    "axis": (r"axes from 0 to 1, got \(2,\)", lambda: dit(text_positions="axis", image_after=(2,))),
+    "absolute": (r"absolute: .*'learned'", lambda: dit(absolute="learned")),
+    "attention": (r"attention: .*'flash'", lambda: dit(attention="flash")),
+    "normalizer": (r"normalizer: .*act='none'", lambda: dit(attention="linear", encoding=RotateMd(32, 2))),
+    "video": (r"x: expected \(B, 3, height, width\), got \(2, 3, 1, 8, 8\)", lambda: dit()(*inputs(1, 8, 8))),
+    "odd size": (r"x: expected sizes in multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
+    "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
+    "texts": (r"text: expected one for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
+    "text without encoder": (r"text: the model has no text_encoder", lambda: dit(text=False)(*inputs())),
+    "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
+    "interval": (r"r: .*interval=True", lambda: dit()(*inputs(), torch.rand(2))),
+    "method": (r"method: .*'rk4'", lambda: integrate(lambda z, t: z, torch.ones(1), time_grid(1), "rk4")),
+    "steps": (r"steps, shift: .*0", lambda: time_grid(0)),
+    "max_length": (r"captions, max_length: .*0", lambda: tokenize([RED], max_length=0)),
+    "width": (r"width: expected a multiple of .*6", lambda: TextEncoder(16, num_heads=3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    message, call = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+def test_tokens():
+    tokens = tokenize(["ab", "é", ""], max_length=3)
+    assert tokens.tolist() == [[START, 2 + 97, 2 + 98], [START, 2 + 0xC3, 2 + 0xA9], [START, PAD, PAD]]
+    assert tokenize([DOG], max_length=3).shape == (1, 3)
+    dropped = drop_text(tokens, torch.tensor([True, False, False]))
+    assert dropped.tolist() == [[START, PAD, PAD], *tokens.tolist()[1:]]
+    with pytest.raises(TypeError, match=r"captions: .*'red'"):
+        tokenize(RED)
+
+
+def test_the_encoder_sees_the_order_of_bytes():
+    encoder = TextEncoder(16, depth=1, num_heads=2).eval()
+    pooled = encoder(tokenize(["ab", "ba"])).pooled
+    assert (pooled[0] - pooled[1]).abs().max() > 1e-6
+
+
+# --- flow matching ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rotate", "cosine", "linear, norm", "text on an axis", "qwen_image"])
+def test_jvp_is_the_finite_difference(name):
+    model = dit(interval=True, depth=1, **ENCODINGS[name]).double()
+    x, t, text = inputs(4, 6, dtype=torch.float64)
+    dx, dt, r = torch.randn_like(x), torch.rand_like(t), t / 3
+    y, dy = jvp(lambda x, t: model(x, t, text, r), (x, t), (dx, dt))
+    torch.testing.assert_close(y, model(x, t, text, r))
+    step = 1e-6
+    ends = [model(x + s * step * dx, t + s * step * dt, text, r) for s in (1, -1)]
+    torch.testing.assert_close(dy, (ends[0] - ends[1]) / (2 * step), rtol=1e-5, atol=1e-5 * dy.abs().max().item())
+
+
+def test_a_mean_flow_step():
+    """The gradient is that of |u - target|² with the target held, for every parameter; a step lowers the loss."""
+    model = dit(interval=True, depth=1, encoding="rotate").double()
+    x, t, text = inputs(4, 6, dtype=torch.float64)
+    noise, r = torch.randn_like(x), t / 3
+    loss = mean_flow_loss(model, x, text, r, t, noise).mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    z, v = (1 - t[:, None, None, None]) * x + t[:, None, None, None] * noise, noise - x
+    step = 1e-6
+    with torch.no_grad():
+        ends = [model(z + s * step * v, t + s * step, text, r) for s in (1, -1)]
+        target = v - (t - r)[:, None, None, None] * (ends[0] - ends[1]) / (2 * step)
+    expected = (model(z, t, text, r) - target).square().mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for a, b in zip(grads, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(b.abs().max().item(), 1e-3))
+    weights = {name: p - 1e-7 * g for (name, p), g in zip(model.named_parameters(), grads, strict=True)}
+    again = mean_flow_loss(lambda *a: functional_call(model, weights, a), x, text, r, t, noise).mean()
+    assert again < loss
+
+
+def test_loss_is_zero_for_the_velocity_itself():
+    x, t, _ = inputs()
+    noise = torch.randn_like(x)
+    assert flow_matching_loss(lambda z, t, text: noise - x, x, None, t, noise).tolist() == [0, 0]
+    at_ends = []
+    flow_matching_loss(lambda z, t, text: at_ends.append(z) or z, x, None, torch.tensor([0.0, 1.0]), noise)
+    torch.testing.assert_close(at_ends[0], torch.stack([x[0], noise[1]]))
+    times = draw_times(1000, generator=torch.Generator().manual_seed(0))
+    assert times.min() > 0
+    assert times.max() < 1
+    assert abs(times.mean() - 0.5) < 0.03
+
+
+def test_guidance():
+    model = dit(encoding="rotate")
+    x, t, text = inputs()
+    with_text, without = model(x, t, text), model(x, t)
+    assert (with_text - without).abs().max() > 1e-2
+    for scale in (0.0, 1.0, 3.0):
+        found = guided(model, text, scale)(x, t)
+        torch.testing.assert_close(found, without + scale * (with_text - without), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(guided(model, None, 3.0)(x, t), without)
+
+
+@pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
+def test_order_of_the_samplers(method, order):
+    """dz/dt = t z from t = 1 to 0, that is z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
+    z = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    errors = [
+        (integrate(lambda z, t: t[:, None] * z, z, time_grid(steps), method) - z * math.exp(-0.5)).abs().max().item()
+        for steps in (50, 100, 200)
+    ]
+    for coarse, fine in pairwise(errors):
+        assert abs(math.log2(coarse / fine) - order) < 0.1
+
+
+def test_sampling_a_straight_path_is_exact():
+    x, noise = torch.randn(2, 2, 3, 4, 4).unbind()
+    for steps, method in ((1, "euler"), (3, "heun")):
+        for shift in (1.0, 3.0):
+            found = sample(_Straight(noise - x), noise, None, steps=steps, method=method, shift=shift)
+            torch.testing.assert_close(found, x)
+    times = time_grid(4, shift=3.0)
+    assert (times[0], times[-1]) == (1, 0)
+    torch.testing.assert_close(times[2], torch.tensor(0.75, dtype=torch.float64))
+    assert torch.get_default_dtype() == torch.float32
+
+
+class _Straight:
+    def __init__(self, velocity):
+        self.velocity = velocity
+
+    def __call__(self, z, t, text=None):
+        assert t.shape == z.shape[:1]
+        return self.velocity
+
+
+def test_training_lowers_the_loss_and_runs_at_another_size():
+    torch.manual_seed(0)
+    model = dit(randomized=False, encoding="rotate", depth=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    colours = torch.tensor([[1.0, -1, -1], [-1, 1, -1]])[:, :, None, None]
+    images, captions = colours.expand(-1, -1, 4, 4).repeat(8, 1, 1, 1), tokenize(["red", "green"]).repeat(8, 1)
+    losses = []
+    for _ in range(60):
+        loss = flow_matching_loss(model, images, captions, draw_times(16), torch.randn_like(images)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    found = sample(model, torch.randn(2, 3, 6, 8), captions[:2], steps=8)
+    assert found.shape == (2, 3, 6, 8)
+    assert found[0, 0].mean() > found[1, 0].mean()
+    assert found[1, 1].mean() > found[0, 1].mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rotate", "cosine", "linear", "text on an axis"])
+def test_on_a_gpu(name):
+    """Kernels against the CPU's reference; forward mode; 16 bits under autocast with gradients for all."""
+    model = dit(interval=True, **ENCODINGS[name])
+    x, t, text = inputs()
+    expected = model(x, t, text)
+    tangents = torch.randn_like(x), torch.rand_like(t)
+    derivative = jvp(lambda x, t: model(x, t, text), (x, t), tangents)[1]
+    model.cuda()
+    x, t, text = x.cuda(), t.cuda(), text.cuda()
+    torch.testing.assert_close(model(x, t, text).cpu(), expected, rtol=1e-3, atol=1e-3)
+    found = jvp(lambda x, t: model(x, t, text), (x, t), tuple(a.cuda() for a in tangents))[1]
+    assert (found.cpu() - derivative).abs().max() < 1e-2 * derivative.abs().max()
+    seen: list[torch.dtype] = []
+    model.encoding.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args))
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = flow_matching_loss(model, x, text, t, torch.randn_like(x)).mean()
+    assert set(seen) == {torch.bfloat16}
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()
+
+
+def test_positions_of_another_device_are_made_there():
+    placed = dit(encoding="qwen_image").positions((2, 2), 3, device="meta")
+    assert isinstance(placed, Coordinates)
+    assert placed.coords.is_meta

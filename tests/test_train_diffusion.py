@@ -1,0 +1,292 @@
+"""scripts/train_diffusion.py and caption_data.py: data as people have it, a training, its samples, resuming."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import zipfile
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+pytest.importorskip("timm")
+pytest.importorskip("accelerate")
+
+from scripts import train_diffusion
+from scripts.caption_data import load_captioned
+from scripts.train_diffusion import DiffusionTraining, app, run, write_sheet
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+SMALL = {
+    "steps": 12, "batch": 8, "warmup": 2, "log_every": 4, "save_every": 6, "ema": 0.9, "lr": 3e-3, "size": 8,
+    "test_size": 12, "dim": 32, "depth": 1, "heads": 2, "text_dim": 16, "text_depth": 1, "parts": 4, "sample_steps": 1,
+    "samples": 2, "test_samples": 2, "tensorboard": False, "device": "cpu",
+}  # fmt: skip
+
+
+def images(folder, size=(8, 8)):
+    """24 plain images; returns (name, caption)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for i in range(6):
+        for name, colour in COLOURS.items():
+            Image.new("RGB", size, colour).save(folder / f"{name}{i}.png")
+            rows.append((f"{name}{i}.png", f"{name} {i}"))
+    return rows
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a metadata.jsonl."""
+    rows = images(tmp_path / "data")
+    lines = [json.dumps({"file_name": name, "text": text, "odd": i % 2 == 1}) for i, (name, text) in enumerate(rows)]
+    (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path / "data"
+
+
+load = partial(load_captioned, size=8, parts=4)
+
+
+# --- data ------------------------------------------------------------------------------------------------
+
+
+def test_all_forms_hold_the_same_pairs(folder, tmp_path):
+    found = load(folder)
+    assert found.images.shape == (24, 3, 8, 8)
+    assert found.images.dtype == torch.uint8
+    pairs = dict(zip(found.captions, found.images, strict=True))
+    for name, colour in COLOURS.items():
+        assert pairs[f"{name} 3"][:, 4, 4].tolist() == list(colour)
+    assert 0 < found.held_out.sum() < 24
+
+    beside = tmp_path / "beside"
+    for name, text in images(beside):
+        (beside / name).with_suffix(".txt").write_text(f"{text}\n", encoding="utf-8")
+    table = tmp_path / "table"
+    with open(table / "captions.csv" if images(table) else "", "w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([("file_name", "text"), *images(table)])
+    archive = tmp_path / "pairs.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in folder.iterdir():
+            packed.write(path, f"inside/{path.name}")
+    for other in (beside, table, archive):
+        assert load(other).digest == found.digest
+
+
+def test_transparency_crops_and_choices(folder, tmp_path):
+    image = np.zeros((8, 16, 4), np.uint8)
+    image[:, 4:12] = (255, 0, 0, 255)
+    Image.fromarray(image).save(folder / "red0.png")
+    found = load(folder, size=4)
+    red = dict(zip(found.captions, found.images, strict=True))["red 0"]
+    assert red.flatten(1).float().mean(1).tolist() == [255, 0, 0]
+    image[:, 4:12, 3] = 0
+    Image.fromarray(image).save(folder / "red0.png")
+    assert load(folder, size=4).images[found.captions.index("red 0")].float().mean() == 255
+    assert len(load(folder, without="odd").captions) == 12
+    assert len(load(folder, limit=10).captions) == 10
+    assert load(folder, fold=1).held_out.sum() + load(folder).held_out.sum() <= 24
+    assert not (load(folder, fold=1).held_out & load(folder).held_out).any()
+
+
+def _break(folder, **files):
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+BAD = {
+    "nothing there": (r"no such folder or file; expected a folder", lambda f: load(f / "absent")),
+    "no zip": (r"can't be read as a zip", lambda f: load(f / "metadata.jsonl")),
+    "no images": (r"no images among its 0 files", lambda f: [(f / "new").mkdir(), load(f / "new")]),
+    "row without image": (
+        r"1 rows of metadata.jsonl without an image: red0.png;", lambda f: [(f / "red0.png").unlink(), load(f)],
+    ),
+    "image without row": (
+        r"1 images without a row in metadata.jsonl: new.png",
+        lambda f: [Image.new("L", (2, 2)).save(f / "new.png"), load(f)],
+    ),
+    "row without caption": (
+        r"line 1: expected file_name and text, got \{'file_name'",
+        lambda f: [_break(f, **{"metadata.jsonl": '{"file_name": "red0.png"}'}), load(f)],
+    ),
+    "no JSON": (r"metadata.jsonl, line 2 is not JSON", lambda f: [_break(f, **{"metadata.jsonl": "\n{"}), load(f)]),
+    "no rows": (r"24 images without a row", lambda f: [_break(f, **{"metadata.jsonl": ""}), load(f)]),
+    "two rows": (
+        r"line 2: red0.png has a caption already",
+        lambda f: [_break(f, **{"metadata.jsonl": '{"file_name": "red0.png", "text": ""}\n' * 2}), load(f)],
+    ),
+    "two tables": (
+        r"expected one table of captions, got captions.csv, metadata.jsonl",
+        lambda f: [_break(f, **{"captions.csv": ""}), load(f)],
+    ),
+    "no text beside": (
+        r"24 images without a NAME.txt beside them: blue0.png, blue1.png, blue2.png, ..;",
+        lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
+    ),
+    "text without image": (
+        r"1 captions without an image: purple.txt",
+        lambda f: [
+            (f / "metadata.jsonl").unlink(),
+            _break(f, **{f"{p.stem}.txt": "" for p in f.glob("*.png")}, **{"purple.txt": ""}),
+            load(f),
+        ],
+    ),
+    "unreadable image": (
+        r"green1.png can't be read as an image", lambda f: [_break(f, **{"green1.png": "text"}), load(f)],
+    ),
+    "half an image": (
+        r"green1.png can't be read as an image",
+        lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
+    ),
+    "unknown field": (r"--without even: metadata.jsonl, line 1 has file_name", lambda f: load(f, without="even")),
+    "nothing held out": (r"0 of 1 pairs are held out by --parts 1000000", lambda f: load(f, limit=1, parts=10**6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_refused(folder, name):
+    message, call = BAD[name]
+    with pytest.raises(typer.BadParameter, match=message):
+        call(folder)
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+def config(folder, out, **changes):
+    return DiffusionTraining(data=folder, out=out, **{**SMALL, **changes})
+
+
+def weights(out):
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    return {**state["model"], **{f"average.{k}": v for k, v in state["average"].items()}}
+
+
+def test_a_run_lowers_the_loss_and_shows_samples(folder, tmp_path):
+    result = run(config(folder, tmp_path / "run", steps=40, encoding="rotate-text-axis"))
+    with open(tmp_path / "run" / "history.csv", encoding="utf-8") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert losses[-1] < 0.8 * losses[0]
+    held_out = result["held_out"]
+    assert set(held_out) == {"test_pairs", "8x8", "12x12 extrapolated", "12x12 rescaled"}
+    assert held_out["12x12 extrapolated"]["loss"] != held_out["12x12 rescaled"]["loss"]
+    assert all(len(held_out[name]["by_time"]) == 8 for name in held_out if name != "test_pairs")
+    with Image.open(tmp_path / "run" / "samples.png") as sheet:
+        assert sheet.format == "PNG"
+        assert min(sheet.size) > 300
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.png"}
+
+
+def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
+    chosen = config(folder, tmp_path, drop_text=0.25, encoding="rotate")
+    data = load_captioned(folder, chosen.test_size, parts=chosen.parts)
+    pairs = train_diffusion.Pairs(chosen, data, torch.device("cpu"))
+    draws = np.arange(16, dtype=np.int64) * 2**59
+    x, tokens = train_diffusion.batch(chosen, pairs, np.arange(16) % len(pairs.train), draws)
+    assert x.shape == (16, 3, 8, 8)
+    assert {x.min().item(), x.max().item()} == {-1, 1}
+    assert ((tokens != 0).sum(1) == 1).tolist() == [True] * 4 + [False] * 12
+
+    model = train_diffusion.build(chosen)
+    torch.nn.init.normal_(model.head.weight)
+    trainer = SimpleNamespace(averaged=model, accelerator=SimpleNamespace(autocast=nullcontext))
+    first = train_diffusion.evaluate(chosen, pairs, trainer)
+    torch.randn(5)
+    assert train_diffusion.evaluate(chosen, pairs, trainer) == first
+    _, columns = train_diffusion.draw(chosen, pairs, trainer)
+    assert {name: images.shape[-1] for name, images in columns.items()} == {
+        "held out": 12, "8x8": 8, "12x12 extrapolated": 12, "12x12 rescaled": 12,
+    }  # fmt: skip
+    assert model.reference is None
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [7, 12])
+def test_a_killed_run_ends_as_an_uninterrupted_one(folder, tmp_path, monkeypatch, stop):
+    """Killed in a step after the checkpoint, and after the last step before its results were written."""
+    whole = run(config(folder, tmp_path / "whole", encoding="rotate-mixed"))
+    calls = []
+    original = train_diffusion.loss
+
+    def dying(*args):
+        calls.append(1)
+        if len(calls) > stop:
+            raise Killed
+        return original(*args)
+
+    def dying_late(*args):
+        raise Killed
+
+    monkeypatch.setattr(train_diffusion, "loss", dying)
+    if stop == SMALL["steps"]:
+        monkeypatch.setattr(train_diffusion, "evaluate", dying_late)
+    part = config(folder, tmp_path / "part", encoding="rotate-mixed")
+    with pytest.raises(Killed):
+        run(part)
+    assert [p.name for p in (tmp_path / "part").iterdir()] == ["checkpoint.pt"]
+    monkeypatch.undo()
+    again = run(part)
+    assert again["train_steps_timed"] == SMALL["steps"] - (6 if stop == 7 else 12)
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "part")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert again["held_out"] == whole["held_out"]
+
+
+def test_a_checkpoint_of_another_encoding_or_data_is_refused(folder, tmp_path):
+    done = config(folder, tmp_path / "run", steps=1, batch=2)
+    run(done)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    with pytest.raises(typer.BadParameter, match=r"encoding: rotate there, cosine now.*choose another folder"):
+        run(replace(done, encoding="cosine"))
+    Image.new("RGB", (8, 8), "black").save(folder / "red0.png")
+    with pytest.raises(typer.BadParameter, match=r"digest: \d+ there, \d+ now"):
+        run(done)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+
+
+def test_command_line(folder, tmp_path):
+    out = tmp_path / "run"
+    command = ["--data", str(folder), "--out", str(out), "--device", "cpu", "--batch", "8"]
+    for more, message in (
+        (["--encoding", "rope"], "unknown 'rope'"),
+        (["--size", "9"], "--size: expected a multiple of 2"),
+        (["--parts", "4", "--fold", "4"], "--fold: expected 0 to --parts - 1 = 3"),
+        (["--drop-text", "1"], "--drop-text: expected"),
+        (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 can't have 8"),
+        (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
+        (["--data", str(tmp_path / "absent")], "no such folder or file"),
+    ):
+        result = CliRunner().invoke(app, [*command, *more], env={**os.environ, "COLUMNS": "400"})
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("encoding", train_diffusion.ENCODINGS)
+@pytest.mark.parametrize("attention", train_diffusion.ATTENTIONS)
+def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
+    chosen = config(folder, tmp_path, encoding=encoding, attention=attention, dim=64)
+    model = train_diffusion.build(chosen)
+    for _, size, model.reference in train_diffusion.conditions(chosen):
+        assert model(torch.randn(1, 3, size, size), torch.rand(1)).shape == (1, 3, size, size)
+
+
+def test_the_sheet_takes_any_caption_and_size(tmp_path):
+    columns = {"a": torch.rand(2, 3, 4, 4) * 2 - 1, "b": torch.full((2, 3, 8, 6), torch.nan)}
+    write_sheet(tmp_path / "sheet.part", ["$x_{", "long " * 20], columns)
+    with Image.open(tmp_path / "sheet.part") as sheet:
+        assert sheet.format == "PNG"
