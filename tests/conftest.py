@@ -1,5 +1,6 @@
 """``pytest`` runs the kernels in Triton's interpreter, ``pytest -m gpu`` on a GPU; a process can do one of the two."""
 
+import gc
 import os
 
 import pytest
@@ -21,6 +22,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Each gc.collect(), of which the benchmark makes many, would walk over all that the imports left."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
