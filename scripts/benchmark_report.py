@@ -87,6 +87,41 @@ def render(rows: pd.DataFrame) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def section(rows: pd.DataFrame, steps: Path) -> str:
+    """What is between the README's markers."""
+    return "\n".join(text for text in (render(rows), training(steps)) if text)
+
+
+def training(file: Path) -> str:
+    """Whole training steps, from the CSV of ``scripts.benchmark_training``."""
+    if not file.exists():
+        return ""
+    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
+    here = rows.iloc[-1]
+    lines = [
+        "**Training steps**: time and memory beside the same model without the encoding (timm's beside its own model "
+        f"without rope), medians of interleaved steps in bfloat16; (host): the host takes nine tenths of the step's time or "
+        f"more to issue it. {here.gpu}, {here.versions}, commit {here.commit}.",
+        "",
+    ]
+    columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
+    found = []
+    for name in dict.fromkeys(rows.encoding[rows.encoding != rows.baseline]):
+        if name == rows.baseline[rows.encoding == name].iloc[0]:
+            continue
+        cells = []
+        for model, mode in columns:
+            cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
+            text = [
+                f"{100 * r.ratio_p50 - 100:+.1f}%, {100 * r.memory_ratio - 100:+.1f}%"
+                + (" (host)" if r.host_ms > 0.9 * r.ms_p50 else "")
+                for r in cell.itertuples()
+            ]
+            cells.append(text[0] if text else "")
+        found.append([f"**{name}**" if not name.startswith("timm") else name, *cells])
+    return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found))
+
+
 def pass_rows(rows: pd.DataFrame) -> Any:
     return rows[rows["mode"].isin(PASSES) & (rows.op != "")]
 
@@ -343,7 +378,8 @@ def main(
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):
             print(folder / name)
-    readme.write_text(update(readme.read_text(encoding="utf-8"), render(rows)), encoding="utf-8")
+    text = update(readme.read_text(encoding="utf-8"), section(rows, folder / "training.csv"))
+    readme.write_text(text, encoding="utf-8")
     print(f"{readme}: {len(rows)} measurements of {folder}")
 
 
