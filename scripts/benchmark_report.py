@@ -100,8 +100,8 @@ def training(file: Path) -> str:
     here = rows.iloc[-1]
     lines = [
         "**Training steps**: time and memory beside the same model without the encoding (timm's beside its own model "
-        f"without rope), medians of interleaved steps in bfloat16; (host): the host takes nine tenths of the step's time or "
-        f"more to issue it. {here.gpu}, {here.versions}, commit {here.commit}.",
+        "without rope), medians of interleaved steps in bfloat16; (host): issuing a step takes the host nine tenths of "
+        f"its time or more. {here.gpu}, {here.versions}, commit {here.commit}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
