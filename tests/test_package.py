@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lrpe_md
-from lrpe_md import frequencies
+from lrpe_md import frequencies, scalings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lrpe_md"
@@ -16,16 +16,19 @@ PACKAGE = ROOT / "lrpe_md"
 LAYERS = {  # each file and what of ours it may import
     "kernels": set(),
     "reference": set(),
-    "positions": set(),
+    "coordinates": set(),
+    "positions": {"coordinates"},
     "frequencies": set(),
+    "scalings": set(),
     "ops": {"reference", "positions", "launch"},
     "launch": {"kernels", "ops", "positions"},
     "functional": {"ops", "positions"},
     "lrpe": {"functional", "frequencies", "ops", "positions"},
     "augment": {"positions"},
     "sequences": {"positions"},
-    "presets": {"frequencies", "positions", "sequences"},
-    "modules": {"functional", "frequencies", "positions"},
+    "schemes": {"frequencies", "positions", "sequences"},
+    "presets": {"frequencies", "positions", "scalings", "schemes", "sequences"},
+    "modules": {"coordinates", "functional", "frequencies", "positions", "schemes"},
     "testing": {"functional", "positions"},
 }
 
@@ -92,9 +95,9 @@ except ValueError as e:
 def test_public_names():
     public = {name for name in vars(lrpe_md) if not name.startswith("_")}
     expected = {"Grid", "Coordinates", "cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d"}
-    expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset"}
+    expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset", "PresetMd"}
     expected |= {"compose", "pack", "pad", "Tokens", "After", "window_order", "AugmentPositions"}
-    expected |= {name for name in frequencies.__all__ if name.islower()}
+    expected |= {name for name in (*frequencies.__all__, *scalings.__all__) if name.islower()}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         expected |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
     expected |= {f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton")} | {"lrpe_rotate_md"}
