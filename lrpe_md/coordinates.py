@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "per_axis"]
+__all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
 
 PerAxis = float | Sequence[float] | Tensor
 Self = TypeVar("Self", bound="Rules")
@@ -147,6 +147,17 @@ class Coordinates(Rules):
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
+        """On another device, or in another dtype: float32 or float64. To float32 integers are looked at, which waits
+        for a GPU.
+
+        Raises:
+            TypeError: a dtype of 16 bits, which misplaces far tokens.
+            ValueError: integers beyond 2^24 and float32, which does not hold them all.
+        """
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
+            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
+            check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
         soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
@@ -171,6 +182,15 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     if len(values) != num_axes or not all(isinstance(v, (Real, torch.SymInt, torch.SymFloat)) for v in values):
         raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
+
+
+def check_reach(position: float, where: str = "") -> None:
+    """Whether float32 holds all whole numbers up to there."""
+    if position > 2**24:
+        raise ValueError(
+            f"dtype: expected float64 for positions up to {position:.0f}{where}, where float32 holds every whole "
+            f"number up to {2**24} only"
+        )
 
 
 def check_index(index: Tensor) -> None:

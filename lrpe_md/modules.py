@@ -34,7 +34,7 @@ class _Frequencies(nn.Module):
     pairs: Pairs = "half"
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
-    amplitude: float | Tensor | None = None
+    amplitude: float | Tensor | None
     phase_range: tuple[float, float] | None = None
 
     def __init__(
@@ -53,6 +53,7 @@ class _Frequencies(nn.Module):
         dtype: torch.dtype,
         phase_dtype: torch.dtype | None = None,
         phase_groups: int = 1,
+        amplitude: float | Tensor | None = None,
     ) -> None:
         """Called last, since it asks for the initial values."""
         super().__init__()
@@ -80,6 +81,10 @@ class _Frequencies(nn.Module):
         else:
             self.register_buffer(name, initial, persistent=False)
         self.phase = nn.Parameter(self._initial("phase", device)) if phase else None
+        if isinstance(amplitude, Tensor):
+            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
+        else:
+            self.amplitude = amplitude
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         """A new tensor on ``device``, default torch's."""
@@ -157,7 +162,9 @@ class _Frequencies(nn.Module):
     def forward(self, *xs: Tensor, positions: Positions | tuple[Positions, Positions]) -> Any:
         phase: Any = self.phase
         if phase is not None:
-            phase = phase if self.phase_range is None else phase.clamp(*self.phase_range)
+            if self.phase_range is not None:
+                # The gradient passes the bounds, which else would hold what they caught, or what begins there.
+                phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
             if self.keys_alone:
                 if len(xs) != 2:
                     raise ValueError(
@@ -375,13 +382,10 @@ class PresetMd(_Frequencies):
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=scheme.phase or False, act=own, dim=dim, impl=impl, device=device,
             dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
+            amplitude=preset.amplitude,
         )  # fmt: skip
         if learnable and self.axial:
             self.register_buffer("axes", self._initial("axes", device), persistent=False)
-        if isinstance(preset.amplitude, Tensor):
-            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
-        else:
-            self.amplitude = preset.amplitude
 
     def _initial_frequencies(self, name: str) -> Tensor:
         omega = self.preset.omega

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .coordinates import Coordinates, PerAxis, Rules, check_index, per_axis
+from .coordinates import Coordinates, PerAxis, Rules, check_index, check_reach, per_axis
 
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
 
@@ -249,6 +249,8 @@ def grid_coordinates(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The map from flat index to coordinates: positions (N, K) and which tokens are on the grid (N,)."""
+    if dtype == torch.float32 and affine is None:
+        check_reach(max(sizes) - 1)
     index = torch.arange(num_tokens, device=device) + (start - prefix)
     rotated = (index >= 0) & (index < math.prod(sizes))
     coords = _unravel(torch.where(rotated, index, 0), sizes)

@@ -10,10 +10,10 @@ knows a scheme's name. Every preset is tested against the original code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -358,12 +358,18 @@ def preset(
         raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
     frequencies = replace(frequencies, **changes)
     channels = head_dim if scheme.map == "cosine" else head_dim // 2
-    if isinstance(frequencies, Axial):
-        try:
-            frequencies.sections(channels)
-        except ValueError as error:
-            raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error
     with torch.device("cpu"):
-        omega, amplitude = frequencies.build(channels, num_heads, seed or 0)
+        if isinstance(frequencies, Axial):
+            _fitting(name, head_dim, partial(frequencies.sections, channels))
+        build = partial(frequencies.build, channels, num_heads, seed or 0)
+        omega, amplitude = build() if changes else _fitting(name, head_dim, build)
     phase = None if scheme.phase is None else (num_heads, channels)
     return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase)
+
+
+def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
+    """What only head_dim can prevent."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error

@@ -57,7 +57,8 @@ class Axial:
     def takes(self) -> set[str]:
         """What can be said instead of the scheme's own."""
         base = {"base"} if self.base is not None else set()
-        return {"scaling"} | base | ({"split"} if self.num_axes > 1 else set())
+        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # which deals out alike
+        return {"scaling"} | base | ({"split"} if shared else set())
 
     def sections(self, num_channels: int) -> tuple[int, ...]:
         return split_channels(num_channels, self.split, remainder=self.remainder)

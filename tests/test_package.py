@@ -25,7 +25,7 @@ LAYERS = {  # each file and what of ours it may import
     "functional": {"ops", "positions"},
     "lrpe": {"functional", "frequencies", "ops", "positions"},
     "augment": {"positions"},
-    "sequences": {"positions"},
+    "sequences": {"coordinates", "positions"},
     "schemes": {"frequencies", "positions", "sequences"},
     "presets": {"frequencies", "positions", "scalings", "schemes", "sequences"},
     "modules": {"coordinates", "functional", "frequencies", "positions", "schemes"},
