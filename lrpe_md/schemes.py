@@ -175,7 +175,7 @@ class Preset:
 
     @property
     def num_axes(self) -> int:
-        return self.omega.shape[-1]
+        return self.scheme.frequencies.num_axes
 
     @property
     def options(self) -> dict[str, Any]:
