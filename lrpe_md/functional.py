@@ -72,15 +72,17 @@ def cosine(
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", on all tokens, prefix included.
         dim: for softmax -1 (features) or -2 (sequence); None for the others.
         phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix). A pair is for q and for k, None
-            for no phase: PoPE has one on the keys alone.
+            for no phase: PoPE has one on the keys alone. Or P groups of phases, (P, H or 1, D): the output is what
+            each group alone would give, one behind the other, so that q·k is the sum over the groups. In a pair the
+            one without groups is repeated for each. Costs a launch a group and a copy of the output.
         amplitude: multiplies cos Θ and sin Θ of grid tokens: a number, or (D,), or (H or 1, D) float32 or float64.
             Under ``torch.compile`` a tensor avoids a recompile for each new value.
         order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
-        (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order. Arithmetic is
-        float32, or float64 where x is.
+        (B, H, N, 2D) for each input, or (B, H, N, 2PD), in x's dtype (also under autocast) and memory order.
+        Arithmetic is float32, or float64 where x is.
 
     Differentiable with respect to xs, omega and phase: the fused backward, deterministic, in first-order
     reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the reference,
@@ -168,8 +170,9 @@ def encode(
             prepare(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, amplitude, order)
             for where, phi, x in each
         ]
+        groups = _groups(phase)
         return tuple(
-            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi))[0]
+            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi), groups)[0]
             for call, (_, phi, x) in zip(calls, each, strict=True)
         )
     direct = ops.is_direct(*xs, omega, phase)
@@ -203,11 +206,34 @@ def _encode(
     phase: Tensor | None,
     impl: str,
     direct: bool,
+    groups: int = 1,
 ) -> tuple[Tensor, ...]:
-    """A prepared call on the path that ``impl`` and the inputs ask for."""
+    """A prepared call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
+    if phase is not None and phase.ndim == 3:
+        each = [_encode(call, xs, omega, group, impl, direct) for group in phase.unbind()]
+        return tuple(map(_side_by_side, zip(*each, strict=True)))
+    if groups > 1:
+        return tuple(_side_by_side((y,) * groups) for y in _encode(call, xs, omega, phase, impl, direct))
     if use_triton(impl, xs, call[2]):
         return ops.encode(*call, omega, phase, xs, direct)
     return ops.encode_reference(*call, omega, phase, xs)
+
+
+def _side_by_side(ys: tuple[Tensor, ...]) -> Tensor:
+    """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
+    if len(ys) == 1:
+        return ys[0]
+    order = ops.memory_order(ys[0])
+    back = [order.index(i) for i in range(3)]
+    return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
+
+
+def _groups(phase: Any) -> int:
+    """Groups of phases that q and k have in common."""
+    several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
+    if len(several) > 1:
+        raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
+    return max(several, default=1)
 
 
 def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -270,17 +296,17 @@ def prepare(
         _check_input(name, t, x)
     batch, _, num_tokens, head_dim = x.shape
 
-    if act not in ACTIVATIONS:
-        raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
-    if act == "softmax" and dim not in (-1, -2):
-        raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
-    if act != "softmax" and dim is not None:
-        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
+    check_act(act, dim)
     if order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
 
+    phase_name = "phase"
     if map == "cosine":
         start, channels, sections = 0, head_dim, ()
+        if isinstance(phase, Tensor) and phase.ndim == 3:
+            if not len(phase):
+                raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
+            phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
     else:
         start, width = rotary_slice(rotary_dim, head_dim)
         channels = width // 2
@@ -297,10 +323,10 @@ def prepare(
         )
     _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
     amplitude = _amplitude(amplitude, channels, x.device)
-    for name, t in (("phase", phase), ("amplitude", amplitude)):
+    for name, t in ((phase_name, phase), ("amplitude", amplitude)):
         if t is not None:
             _check_omega(name, t, x, (channels,), "(H or 1, channels or pairs)", xs)
-    tensors = (("omega", omega), ("phase", phase), ("amplitude", amplitude))
+    tensors = (("omega", omega), (phase_name, phase), ("amplitude", amplitude))
     several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
     for name, t in several[1:]:
         if t.shape[0] != several[0][1].shape[0]:
@@ -310,6 +336,15 @@ def prepare(
             )
     spec = Spec(map, act, dim or 0, pairs, start, channels, sections, order)
     return spec, layout, Tables(coords, affine, rotated, amplitude)
+
+
+def check_act(act: Any, dim: Any) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
+    if act == "softmax" and dim not in (-1, -2):
+        raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
+    if act != "softmax" and dim is not None:
+        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
 
 
 def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
@@ -445,10 +480,14 @@ def _layout(
     return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None, positions.rotated
 
 
-def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
-    """The path that ``impl`` and the inputs ask for."""
+def check_impl(impl: Any) -> None:
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+
+
+def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
+    """The path that ``impl`` and the inputs ask for."""
+    check_impl(impl)
     if impl == "reference":
         return False
     asked = impl == "triton"

@@ -50,7 +50,7 @@ class PresetEncoding(RotateMd):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        self.preset = made = preset(name, head_dim, num_heads, base=base, split=split, seed=seed)
+        self.preset = made = preset(name, head_dim, num_heads, base=base, split=split, seed=seed or None)
         if made.scheme.map != "rotate" or made.amplitude != 1:
             raise ValueError(f"encoding: expected a preset that rotates, without amplitude, got {name!r}")
         super().__init__(
@@ -58,8 +58,8 @@ class PresetEncoding(RotateMd):
             num_heads=made.omega.shape[0], learnable=made.scheme.learned, pairs=made.scheme.pairs, **kwargs,
         )  # fmt: skip
 
-    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        return self.preset.omega.to(device or torch.get_default_device(), self.dtype)
+    def _initial_frequencies(self, name: str) -> Tensor:
+        return self.preset.omega
 
     def extra_repr(self) -> str:
         return f"{self.preset.name!r}, {super().extra_repr()}"

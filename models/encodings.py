@@ -67,4 +67,4 @@ def _split_omega(channels: int, heads: int, seed: int, **series: Any) -> Tensor:
 
 
 def _preset_omega(channels: int, heads: int, seed: int, *, name: str, head_dim: int, **kwargs: Any) -> Tensor:
-    return preset(name, head_dim, heads, seed=seed, **kwargs).omega
+    return preset(name, head_dim, heads, seed=seed or None, **kwargs).omega

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
-from lrpe_md.functional import ACTIVATIONS
+from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, list_presets, preset
+from lrpe_md.functional import check_act
 from lrpe_md.ops import transforming
 from lrpe_md.reference import activate
 
 __all__ = ["Activation", "LrpeAttention", "LrpeVisionTransformer", "adapt", "linear_attention", "softmax_attention"]
 
-Encoding: TypeAlias = Literal["cosine", "rotate", "mixed"] | nn.Module | Callable[..., nn.Module] | None
+Encoding: TypeAlias = str | nn.Module | Callable[..., nn.Module] | None
 Normalizer = Literal["unrotated", "none"]
 
 NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
@@ -60,10 +60,7 @@ class Activation(nn.Module):
 
     def __init__(self, act: str = "none", dim: int | None = None) -> None:
         super().__init__()
-        if act not in ACTIVATIONS:
-            raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
-        if (act == "softmax") != (dim in (-1, -2)) or dim not in (None, -1, -2):
-            raise ValueError(f"dim: expected -1 or -2 for act='softmax' and None otherwise, got {dim!r} for {act!r}")
+        check_act(act, dim)
         self.act, self.dim = act, dim
 
     def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
@@ -261,11 +258,13 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     Args:
         encoding: "cosine" or "rotate": fixed axial frequencies shared by all layers. "mixed": RoPE-ViT's (arXiv
-            2403.13298), rotate with learned frequencies for each layer and head, base 10. An ``nn.Module``, called as
-            ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers. A factory
-            ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default (create_model drops
-            arguments that are None): no encoding.
-        encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
+            2403.13298), rotate with learned frequencies for each layer and head, base 10. A name of
+            :func:`lrpe_md.list_presets`, "eva02": the scheme with its positions, for each layer where it learns. An
+            ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all
+            layers. A factory ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default
+            (create_model drops arguments that are None): no encoding.
+        encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim. For a
+            preset: of :func:`lrpe_md.preset` and :class:`lrpe_md.PresetMd`.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
         attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
         normalizer: of linear attention.
@@ -358,11 +357,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
         """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
-        grid = Grid(tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:])), prefix=self.num_prefix_tokens)
+        size = tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:]))
         x = self.patch_embed(x)
         if self.absolute == "sincos":
             x = x + build_sincos2d_pos_embed(
-                list(grid.shape), self.embed_dim, device=x.device, dtype=x.dtype
+                list(size), self.embed_dim, device=x.device, dtype=x.dtype
             ).reshape(x.shape[1:])  # fmt: skip
         x = self._pos_embed(x)
         if self.absolute == "sincos":
@@ -371,10 +370,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        if kept is None:
-            return x, grid
-        patches = Grid(grid.shape).coordinates(x.device, torch.float32)
-        return x, Coordinates(patches[kept], prefix=grid.prefix)
+        positions = lay_out(self.encoding, self.num_prefix_tokens, size)
+        return x, positions if kept is None else _take(positions, self.num_prefix_tokens, kept)
 
     def _block(
         self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
@@ -407,6 +404,23 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(self.encoding, nn.ModuleList):
             self.encoding = self.encoding[: len(self.blocks)]
         return taken
+
+
+def lay_out(encoding: nn.Module | None, num_prefix: int, size: tuple[int, ...]) -> Grid | Coordinates:
+    """Positions of prefix and patches, by the rule of a preset where the encoding has one."""
+    first: Any = encoding[0] if isinstance(encoding, nn.ModuleList) else encoding
+    if not isinstance(first, PresetMd):
+        return Grid(size, prefix=num_prefix)
+    return first.positions(num_prefix, size) if num_prefix else first.positions(size)
+
+
+def _take(positions: Grid | Coordinates, num_prefix: int, kept: Tensor) -> Coordinates:
+    """Of the prefix and the patches with these numbers (B, n)."""
+    if isinstance(positions, Grid):
+        table = positions.take(kept)
+        return table.to(dtype=torch.float32) if positions.scale is None else table  # whole numbers
+    prefix = torch.arange(num_prefix, device=kept.device).expand(kept.shape[0], -1)
+    return positions.take(torch.cat([prefix, kept + num_prefix], dim=1))
 
 
 def adapt(
@@ -450,6 +464,7 @@ def adapt(
             _check_linear(getattr(module, "act", "none"), normalizer)
         if any(m.attn_drop.p > 0 for m in attentions):
             raise ValueError("attn_drop_rate: linear attention forms no weights to drop, expected 0")
+    _check_rule(built, vit.num_prefix_tokens)
     if built is not None:
         built.to(next(vit.parameters()).device)
 
@@ -496,6 +511,22 @@ def _attentions(model: Any) -> list[Any]:
     return found
 
 
+def _check_rule(encoding: nn.Module | None, num_prefix: int) -> None:
+    """A preset must have a place for the prefix, and for patches row by row."""
+    first: Any = encoding[0] if isinstance(encoding, nn.ModuleList) else encoding
+    if isinstance(first, PresetMd):
+        name = first.preset.name
+        if not isinstance(first.preset.scheme.grid((2,) * first.num_axes), Grid):
+            raise ValueError(f"encoding: expected a preset whose tokens come row by row, got {name!r}")
+        try:
+            lay_out(encoding, num_prefix, (2, 2))
+        except ValueError as error:
+            raise ValueError(
+                f"encoding: expected a preset for images and {num_prefix} prefix tokens (class_token, reg_tokens), got "
+                f"{name!r}: {error}"
+            ) from error
+
+
 def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int, num_axes: int) -> nn.Module | None:
     """One module for all layers, a ModuleList of one a layer, or None."""
     head_dim, num_heads = attn.head_dim, attn.num_heads
@@ -515,10 +546,12 @@ def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int
         kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, "num_heads": num_heads, **kwargs}
         seed = kwargs.pop("seed", 0)
         return nn.ModuleList(RotateMd(head_dim, num_axes, seed=seed + i, **kwargs) for i in range(depth))
+    if encoding in list_presets():
+        return _of_preset(encoding, kwargs, head_dim, num_heads, depth)
     if isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
-            "encoding: expected 'cosine', 'rotate', 'mixed', None, an nn.Module or a factory "
-            f"(head_dim, num_heads) -> nn.Module, got {encoding!r}"
+            "encoding: expected 'cosine', 'rotate', 'mixed', a name of lrpe_md.list_presets(), None, an nn.Module or a "
+            f"factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
         )
     if isinstance(encoding, type):  # by name: the second positional argument of CosineMd is num_axes
         modules: list[Any] = [encoding(head_dim=head_dim, num_heads=num_heads, **kwargs) for _ in range(depth)]
@@ -527,6 +560,17 @@ def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int
     if not all(isinstance(m, nn.Module) for m in modules):
         raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(modules[0]).__name__}")
     return nn.ModuleList(modules)
+
+
+def _of_preset(name: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, depth: int) -> nn.Module:
+    """Shared by all layers where nothing is learned, or where the scheme shares it."""
+    changes = {key: kwargs.pop(key) for key in ("base", "split", "scaling", "seed") if key in kwargs}
+    chosen = preset(name, head_dim, num_heads, **changes)
+    first, frequencies = PresetMd(chosen, **kwargs), chosen.scheme.frequencies
+    if chosen.scheme.shared or not list(first.parameters()):
+        return first
+    seeds = [{"seed": changes.get("seed", 0) + i} if "seed" in frequencies.takes else {} for i in range(depth)]
+    return nn.ModuleList(PresetMd(preset(name, head_dim, num_heads, **{**changes, **s}), **kwargs) for s in seeds)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
