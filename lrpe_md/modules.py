@@ -219,7 +219,7 @@ class PresetMd(FrequencyModule):
             where the scheme has one.
         learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
             default: where the scheme does.
-        act: instead of the scheme's.
+        act, phase: instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: of frequencies and phase; default: float64 for what is fixed, float32 for what is learned.
 
@@ -235,6 +235,7 @@ class PresetMd(FrequencyModule):
         learnable: bool | None = None,
         act: Act | None = None,
         dim: int | None = None,
+        phase: Phase | None = None,
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -251,7 +252,7 @@ class PresetMd(FrequencyModule):
         self.axial = isinstance(scheme.frequencies, Axial)
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
-            phase=scheme.phase or False, act=own, dim=dim, impl=impl, device=device,
+            phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
             dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
             amplitude=None if isinstance(preset.amplitude, float) and preset.amplitude == 1 else preset.amplitude,
         )  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, preset, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens, preset, rotate
 
 timm = pytest.importorskip("timm")
 
@@ -532,7 +533,7 @@ def test_encodings_of_users():
     ("name", "kwargs"),
     [
         ("eva02", {}), ("dinov3", {"reg_tokens": 2}), ("rope_vit_axial", {}), ("rope_vit_mixed", {}), ("qwen2_vl", {}),
-        ("mochi", {}), ("wan", {"class_token": False, "global_pool": "avg"}),
+        ("mochi", {}), ("wan", {}), ("wan", {"class_token": False, "global_pool": "avg"}),
     ],
 )  # fmt: skip
 def test_presets(name, kwargs):
@@ -551,12 +552,10 @@ def test_presets(name, kwargs):
             self.layer = [layer]
 
         def forward(self, q, k, *, positions):
-            segments = [prefix, positions.shape] if prefix else [positions.shape]
             made = first.preset
             assert positions.num_tokens == q.shape[2]
-            return rotate(
-                q, k, omega=self.layer[0].get_omega(), positions=made.positions(*segments), **made.options
-            )  # fmt: skip
+            placed = replace(made.positions(positions.shape), prefix=prefix)
+            return rotate(q, k, omega=self.layer[0].get_omega(), positions=placed, **made.options)
 
     x = image(16, 28)
     expected = copy.deepcopy(model)
@@ -577,9 +576,9 @@ def test_presets(name, kwargs):
 
 @pytest.mark.parametrize("name", ["eva02", "qwen2_vl"])
 def test_presets_with_dropped_patches(name):
-    """What is kept keeps its positions, scaled as they are, behind a prefix that some schemes place."""
+    """What is kept keeps its positions, scaled as they are, behind a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
-    positions, seen = vit.lay_out(model.encoding, 1, (4, 7)), []
+    positions, seen = vit.lay_out(model.encoding, (4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
     torch.manual_seed(3)
     model.train()(image(16, 28))
@@ -609,7 +608,6 @@ def test_presets_compile_once_for_all_sizes():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("wan", {}, r"1 prefix tokens .*got 'wan': segments: wan has tokens on grids only"),
         ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope has 1 axes"),
         ("qwen2_vl_vision", {}, r"encoding: expected a preset whose tokens come row by row, got 'qwen2_vl_vision'"),
         ("flux1", {}, r"head_dim: flux1 can't have 16"),
