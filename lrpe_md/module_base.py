@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .arguments import Act, Impl, Order, Pairs, Positions, check_act, check_impl
 from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
-from .functional import Act, Impl, Order, Pairs, Positions, check_act, check_impl, encode
+from .functional import encode
 
 __all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
 

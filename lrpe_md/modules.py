@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import Act, Impl, Order, Pairs, Positions, check_pairs, rotary_slice
 from .coordinates import Coordinates
 from .frequencies import AxisOrder, sequence_omega
-from .functional import Act, Impl, Order, Pairs, Positions, check_pairs, rotary_slice
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
 from .positions import Grid
 from .schemes import Axial, Preset

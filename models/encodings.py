@@ -23,7 +23,7 @@ from lrpe_md import (
     list_presets,
     preset,
 )
-from lrpe_md.functional import check_act
+from lrpe_md.arguments import check_act
 from lrpe_md.reference import activate
 from lrpe_md.schemes import Axial
 

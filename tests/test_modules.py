@@ -32,7 +32,7 @@ def cls(request):
     return request.param
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=KINDS, ids=lambda kind: ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in kind.items()))
 def kwargs(request):
     return request.param
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_md import Coordinates, Grid, Preset, PresetMd, rotate
-from lrpe_md.functional import Impl, Pairs
+from lrpe_md.arguments import Impl, Pairs
 
 __all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "install", "parts", "restore"]
 
