@@ -1,34 +1,23 @@
-"""The public functions: validate, choose the path, call."""
+"""The public functions: check, choose the path, call."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import warnings
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .arguments import Act, Impl, Order, Pairs, Positions, check_impl, check_input, prepare
 from .ops import Layout, Spec, Tables
-from .positions import Coordinates, Grid, fleeting
+from .positions import Coordinates, Grid
 
-__all__ = ["ACTIVATIONS", "Act", "Impl", "Order", "Pairs", "Positions", "cosine", "rotate"]
+__all__ = ["cosine", "encode", "rotate", "use_triton"]
 
-Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
-Impl = Literal["auto", "triton", "reference"]
-Pairs = Literal["half", "interleaved"] | Sequence[int]
-Order = Literal["cos_sin", "sin_cos"]
-Positions = Grid | Coordinates | Tensor
-
-ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softplus", "softmax")
 _POSITIONS = (Grid, Coordinates, Tensor)
-PAIRS = ("half", "interleaved")
-ORDERS = ("cos_sin", "sin_cos")
-IMPLS = ("auto", "triton", "reference")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
@@ -72,15 +61,17 @@ def cosine(
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", on all tokens, prefix included.
         dim: for softmax -1 (features) or -2 (sequence); None for the others.
         phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix). A pair is for q and for k, None
-            for no phase: PoPE has one on the keys alone.
+            for no phase: PoPE has one on the keys alone. Or P groups of phases, (P, H or 1, D): the output is what
+            each group alone would give, one behind the other, so that q·k is the sum over the groups. In a pair the
+            one without groups is repeated for each. Costs a launch a group and a copy of the output.
         amplitude: multiplies cos Θ and sin Θ of grid tokens: a number, or (D,), or (H or 1, D) float32 or float64.
             Under ``torch.compile`` a tensor avoids a recompile for each new value.
         order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
-        (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order. Arithmetic is
-        float32, or float64 where x is.
+        (B, H, N, 2D) for each input, or (B, H, N, 2PD), in x's dtype (also under autocast) and memory order.
+        Arithmetic is float32, or float64 where x is.
 
     Differentiable with respect to xs, omega and phase: the fused backward, deterministic, in first-order
     reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the reference,
@@ -162,14 +153,15 @@ def encode(
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
         each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
         if len(xs) == 2:
-            _check_input("q", xs[0], xs[0])
-            _check_input("k", xs[1], xs[0], other_length=True)
+            check_input("q", xs[0], xs[0])
+            check_input("k", xs[1], xs[0], other_length=True)
         calls = [  # all is checked before anything is launched
             prepare(map, (x,), omega, where, act, dim, phi, pairs, rotary_dim, amplitude, order)
             for where, phi, x in each
         ]
+        groups = _groups(phase)
         return tuple(
-            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi))[0]
+            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi), groups)[0]
             for call, (_, phi, x) in zip(calls, each, strict=True)
         )
     direct = ops.is_direct(*xs, omega, phase)
@@ -203,11 +195,34 @@ def _encode(
     phase: Tensor | None,
     impl: str,
     direct: bool,
+    groups: int = 1,
 ) -> tuple[Tensor, ...]:
-    """A prepared call on the path that ``impl`` and the inputs ask for."""
+    """A prepared call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
+    if phase is not None and phase.ndim == 3:
+        each = [_encode(call, xs, omega, group, impl, direct) for group in phase.unbind()]
+        return tuple(map(_side_by_side, zip(*each, strict=True)))
+    if groups > 1:
+        return tuple(_side_by_side((y,) * groups) for y in _encode(call, xs, omega, phase, impl, direct))
     if use_triton(impl, xs, call[2]):
         return ops.encode(*call, omega, phase, xs, direct)
     return ops.encode_reference(*call, omega, phase, xs)
+
+
+def _side_by_side(ys: tuple[Tensor, ...]) -> Tensor:
+    """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
+    if len(ys) == 1:
+        return ys[0]
+    order = ops.memory_order(ys[0])
+    back = [order.index(i) for i in range(3)]
+    return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
+
+
+def _groups(phase: Any) -> int:
+    """Groups of phases that q and k have in common."""
+    several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
+    if len(several) > 1:
+        raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
+    return max(several, default=1)
 
 
 def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -249,206 +264,9 @@ def _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amp
     )  # fmt: skip
 
 
-def prepare(
-    map: str,
-    xs: tuple[Tensor, ...],
-    omega: Tensor,
-    positions: Any,
-    act: str,
-    dim: int | None,
-    phase: Any,
-    pairs: Any,
-    rotary_dim: int | slice | None,
-    amplitude: float | Tensor | None = None,
-    order: str = "cos_sin",
-) -> tuple[Spec, Layout, Tables]:
-    """Check every argument; what remains to be said to an operator."""
-    if not 1 <= len(xs) <= 2:
-        raise TypeError(f"{map}: expected one tensor or two (q, k), got {len(xs)}")
-    x = xs[0]
-    for name, t in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
-        _check_input(name, t, x)
-    batch, _, num_tokens, head_dim = x.shape
-
-    if act not in ACTIVATIONS:
-        raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
-    if act == "softmax" and dim not in (-1, -2):
-        raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
-    if act != "softmax" and dim is not None:
-        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
-    if order not in ORDERS:
-        raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
-
-    if map == "cosine":
-        start, channels, sections = 0, head_dim, ()
-    else:
-        start, width = rotary_slice(rotary_dim, head_dim)
-        channels = width // 2
-        pairs, sections = check_pairs(pairs, channels)
-
-    layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
-    if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
-        raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
-
-    num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
-    if num_axes < 1:
-        raise ValueError(
-            f"positions: expected at least one axis, got coords {tuple(coords.shape) if coords is not None else ()}"
-        )
-    _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
-    amplitude = _amplitude(amplitude, channels, x.device)
-    for name, t in (("phase", phase), ("amplitude", amplitude)):
-        if t is not None:
-            _check_omega(name, t, x, (channels,), "(H or 1, channels or pairs)", xs)
-    tensors = (("omega", omega), ("phase", phase), ("amplitude", amplitude))
-    several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
-    for name, t in several[1:]:
-        if t.shape[0] != several[0][1].shape[0]:
-            raise ValueError(
-                f"{name}: expected 1 head or {several[0][0]}'s {several[0][1].shape[0]}, got {t.shape[0]} "
-                f"({tuple(t.shape)})"
-            )
-    spec = Spec(map, act, dim or 0, pairs, start, channels, sections, order)
-    return spec, layout, Tables(coords, affine, rotated, amplitude)
-
-
-def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
-    """The name of the pairing, and the pairs a block where there are several."""
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
-        if pairs not in PAIRS:
-            raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
-        return pairs, ()
-    sections = tuple(pairs)
-    if not all(type(n) is int and n > 0 for n in sections) or sum(sections) != channels:
-        raise ValueError(f"pairs: expected blocks of at least one pair that make {channels} together, got {sections}")
-    return ("half", ()) if len(sections) == 1 else ("blocks", sections)
-
-
-def _amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        if value is None or value.ndim == 2:
-            return value
-        if value.ndim == 0:
-            return value.expand(1, channels)
-        return value[None] if value.ndim == 1 else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
-    if value == 1:
-        return None
-    if torch.compiler.is_compiling() or fleeting() or _capturing(device):
-        return torch.full((1, channels), value, dtype=torch.float64, device=device)
-    return _filled(float(value), channels, device)
-
-
-def _capturing(device: torch.device) -> bool:
-    """What is computed now is only recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@cache  # for good: a CUDA graph may hold the address
-def _filled(value: float, channels: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((1, channels), value, dtype=torch.float64, device=device)
-
-
-def _check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a tensor (B, H, N, D), got {type(t).__name__}")
-    if t.ndim != 4:
-        raise ValueError(f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}")
-    if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-    if t is x:
-        return
-    if t.dtype != x.dtype or t.device != x.device:
-        raise ValueError(f"{name}: expected q's dtype and device, {x.dtype} on {x.device}, got {t.dtype} on {t.device}")
-    if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
-        raise ValueError(
-            f"{name}: expected q's batch, tokens and head_dim, {x.shape[0]}, {x.shape[2]}, {x.shape[3]}, "
-            f"got shape {tuple(t.shape)}; tensors of different lengths take positions each"
-        )
-
-
-def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: str, xs: tuple[Tensor, ...]) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a tensor {form}, got {type(t).__name__}")
-    if t.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}")
-    if t.device != x.device:
-        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
-    if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
-        raise ValueError(f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}")
-    for tensor in xs:
-        if t.shape[0] < 1 or tensor.shape[1] % t.shape[0]:
-            raise ValueError(
-                f"{name}: expected 1 head or the key heads, a divisor of x's {tensor.shape[1]} heads, "
-                f"got {t.shape[0]} ({tuple(t.shape)})"
-            )
-
-
-def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, int]:
-    """First rotated channel and width R."""
-    if rotary_dim is None:
-        start, stop = 0, head_dim
-    elif isinstance(rotary_dim, slice):
-        if rotary_dim.step not in (None, 1):
-            raise ValueError(f"rotary_dim: expected a slice of step 1, got {rotary_dim}")
-        start, stop, _ = rotary_dim.indices(head_dim)
-    else:
-        start, stop = 0, rotary_dim
-    if not (0 <= start < stop <= head_dim and (stop - start) % 2 == 0):
-        raise ValueError(
-            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r} "
-            f"({stop - start} channels)"
-        )
-    return start, stop - start
-
-
-def _layout(
-    positions: Positions, num_tokens: int, batch: int, device: torch.device
-) -> tuple[Layout, Tensor | None, Tensor | None, Tensor | None]:
-    if isinstance(positions, Grid):
-        if positions.num_tokens != num_tokens:
-            raise ValueError(
-                f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + grid "
-                f"{' x '.join(map(str, positions.shape))} + suffix {positions.suffix} = {positions.total}"
-                + ("" if positions.whole else f", of which the shard has {positions.num_tokens}")
-            )
-        origin = positions.origin_row
-        if origin is not None:
-            if origin.ndim == 3 and origin.shape[0] != batch:
-                raise ValueError(
-                    f"positions: expected an origin or offset for each of B = {batch} samples, got {origin.shape[0]}"
-                )
-            if origin.device != device:
-                raise ValueError(f"positions: expected the origin on x's device {device}, got {origin.device}")
-        layout = Layout(
-            num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, tuple(positions.shape)
-        )
-        return layout, origin, positions.affine(device), None
-    if isinstance(positions, Tensor):
-        positions = Coordinates(positions)
-    elif not isinstance(positions, Coordinates):
-        raise TypeError(
-            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {type(positions).__name__}"
-        )
-    coords = positions.coords
-    if positions.num_tokens != num_tokens:
-        raise ValueError(
-            f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + coords "
-            f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}"
-        )
-    if coords.ndim == 3 and coords.shape[0] != batch:
-        raise ValueError(f"positions: expected coords (B, N, K) with B = {batch}, got {tuple(coords.shape)}")
-    if coords.device != device:
-        raise ValueError(f"positions: expected coords on x's device {device}, got {coords.device}")
-    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None, positions.rotated
-
-
 def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     """The path that ``impl`` and the inputs ask for."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+    check_impl(impl)
     if impl == "reference":
         return False
     asked = impl == "triton"

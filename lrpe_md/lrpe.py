@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .arguments import Act, Impl, Pairs, Positions, prepare, rotary_slice
 from .frequencies import AxisOrder, axial_omega, sequence_omega
-from .functional import Act, Impl, Pairs, Positions, cosine, encode, prepare, rotary_slice, rotate, use_triton
+from .functional import cosine, encode, rotate, use_triton
 from .positions import Grid
 from .sequences import text_positions
 

@@ -1,169 +1,24 @@
-"""nn.Modules that own the frequencies."""
+"""Encodings as modules that own their frequencies."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega, sequence_omega
-from .functional import Act, Impl, Pairs, Positions, encode, rotary_slice
+from .arguments import Act, Impl, Order, Pairs, Positions, check_pairs, rotary_slice
+from .coordinates import Coordinates
+from .frequencies import AxisOrder, sequence_omega
+from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
+from .positions import Grid
+from .schemes import Axial, Preset
 from .sequences import text_positions
 
-__all__ = ["CosineMd", "Rotate1d", "RotateMd"]
-
-Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
+__all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
 
-class _Frequencies(nn.Module):
-    """Owns theta (axial) or omega (mixed), and the phase: parameters where learnable, buffers elsewhere.
-
-    They keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
-    when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
-    that of the model without an encoding.
-    """
-
-    theta: Tensor
-    omega: Tensor
-    phase: nn.Parameter | None
-
-    def __init__(
-        self,
-        num_channels: int,
-        num_axes: int,
-        *,
-        frequencies: Frequencies,
-        base: float,
-        num_heads: int,
-        learnable: bool,
-        axis_order: AxisOrder,
-        phase: bool,
-        seed: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        if not callable(frequencies) and frequencies not in ("axial", "mixed"):
-            raise ValueError(
-                "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
-                f"got {frequencies!r}"
-            )
-        if axis_order not in AXIS_ORDERS:
-            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
-        if num_heads < 1:
-            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
-        if dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
-        self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
-        self.frequencies, self.base, self.seed = frequencies, base, seed
-        self.axis_order: AxisOrder = axis_order
-        self.learnable, self.dtype = learnable, dtype
-        # An axial scheme learns theta, so that the zeros of omega stay zero.
-        name = "theta" if learnable and frequencies == "axial" else "omega"
-        initial = self._initial(name, device)
-        if learnable:
-            self.register_parameter(name, nn.Parameter(initial))
-        else:
-            self.register_buffer(name, initial, persistent=False)
-        shape = (num_heads, num_channels)
-        self.phase = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if phase else None
-
-    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        if callable(self.frequencies):
-            with torch.device("cpu"):
-                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
-            expected = (self.num_channels, self.num_axes)
-            if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
-                raise ValueError(
-                    f"frequencies: expected omega of shape (1 or {self.num_heads}, {expected[0]}, {expected[1]}), "
-                    f"got {tuple(omega.shape)}"
-                )
-            return omega.to(device or torch.get_default_device(), self.dtype).contiguous()
-        if self.frequencies == "mixed":
-            generator = torch.Generator().manual_seed(self.seed)
-            with torch.device("cpu"):
-                omega = mixed_omega(
-                    self.num_channels, self.num_axes, self.num_heads, base=self.base, generator=generator
-                )
-            return omega.to(device or torch.get_default_device(), self.dtype)
-        with torch.device("cpu"):
-            theta = geometric_theta(math.ceil(self.num_channels / self.num_axes), self.base)
-            theta = theta.expand(self.num_heads, -1)
-            if name == "omega":
-                theta = axial_omega(theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
-        return theta.to(device or torch.get_default_device(), self.dtype).contiguous()
-
-    def reset_parameters(self) -> None:
-        """Set frequencies and phase to their initial values, in place."""
-        for name, tensor in self._owned().items():
-            self._reset(name, tensor)
-
-    def _reset(self, name: str, tensor: Tensor) -> None:
-        values = torch.zeros(tensor.shape) if name == "phase" else self._initial(name, "cpu")
-        values = values.to(tensor.device, self.dtype)
-        if hasattr(tensor, "placements"):  # a DTensor: FSDP2's shards
-            from torch.distributed.tensor import distribute_tensor
-
-            tensor_: Any = tensor
-            values = distribute_tensor(values, tensor_.device_mesh, tensor_.placements)
-        with torch.no_grad():
-            tensor.copy_(values)
-
-    def _owned(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = {name for name, t in self._owned().items() if t.is_meta}
-        super()._apply(exact, recurse)
-        for name, tensor in self._owned().items():
-            if name in was_meta and not tensor.is_meta:
-                self._reset(name, tensor)
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype != self.dtype:  # assign=True takes what the state_dict has
-                setattr(self, name, nn.Parameter(parameter.detach().to(self.dtype), parameter.requires_grad))
-        # load_state_dict(assign=True) materialises a meta model without its non-persistent buffers.
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            if buffer.is_meta and torch.get_default_device().type != "meta":
-                setattr(self, name, self._initial(name))
-
-    def no_weight_decay(self) -> set[str]:
-        """Frequencies and phases are not weights: a model that says so to its optimiser can ask here."""
-        return {name for name, _ in self.named_parameters(recurse=False)}
-
-    def get_omega(self) -> Tensor:
-        """omega (H or 1, C, K), differentiable with respect to what is learned."""
-        fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
-        if fixed is not None:
-            return fixed
-        if "theta" in self._parameters:
-            return axial_omega(self.theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
-        return self.omega
-
-    def extra_repr(self) -> str:
-        text = f"num_axes={self.num_axes}, "
-        if callable(self.frequencies):
-            text += f"frequencies={getattr(self.frequencies, '__name__', type(self.frequencies).__name__)}"
-        else:
-            text += f"frequencies={self.frequencies!r}, base={self.base:g}"
-        if self.frequencies == "axial" and self.num_axes > 1:
-            text += f", axis_order={self.axis_order!r}"
-        text += f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
-        text += ", learnable=True" if self.learnable else ""
-        return text + (", phase=True" if self.phase is not None else "")
-
-
-class CosineMd(_Frequencies):
+class CosineMd(SeriesModule):
     """:func:`lrpe_md.cosine` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, 2D).
 
     Args:
@@ -176,12 +31,16 @@ class CosineMd(_Frequencies):
         learnable: train theta (axial) or omega (others); otherwise they are a buffer, built once.
         axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
         act, dim, impl: see :func:`lrpe_md.cosine`.
-        phase: learn a phase (num_heads, D), starting at zero.
+        phase: learn a phase (num_heads, D), starting at zero, on q and k, or with "k" on the keys alone (PoPE).
+        phase_groups: P > 1: learn P of them, (P, num_heads, D), group g starting at π g / P; see
+            :func:`lrpe_md.cosine` for what they give and cost.
         seed: of the random directions.
         dtype: of the frequencies, float32 or float64, whatever the model is cast to.
 
     Call with ``module(x, positions=grid)`` or ``module(q, k, positions=grid)``.
     """
+
+    map = "cosine"
 
     def __init__(
         self,
@@ -195,38 +54,36 @@ class CosineMd(_Frequencies):
         axis_order: AxisOrder = "minor_first",
         act: Act = "none",
         dim: int | None = None,
-        phase: bool = False,
+        phase: Phase = False,
+        phase_groups: int = 1,
         seed: int = 0,
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.head_dim = head_dim
         super().__init__(
-            head_dim, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
-            axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
+            head_dim, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
+            axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act, dim=dim, impl=impl,
+            device=device, dtype=dtype,
         )  # fmt: skip
-        self.head_dim, self.dim = head_dim, dim
-        self.act: Act = act
-        self.impl: Impl = impl
-
-    def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return encode(
-            "cosine", xs, self.get_omega(), positions, self.act, self.dim, self.phase, "half", None, self.impl
-        )
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
 
 
-class RotateMd(_Frequencies):
+class RotateMd(SeriesModule):
     """:func:`lrpe_md.rotate` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, D).
 
     Args as for :class:`CosineMd`, and
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
-        phase: learn a phase (num_heads, R/2), starting at zero.
+        phase: learn a phase (num_heads, R/2), starting at zero, on q and k, or with "k" on the keys alone.
+        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,); None: the kernels read none.
     """
+
+    map = "rotate"
 
     def __init__(
         self,
@@ -242,31 +99,27 @@ class RotateMd(_Frequencies):
         rotary_dim: int | slice | None = None,
         act: Act = "none",
         dim: int | None = None,
-        phase: bool = False,
+        phase: Phase = False,
         seed: int = 0,
+        amplitude: float | Tensor | None = None,
         impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         _, width = rotary_slice(rotary_dim, head_dim)
-        super().__init__(
-            width // 2, num_axes, frequencies=frequencies, base=base, num_heads=num_heads, learnable=learnable,
-            axis_order=axis_order, phase=phase, seed=seed, device=device, dtype=dtype,
-        )  # fmt: skip
-        self.head_dim, self.rotary_dim, self.dim = head_dim, rotary_dim, dim
+        check_pairs(pairs, width // 2)
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
         self.pairs: Pairs = pairs
-        self.act: Act = act
-        self.impl: Impl = impl
-
-    def forward(self, *xs: Tensor, positions: Positions) -> Any:
-        return encode(
-            "rotate", xs, self.get_omega(), positions, self.act, self.dim, self.phase, self.pairs, self.rotary_dim,
-            self.impl,
+        super().__init__(
+            width // 2, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
+            axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl, device=device, dtype=dtype,
+            amplitude=amplitude,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = f"head_dim={self.head_dim}, {super().extra_repr()}, pairs={self.pairs!r}"
         text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
+        text += ", amplitude=True" if self.gain is not None else ""
         return text + (f", act={self.act!r}" if self.act != "none" else "")
 
 
@@ -282,8 +135,7 @@ class Rotate1d(RotateMd):
     Args:
         theta: the frequencies instead of ``base``: (R/2,), (num_heads, R/2) or (num_heads,), one a head; learned in
             that shape where ``learnable``.
-        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,). Where it is given, be it 1, it
-            can be changed by :meth:`set_frequencies`; where it is None the kernels don't read one.
+        amplitude: as there. Where it is given, be it 1, :meth:`set_frequencies` can change it.
     """
 
     def __init__(
@@ -292,48 +144,24 @@ class Rotate1d(RotateMd):
         *,
         base: float = 10000.0,
         theta: Tensor | None = None,
-        amplitude: float | Tensor | None = None,
         rotary_dim: int | slice | None = None,
         num_heads: int = 1,
-        device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        num_pairs = rotary_slice(rotary_dim, head_dim)[1] // 2
-        # What the buffers are made of again where a module made on the meta device materialises.
         self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
-        self.gain = None
-        if amplitude is not None:
-            self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
         if self.given is not None:
-            sequence_omega(self.given, num_pairs, num_heads)
-        if self.gain is not None and self.gain.shape not in ((), (num_pairs,)):
-            raise ValueError(f"amplitude: expected a number or ({num_pairs},), got {tuple(self.gain.shape)}")
-        super().__init__(
-            head_dim, 1, base=base, rotary_dim=rotary_dim, num_heads=num_heads, device=device, **kwargs
-        )  # fmt: skip
-        if self.given is not None and self.frequencies == "mixed":
-            raise ValueError("frequencies: expected 'axial' with a theta, got 'mixed'")
-        if self.gain is not None:
-            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
+            sequence_omega(self.given, rotary_slice(rotary_dim, head_dim)[1] // 2, num_heads)
+            if kwargs.get("frequencies", "axial") != "axial":
+                raise ValueError(f"frequencies: expected 'axial' with a theta, got {kwargs['frequencies']!r}")
+        super().__init__(head_dim, 1, base=base, rotary_dim=rotary_dim, num_heads=num_heads, **kwargs)
 
-    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        if name == "amplitude":
-            assert self.gain is not None
-            values = self.gain.expand(1, self.num_channels)
-        elif self.given is None:
-            return super()._initial(name, device)
-        else:
-            values = self.given
-            if name == "omega":
-                values = sequence_omega(values, self.num_channels, self.num_heads)
-        with torch.device("cpu"):
-            values = values.clone(memory_format=torch.contiguous_format)
-        return values.to(device or torch.get_default_device(), self.dtype)
+    def _initial_frequencies(self, name: str) -> Tensor:
+        if self.given is None:
+            return super()._initial_frequencies(name)
+        return self.given if name == "theta" else self._laid(self.given)
 
-    def get_omega(self) -> Tensor:
-        if self.given is not None and "theta" in self._parameters:
-            return sequence_omega(self.theta, self.num_channels, self.num_heads)
-        return super().get_omega()
+    def _laid(self, theta: Tensor) -> Tensor:
+        return super()._laid(theta) if self.given is None else sequence_omega(theta, self.num_channels, self.num_heads)
 
     @torch.no_grad()
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
@@ -367,8 +195,7 @@ class Rotate1d(RotateMd):
                 gain.fill_(amplitude)
 
     def extra_repr(self) -> str:
-        text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
-        return text + ("" if self.gain is None else ", amplitude=True")
+        return super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -381,7 +208,71 @@ class Rotate1d(RotateMd):
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
-        return encode(
-            "rotate", xs, self.get_omega(), positions, self.act, self.dim, self.phase, self.pairs, self.rotary_dim,
-            self.impl, self._buffers.get("amplitude"),
+        return super().forward(*xs, positions=positions)
+
+
+class PresetMd(FrequencyModule):
+    """A published scheme as a module: q, k (B, H, N, D) → (B, H, N, D), or (B, H, N, 2D) for the cosine map.
+
+    Args:
+        preset: what :func:`lrpe_md.preset` gives: its frequencies, amplitude, pairs, activation and order, and a phase
+            where the scheme has one.
+        learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
+            default: where the scheme does.
+        act, phase: instead of the scheme's; see :class:`CosineMd`.
+        dim, impl: see :func:`lrpe_md.rotate`.
+        dtype: of frequencies and phase; default: float64 for what is fixed, float32 for what is learned.
+
+    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.
+    """
+
+    axes: Tensor
+
+    def __init__(
+        self,
+        preset: Preset,
+        *,
+        learnable: bool | None = None,
+        act: Act | None = None,
+        dim: int | None = None,
+        phase: Phase | None = None,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(preset, Preset):
+            raise TypeError(f"preset: expected what lrpe_md.preset(name, head_dim) gives, got {type(preset).__name__}")
+        scheme = preset.scheme
+        learnable = scheme.learned if learnable is None else learnable
+        own: Any = scheme.act if act is None else act
+        self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
+        self.pairs: Pairs = scheme.pairs
+        self.order: Order = scheme.order
+        self.phase_range = scheme.phase_range
+        self.axial = isinstance(scheme.frequencies, Axial)
+        super().__init__(
+            preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
+            phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
+            dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
+            amplitude=None if isinstance(preset.amplitude, float) and preset.amplitude == 1 else preset.amplitude,
         )  # fmt: skip
+        if learnable and self.axial:
+            self.register_buffer("axes", self._initial("axes", device), persistent=False)
+
+    def _initial_frequencies(self, name: str) -> Tensor:
+        omega = self.preset.omega
+        if name == "axes":
+            return (omega != 0).to(omega.dtype)
+        return omega.sum(-1) if name == "theta" else omega
+
+    def _lay(self) -> Tensor:
+        return self.theta[..., None] * self.axes
+
+    def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
+        """:meth:`Preset.positions`, a table on the module's device: once a forward, not once a layer."""
+        options.setdefault("device", next(iter(self._owned().values())).device)
+        return self.preset.positions(*segments, **options)
+
+    def extra_repr(self) -> str:
+        text = f"{self.preset.name!r}, head_dim={self.head_dim}, num_axes={self.num_axes}{super().extra_repr()}"
+        return text + (f", act={self.act!r}" if self.act != "none" else "")

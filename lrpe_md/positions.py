@@ -15,36 +15,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
-from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .coordinates import Coordinates, PerAxis, Rules, check_index, check_reach, per_axis
+
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
 
-PerAxis = float | Sequence[float] | Tensor
-Self = TypeVar("Self", bound="_Rules")
 
-
-class _Rules:
-    """What grids and coordinates share: rules that are affine on each axis."""
-
-    def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
-        """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
-        raise NotImplementedError
-
-    def offset(self: Self, by: PerAxis) -> Self:
-        """s → s + by."""
-        return self.transform(shift=by)
-
-    def rescale(self: Self, by: PerAxis) -> Self:
-        """s → s · by: frame rates, areas."""
-        return self.transform(by)
-
-
-@dataclass(frozen=True)
-class Grid(_Rules):
+@dataclass(frozen=True, eq=False)
+class Grid(Rules):
     """Tokens in row-major order on a grid, with unrotated tokens before and after them.
 
     The flat index s of a grid token maps to integer coordinates (i_1, .., i_k), the last axis fastest, and
@@ -88,7 +70,7 @@ class Grid(_Rules):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
         for name in ("scale", "shift"):
-            object.__setattr__(self, name, _per_axis(name, getattr(self, name), len(shape)))
+            object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
         if self.start > self.total or (self.length is not None and not 0 <= self.length <= self.total - self.start):
             raise ValueError(
                 f"start, length: expected a slice of the {self.total} tokens (prefix + grid + suffix), "
@@ -96,6 +78,9 @@ class Grid(_Rules):
             )
         if self.origin is not None:
             _check_origin(self.origin, len(shape))
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.prefix, self.suffix, self.start, self.length))
 
     @property
     def num_axes(self) -> int:
@@ -153,7 +138,7 @@ class Grid(_Rules):
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
         a, b, u, v = _alike(
-            _per_axis("scale", scale, self.num_axes), _per_axis("shift", shift, self.num_axes), *self._scale_and_shift
+            per_axis("scale", scale, self.num_axes), per_axis("shift", shift, self.num_axes), *self._scale_and_shift
         )
         if isinstance(a, Tensor):
             return replace(self, scale=a * u, shift=a * v + b)
@@ -200,12 +185,24 @@ class Grid(_Rules):
         """s → start_j + s · step_j, so that the n-th position is at stop_j (n_j - 1) / n_j: a crop of a larger grid.
 
         Where start is 0 these are n equal steps to ``stop``, without the end; elsewhere the steps differ a little from
-        that, as they do in CogVideoX.
+        that, as they do in CogVideoX: ``rescale((stop - start) / n).offset(start)`` are n equal steps anywhere.
+
+        Raises:
+            ValueError: so few positions, so far from 0, that the n-th would lie in front of the first.
         """
         if not len(start) == len(stop) == self.num_axes:
             raise ValueError(f"start, stop: expected a number for each of {self.num_axes} axes, got {start}, {stop}")
-        ends = zip(start, stop, self._sizes, strict=True)
-        return self.transform([(b * (n - 1) / n - a) / torch.sym_max(n - 1, 1) for a, b, n in ends], start)
+        steps = []
+        for a, b, n in zip(start, stop, self._sizes, strict=True):
+            length = b * (n - 1) / n - a
+            if 0 < a < b and n > 1 and length < 0:
+                raise ValueError(
+                    f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, "
+                    f"not to lie in front of start = {a:g}, got stop = {b:g}; "
+                    "rescale((stop - start) / n).offset(start) has equal steps"
+                )
+            steps.append(length / torch.sym_max(n - 1, 1))
+        return self.transform(steps, start)
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
         """The same positions as a table."""
@@ -222,7 +219,7 @@ class Grid(_Rules):
         """
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
-        _check_index(index)
+        check_index(index)
         coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
         coords = coords if self.origin_row is None else coords + self.origin_row
         return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
@@ -236,109 +233,6 @@ class Grid(_Rules):
     def _scale_and_shift(self) -> tuple[Any, Any]:
         ones, zeros = (1.0,) * self.num_axes, (0.0,) * self.num_axes
         return ones if self.scale is None else self.scale, zeros if self.shift is None else self.shift
-
-
-@dataclass(frozen=True)
-class Coordinates(_Rules):
-    """Explicit positions: packed, dropped, warped or arbitrary tokens.
-
-    Args:
-        coords: (N, K), or (B, N, K) where each sample has its own; any real dtype, used at full precision.
-        prefix: number of unrotated tokens in front, which have no row in ``coords``.
-        suffix: number of unrotated tokens at the end, likewise.
-        rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
-            between images, padding. Their coordinates are set to zero, so that Θ = 0, and get no phase.
-    """
-
-    coords: Tensor
-    prefix: int = 0
-    suffix: int = 0
-    rotated: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.coords, Tensor):
-            raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
-        if self.coords.ndim not in (2, 3):
-            raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
-        if self.coords.dtype == torch.bool or self.coords.is_complex():
-            raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
-        if self.prefix < 0 or self.suffix < 0:
-            raise ValueError(f"prefix, suffix: expected at least 0, got {self.prefix}, {self.suffix}")
-        if self.rotated is not None:
-            if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
-                raise ValueError(
-                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "
-                    f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
-                )
-            if self.rotated.device != self.coords.device:
-                raise ValueError(
-                    f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
-                )
-            object.__setattr__(self, "coords", torch.where(self.rotated[..., None], self.coords, 0))
-
-    @property
-    def num_axes(self) -> int:
-        return self.coords.shape[-1]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + self.coords.shape[-2] + self.suffix
-
-    def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Coordinates:
-        a, b = _per_axis("scale", scale, self.num_axes), _per_axis("shift", shift, self.num_axes)
-        coords = self.coords if self.coords.is_floating_point() else self.coords.double()
-        a, b = (torch.as_tensor(t, dtype=coords.dtype, device=coords.device) for t in (a, b))
-        return replace(self, coords=coords * a + b)
-
-    def floor(self) -> Coordinates:
-        """s → ⌊s⌋: positions that a model rounds down after scaling (Qwen2.5-VL's seconds)."""
-        return replace(self, coords=self.coords.floor())
-
-    def select(self, axes: Sequence[int | None]) -> Coordinates:
-        """Axes in another order, or on more of them: column j is column ``axes[j]``, or 0 where that is None."""
-        if not all(axis is None or 0 <= axis < self.num_axes for axis in axes):
-            raise ValueError(f"axes: expected None or numbers from 0 to {self.num_axes - 1}, got {tuple(axes)}")
-        zero = torch.zeros_like(self.coords[..., 0])
-        return replace(
-            self, coords=torch.stack([zero if axis is None else self.coords[..., axis] for axis in axes], dim=-1)
-        )
-
-    def take(self, index: Tensor) -> Coordinates:
-        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay."""
-        _check_index(index)
-        if self.coords.ndim == 2:
-            rotated = None if self.rotated is None else self.rotated[index]
-            return replace(self, coords=self.coords[index], rotated=rotated)
-        index = index.expand(self.coords.shape[0], -1)
-        coords = self.coords.gather(1, index[..., None].expand(-1, -1, self.num_axes))
-        return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
-
-    def explicit(self) -> Coordinates:
-        """The same tokens with a row each: prefix and suffix become rows that are not rotated."""
-        if self.prefix == self.suffix == 0:
-            return self
-        ends = (self.prefix, self.suffix)
-        rotated = torch.ones_like(self.coords[..., 0], dtype=torch.bool) if self.rotated is None else self.rotated
-        return Coordinates(
-            torch.nn.functional.pad(self.coords, (0, 0, *ends)), rotated=torch.nn.functional.pad(rotated, ends)
-        )
-
-    def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Tokens start, start + 1, .. of the sequence, prefix and suffix counted."""
-        length = self.num_tokens - start if length is None else length
-        if not (start >= 0 and 0 <= length <= self.num_tokens - start):
-            raise ValueError(
-                f"start, length: expected a slice of the {self.num_tokens} tokens, got start={start}, length={length}"
-            )
-        whole, part = self.explicit(), slice(start, start + length)
-        return Coordinates(
-            whole.coords[..., part, :], rotated=None if whole.rotated is None else whole.rotated[..., part]
-        )
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
-        soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
-        rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
-        return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -372,6 +266,9 @@ def grid_coordinates(
 
     origin: (1, K), or (B, 1, K), which makes the positions (B, N, K).
     """
+    if dtype == torch.float32 and affine is None:
+        for size in sizes:
+            check_reach(size - 1)
     index = torch.arange(num_tokens, device=device) + (start - prefix)
     rotated = (index >= 0) & (index < math.prod(sizes))
     coords = _unravel(torch.where(rotated, index, 0), sizes)
@@ -418,19 +315,6 @@ def _from_zero(num_tokens: int) -> Grid:
     return Grid((num_tokens,))
 
 
-def _per_axis(name: str, value: Any, num_axes: int) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)):
-            raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {tuple(value.shape)}")
-        return value.expand(num_axes)
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
-    if len(values) != num_axes or not all(isinstance(v, (Real, torch.SymInt, torch.SymFloat)) for v in values):
-        raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
-    return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
-
-
 def _alike(*values: Any) -> tuple[Any, ...]:
     """All tensors, in float64, where one of them is; else as they are."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
@@ -444,11 +328,6 @@ def _check_origin(origin: Any, num_axes: int) -> None:
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; shift takes fractions")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
         raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
-
-
-def _check_index(index: Tensor) -> None:
-    if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
 
 
 def fleeting() -> bool:

@@ -10,8 +10,8 @@ knows a scheme's name. Every preset is tested against the original code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Literal
 
@@ -19,31 +19,21 @@ import torch
 from torch import Tensor
 
 from .frequencies import (
-    AxisMap,
-    AxisOrder,
-    axial_omega,
     dense_omega,
     geometric_theta,
     head_bands_theta,
     mixed_omega,
-    ntk_scaling,
     period_theta,
     plane_directions,
-    split_channels,
 )
 from .positions import Coordinates, Grid, window_order
-from .sequences import After, Segment, Tokens, compose
+from .scalings import ntk_scaling
+from .schemes import Axial, Dense, Preset, Scaling, Scheme
+from .sequences import Tokens
 
 __all__ = ["SCHEMES", "Axial", "Dense", "Preset", "Scheme", "list_presets", "preset"]
 
-Scaling = Callable[[Tensor], tuple[Tensor, float]]
-
-
 # --- series: (number, base, heads) → theta, and dense frequencies: (channels, heads, base, generator) → omega -------
-
-
-def _geometric(num: int, base: float, heads: int) -> Tensor:
-    return geometric_theta(num, base)
 
 
 def _periods(num: int, base: float, heads: int) -> Tensor:
@@ -54,7 +44,7 @@ def _bands(num: int, base: float, heads: int) -> Tensor:
     return head_bands_theta(num, heads, base**2)
 
 
-def _quarter_turn(num: int, base: float, heads: int) -> Tensor:
+def _quarter_turn(num: int, base: None, heads: int) -> Tensor:
     return torch.full((num,), math.pi / 2, dtype=torch.float64)
 
 
@@ -67,275 +57,6 @@ def _rope_mixed(channels: int, heads: int, base: float, generator: torch.Generat
 
 def _random_frames(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
     return mixed_omega(channels, 3, heads, base=base, generator=generator)
-
-
-# --- frequencies -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Axial:
-    """One axis a channel: a series, laid over the channels (:func:`lrpe_md.axial_omega`).
-
-    Args:
-        split: the axes' shares of the channels, slowest axis first.
-        base: of the series.
-        series: (number, base, number of heads) → theta (E,) or (H, E).
-        axis_order, axis_map: see :func:`lrpe_md.axial_omega`.
-        remainder: the axis that takes what the shares leave over; None: the shares must come out even.
-        scaling: theta → (theta, amplitude), one of ``frequencies.*_scaling`` with its numbers; or one an axis.
-    """
-
-    split: tuple[int, ...]
-    base: float = 1e4
-    series: Callable[[int, float, int], Tensor] = _geometric
-    axis_order: AxisOrder = "major_first"
-    axis_map: AxisMap = "block"
-    remainder: int | None = None
-    scaling: Scaling | Sequence[Scaling | None] | None = None
-
-    @property
-    def num_axes(self) -> int:
-        return len(self.split)
-
-    def sections(self, num_channels: int) -> tuple[int, ...]:
-        return split_channels(num_channels, self.split, remainder=self.remainder)
-
-    def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float | Tensor]:
-        sections = self.sections(num_channels)
-        scalings = self.scaling if isinstance(self.scaling, Sequence) else (self.scaling,) * self.num_axes
-        if len(scalings) != self.num_axes:
-            raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(scalings)}")
-        whole = self.axis_map in ("chunk", "stride", "even_odd")  # one series over all channels
-        thetas, amplitudes = [], []
-        for section, scaling in zip(sections, scalings, strict=True):
-            theta = self.series(num_channels if whole else max(section, 1), self.base, num_heads)
-            theta, amplitude = (theta, 1.0) if scaling is None else scaling(theta)
-            thetas.append(theta)
-            amplitudes.append(amplitude)
-        lay = partial(
-            axial_omega, num_channels=num_channels, num_axes=self.num_axes, axis_order=self.axis_order,
-            axis_map=self.axis_map, sections=sections,
-        )  # fmt: skip
-        if len(set(amplitudes)) == 1:
-            return lay(thetas), amplitudes[0]
-        return lay(thetas), lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)])[0].sum(-1)
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A direction a channel.
-
-    Args:
-        num_axes: K.
-        omega: (channels, heads, base, generator) → omega (H, C, K).
-        base: of the magnitudes.
-    """
-
-    num_axes: int
-    omega: Callable[[int, int, float, torch.Generator], Tensor]
-    base: float
-
-    def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float]:
-        return self.omega(num_channels, num_heads, self.base, torch.Generator().manual_seed(seed)), 1.0
-
-
-# --- what a scheme is, and what is made of it --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A published scheme: what :func:`preset` needs to know, and nothing about sizes.
-
-    Args:
-        doc: source and quirks.
-        head_dim: of the original.
-        frequencies: where ω comes from.
-        map, pairs, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
-        order: of the two halves that the cosine map puts out.
-        grid: (shape, **options) → positions of an image or a video.
-        reference: default of ``positions(.., reference=..)``.
-        tokens: where tokens off the grids are; None: there are none.
-        tokens_start: shapes of the grids → start of the tokens; None: the running position.
-        after: grids are placed behind what precedes them, on these axes; None: they are not.
-        apart: what each further grid of a sequence is offset by.
-        learned: ω is a parameter of the original.
-        phase: whether it learns a phase, and of what.
-        augment: arguments of :class:`AugmentPositions` that the original trains with.
-    """
-
-    doc: str
-    head_dim: int
-    frequencies: Axial | Dense
-    map: Literal["rotate", "cosine"] = "rotate"
-    pairs: Literal["half", "interleaved"] = "interleaved"
-    act: str = "none"
-    order: Literal["cos_sin", "sin_cos"] = "cos_sin"
-    grid: Callable[..., Grid | Coordinates] = Grid
-    reference: tuple[int, ...] | None = None
-    tokens: Tokens | None = None
-    tokens_start: Callable[[list[tuple[int, ...]]], float] | None = None
-    after: tuple[int, ...] | None = None
-    apart: tuple[float, ...] | None = None
-    learned: bool = False
-    phase: Literal["k"] | None = None
-    augment: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Preset:
-    """A scheme for a given head_dim.
-
-    Attributes:
-        name, scheme: what it was made from; ``scheme.doc`` has source and quirks.
-        head_dim, num_heads: D, and the heads that ω or the phase was made for.
-        omega: (H or 1, C, K) float64 on the CPU: C = D for cosine, D/2 pairs for rotate. Where ``scheme.learned``, an
-            initial value.
-        amplitude: factor of q and of k, one number or one a pair (C,), of the tokens that are rotated.
-        phase: shape (num_heads, C) of the learned phase, or None; ``scheme.phase`` says on what it goes.
-    """
-
-    name: str
-    scheme: Scheme
-    head_dim: int
-    num_heads: int
-    omega: Tensor
-    amplitude: float | Tensor
-    phase: tuple[int, int] | None
-
-    @property
-    def num_axes(self) -> int:
-        return self.omega.shape[-1]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` says, also takes."""
-        rotating = self.scheme.map == "rotate"
-        form = {"pairs": self.scheme.pairs} if rotating else {"order": self.scheme.order}
-        return {"act": self.scheme.act, "amplitude": self.amplitude, **form}
-
-    def positions(
-        self,
-        *segments: int | Sequence[int] | Segment,
-        reference: int | Sequence[int | None] | None = None,
-        start: int = 0,
-        length: int | None = None,
-        device: torch.device | str = "cpu",
-        **options: Any,
-    ) -> Grid | Coordinates:
-        """Positions of a sequence, in the order of its tokens.
-
-        Args:
-            segments: a number for that many tokens off the grids (text, class tokens, registers), a shape for an
-                image (H, W) or a video (T, H, W) in tokens, or a segment of :func:`lrpe_md.compose` as it is.
-            reference: interpolate the grids onto this size, one number an axis or None, where their resolution is not
-                that of the training.
-            start, length: a shard of the sequence.
-            device: of coordinates; a grid has none.
-            options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
-
-        Returns:
-            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`.
-        """
-        scheme, parts, number = self.scheme, [], 0
-        shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
-        reference = scheme.reference if reference is None else reference
-        for segment in segments:
-            if isinstance(segment, int):
-                if scheme.tokens is None:
-                    raise ValueError(f"segments: {self.name} has tokens on grids only, expected a shape, got {segment}")
-                first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
-                parts.append(replace(scheme.tokens, length=segment, start=first))
-            elif isinstance(segment, (tuple, list)):
-                grid = scheme.grid(tuple(segment), **options)
-                if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"segments: {self.name} has {self.num_axes} axes, expected a shape for them, got {segment}"
-                    )
-                if reference is not None:
-                    if not isinstance(grid, Grid):
-                        raise ValueError(
-                            f"reference: {self.name} has a table of positions, expected None, got {reference}"
-                        )
-                    grid = grid.interpolate(reference)
-                if scheme.apart is not None and number:
-                    grid = grid.offset([number * by for by in scheme.apart])
-                parts.append(After(grid, scheme.after) if scheme.after and isinstance(grid, Grid) else grid)
-                number += 1
-            else:
-                parts.append(segment)
-        scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
-        return _one_grid(parts, scaled, start, length) or compose(
-            *parts, num_axes=self.num_axes, start=start, length=length, device=device
-        )
-
-
-def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None) -> Grid | None:
-    """The sequence as a grid, where it is one grid between tokens that are not rotated."""
-    grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # Zero positions are no rotation but for the amplitude; a scheme with a phase has no such tokens.
-    rules = ("skip",) if scaled else ("skip", "zero")
-    still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
-    if len(grids) != 1 or not still:
-        return None
-    grid = parts[grids[0]]
-    grid = grid.grid if isinstance(grid, After) else grid
-    if not isinstance(grid, Grid) or not grid.whole:
-        return None
-    before, behind = ([p.length for p in t if isinstance(p, Tokens)] for t in (parts[: grids[0]], parts[grids[0] :]))
-    return replace(grid, prefix=grid.prefix + sum(before), suffix=grid.suffix + sum(behind), start=start, length=length)
-
-
-def list_presets() -> list[str]:
-    """The names that :func:`preset` takes."""
-    return list(SCHEMES)
-
-
-def preset(
-    name: str,
-    head_dim: int | None = None,
-    num_heads: int = 1,
-    *,
-    base: float | None = None,
-    split: Sequence[int] | None = None,
-    scaling: Scaling | Sequence[Scaling | None] | None = None,
-    seed: int = 0,
-) -> Preset:
-    """A published scheme for a given head_dim.
-
-    Args:
-        name: one of :func:`list_presets`.
-        head_dim: D; default: the original's.
-        num_heads: key heads, for schemes whose frequencies or phase are learned by head; others share ω.
-        base, split, scaling: instead of the scheme's own: the base of the series, the axes' shares of the channels,
-            and an edit for longer sequences or larger grids, e.g. ``partial(yarn_scaling, factor=4,
-            original_length=32768)`` for all axes or one an axis.
-        seed: of random frequencies.
-
-    Raises:
-        ValueError: an unknown name, a head_dim that the scheme can't share among its axes.
-    """
-    if name not in SCHEMES:
-        raise ValueError(f"name: expected one of {list_presets()}, got {name!r}")
-    scheme = SCHEMES[name]
-    head_dim = scheme.head_dim if head_dim is None else head_dim
-    if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
-        raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
-    if num_heads < 1:
-        raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
-    changes = {"base": base, "split": None if split is None else tuple(split), "scaling": scaling}
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if isinstance(scheme.frequencies, Dense) and changes.keys() - {"base"}:
-        raise ValueError(f"{min(changes.keys() - {'base'})}: {name} has a direction a channel, no axes to share them")
-    frequencies = replace(scheme.frequencies, **changes)
-    channels = head_dim if scheme.map == "cosine" else head_dim // 2
-    if isinstance(frequencies, Axial):
-        try:
-            frequencies.sections(channels)
-        except ValueError as error:
-            raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error
-    omega, amplitude = frequencies.build(channels, num_heads, seed)
-    phase = None if scheme.phase is None else (num_heads, channels)
-    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase)
 
 
 # --- grids -----------------------------------------------------------------------------------------------
@@ -544,6 +265,7 @@ SCHEMES: dict[str, Scheme] = {
         from zeros, this preset from random directions.
         """,
         128, Dense(3, _random_frames, base=1e4), grid=_same_area, tokens=SKIP, learned=True,
+        shared=True,
     ),
     "cosmos": Scheme(
         """Cosmos-Predict (arXiv 2501.03575; diffusers ``CosmosRotaryPosEmbed``).
@@ -561,7 +283,7 @@ SCHEMES: dict[str, Scheme] = {
         ω[h, c] = 10000^(-2 (h d + c) / (H d)); silu on q and k.
         """,
         128, Axial((1,), 1e4, series=_bands), map="cosine",
-        act="silu", tokens=Tokens(0, "axis"), learned=True,
+        act="silu", tokens=Tokens(0, "axis"), after=(0,), learned=True,
     ),
     "cosformer": Scheme(
         """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length, counted from 1.
@@ -569,7 +291,7 @@ SCHEMES: dict[str, Scheme] = {
         Θ = π (i + 1) / (2 M), M the longer of queries and keys: option ``longest``, by default this one. The
         output's halves are [sin, cos]; relu on q and k.
         """,
-        64, Axial((1,), series=_quarter_turn),
+        64, Axial((1,), None, series=_quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=_portion,
     ),
     "pope": Scheme(
@@ -577,6 +299,78 @@ SCHEMES: dict[str, Scheme] = {
 
         One frequency a channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
         """,
-        64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), phase="k",
+        64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
+        phase="k", phase_range=(-2 * math.pi, 0.0),
     ),
 }  # fmt: skip
+
+
+# --- by name --------------------------------------------------------------------------------------------
+
+
+def list_presets() -> list[str]:
+    """The names that :func:`preset` takes."""
+    return list(SCHEMES)
+
+
+def preset(
+    name: str,
+    head_dim: int | None = None,
+    num_heads: int = 1,
+    *,
+    base: float | None = None,
+    split: Sequence[int] | None = None,
+    scaling: Scaling | Sequence[Scaling | None] | None = None,
+    seed: int | None = None,
+) -> Preset:
+    """A published scheme for a given head_dim.
+
+    Args:
+        name: one of :func:`list_presets`.
+        head_dim: D; default: the original's.
+        num_heads: key heads, for schemes whose frequencies or phase are learned by head; others share ω.
+        base, split, scaling: instead of the scheme's own: the base of the series, the axes' shares of the channels,
+            and an edit for longer sequences or larger grids, e.g. ``partial(yarn_scaling, factor=4,
+            original_length=32768)`` for all axes or one an axis.
+        seed: of random frequencies, default 0.
+
+    Raises:
+        ValueError: an unknown name, a head_dim that the scheme can't share among its axes, an argument that it does
+            not take.
+    """
+    if name not in SCHEMES:
+        raise ValueError(f"name: expected one of {list_presets()}, got {name!r}")
+    scheme = SCHEMES[name]
+    head_dim = scheme.head_dim if head_dim is None else head_dim
+    if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
+        raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
+    if num_heads < 1:
+        raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+    frequencies = scheme.frequencies
+    changes = {"base": base, "split": None if split is None else tuple(split), "scaling": scaling, "seed": seed}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    for key in sorted(changes.keys() - frequencies.takes):
+        raise ValueError(
+            f"{key}: expected it to be left out, since {name} has none (it takes "
+            f"{' and '.join(sorted(frequencies.takes))}), got {changes[key]!r}"
+        )
+    changes.pop("seed", None)
+    if split is not None and len(split) != frequencies.num_axes:
+        raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
+    frequencies = replace(frequencies, **changes)
+    channels = head_dim if scheme.map == "cosine" else head_dim // 2
+    with torch.device("cpu"):
+        if isinstance(frequencies, Axial):
+            _fitting(name, head_dim, partial(frequencies.sections, channels))
+        build = partial(frequencies.build, channels, num_heads, seed or 0)
+        omega, amplitude = build() if changes else _fitting(name, head_dim, build)
+    phase = None if scheme.phase is None else (num_heads, channels)
+    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase)
+
+
+def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
+    """What only head_dim can prevent."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error

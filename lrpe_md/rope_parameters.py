@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .frequencies import (
+from .frequencies import geometric_theta
+from .scalings import (
     dynamic_ntk_scaling,
-    geometric_theta,
     linear_scaling,
     llama3_scaling,
     longrope_scaling,

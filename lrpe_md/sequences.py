@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .coordinates import check_reach
 from .positions import Coordinates, Grid, offset_positions
 
 __all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad"]
@@ -122,11 +123,8 @@ def compose(
     parts = [Coordinates(torch.zeros(0, num_axes, dtype=dtype, device=device))]
     for i, (segment, count) in enumerate(zip(segments, lengths, strict=True)):
         placed, running = _place(segment, running, num_axes)
-        if dtype == torch.float32 and _reach(placed) > 2**24:
-            raise ValueError(
-                f"dtype: expected float64 for positions up to {_reach(placed):.0f} in segment {i}, where float32 "
-                f"holds every whole number up to {2**24} only"
-            )
+        if dtype == torch.float32:
+            check_reach(_reach(placed), f" in segment {i}")
         first, last = max(start - before, 0), min(end - before, count)
         before += count
         if first < last:

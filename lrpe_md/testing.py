@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .functional import Positions, cosine, rotate
+from .arguments import Positions
+from .functional import cosine, rotate
 from .positions import Coordinates, Grid
 
 __all__ = [

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -25,44 +24,17 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_md import After, Coordinates, CosineMd, Grid, RotateMd, Tokens, compose, list_presets, preset
+from lrpe_md import Coordinates, CosineMd, Grid, Tokens
+from lrpe_md.module_base import FrequencyModule
 
+from .encodings import Encoding, build_encoding, check_preset, lay_out, preset_of
 from .joint import JointBlock, TimeEmbedding, modulate, modulation
 from .text import START, Text
-from .vit import Context, Encoding, Normalizer, _build_encoding, _check_linear
+from .vit import Context, Normalizer, _check_linear
 
-__all__ = ["DiT", "PresetEncoding", "patchify", "unpatchify"]
+__all__ = ["DiT", "patchify", "unpatchify"]
 
 AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
-
-
-class PresetEncoding(RotateMd):
-    """The frequencies and pairs of one of ``list_presets()``; ``preset`` says where its tokens are."""
-
-    def __init__(
-        self,
-        name: str,
-        head_dim: int,
-        num_heads: int,
-        *,
-        base: float | None = None,
-        split: Sequence[int] | None = None,
-        seed: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        self.preset = made = preset(name, head_dim, num_heads, base=base, split=split, seed=seed)
-        if made.scheme.map != "rotate" or made.amplitude != 1:
-            raise ValueError(f"encoding: expected a preset that rotates, without amplitude, got {name!r}")
-        super().__init__(
-            head_dim, made.num_axes, frequencies="mixed", base=base or made.scheme.frequencies.base,
-            num_heads=made.omega.shape[0], learnable=made.scheme.learned, pairs=made.scheme.pairs, **kwargs,
-        )  # fmt: skip
-
-    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        return self.preset.omega.to(device or torch.get_default_device(), self.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.preset.name!r}, {super().extra_repr()}"
 
 
 def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
@@ -90,11 +62,8 @@ class DiT(nn.Module):
         in_chans: of pixels or latents.
         patch_size: a number for height and width (and 1 for frames), or one an axis.
         embed_dim, depth, num_heads, mlp_ratio: of the blocks.
-        encoding: of q and k, as in :class:`models.vit.LrpeVisionTransformer`: "cosine", "rotate", "mixed" (learned, by
-            layer and head), a module, a factory ``(head_dim, num_heads) -> module`` called once a layer, or None; or
-            the name of a preset that rotates (flux1, wan, qwen_image, ..), with its frequencies, pairs and positions
-            of text and image.
-        encoding_kwargs: for the encoding; a preset takes base, split, seed and RotateMd's act and phase.
+        encoding, encoding_kwargs: of q and k, as in :class:`models.vit.LrpeVisionTransformer`; a preset (flux1, wan,
+            qwen_image, ..) comes with its positions of text and image.
         absolute: "none", or "sincos", added to the patches.
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
             an RMSNorm behind the attention.
@@ -124,7 +93,7 @@ class DiT(nn.Module):
         depth: int = 8,
         num_heads: int = 3,
         mlp_ratio: float = 4.0,
-        encoding: Encoding | str = None,
+        encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
@@ -155,7 +124,8 @@ class DiT(nn.Module):
         kwargs = dict(encoding_kwargs or {})
         if attention == "linear" and (encoding is None or isinstance(encoding, str)):
             kwargs.setdefault("act", "relu")
-        self.encoding = self._build_encoding(encoding, kwargs, depth)
+        self.encoding = build_encoding(encoding, kwargs, embed_dim // num_heads, num_heads, depth, num_axes)
+        check_preset(self.encoding, num_axes)
         if attention == "linear":
             for module in self.encoding if isinstance(self.encoding, nn.ModuleList) else [self.encoding]:
                 _check_linear(getattr(module, "act", "none"), normalizer)
@@ -182,36 +152,14 @@ class DiT(nn.Module):
         self.head = nn.Linear(embed_dim, channels)
         self._init_weights()
 
-    def _build_encoding(self, encoding: Any, kwargs: dict[str, Any], depth: int) -> nn.Module | None:
-        head_dim = self.embed_dim // self.num_heads
-        if isinstance(encoding, str) and encoding in list_presets():
-            first = PresetEncoding(encoding, head_dim, self.num_heads, **kwargs)
-            if not isinstance(first.preset.scheme.grid((2,) * self.num_axes), Grid):
-                raise ValueError(f"encoding: expected a preset with patches in row-major order, got {encoding!r}")
-            if not first.learnable:
-                return first
-            more = (PresetEncoding(encoding, head_dim, self.num_heads, seed=i, **kwargs) for i in range(1, depth))
-            return nn.ModuleList([first, *more])
-        if isinstance(encoding, str) and encoding not in ("cosine", "rotate", "mixed"):
-            raise ValueError(
-                f"encoding: expected 'cosine', 'rotate', 'mixed' or one of {list_presets()}, got {encoding!r}"
-            )
-        attention = SimpleNamespace(head_dim=head_dim, num_heads=self.num_heads)
-        return _build_encoding(encoding, kwargs, attention, depth, self.num_axes)
-
     def _set_rules(self, text: str | Tokens | None, after: Sequence[int] | None) -> None:
-        first: Any = self.encoding[0] if isinstance(self.encoding, nn.ModuleList) else self.encoding
-        self.preset = first.preset if isinstance(first, PresetEncoding) else None
+        self.preset = preset_of(self.encoding)
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
                 f"text_positions, image_after: the preset {self.preset.name} brings its own, expected None, "
                 f"got {text!r}, {after!r}"
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
-        # Of an image or video in the preset's grid, None for those it adds.
-        probe = tuple(range(2, 2 + self.num_axes))
-        placed: Any = Grid(probe) if self.preset is None else self.preset.scheme.grid(probe)
-        self.axes = tuple(probe.index(n) if n in probe else None for n in placed.shape)
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
         self.positions((2,) * self.num_axes, 1)  # checks them
 
@@ -237,7 +185,7 @@ class DiT(nn.Module):
         """Frequencies and phases, and the table of bytes."""
         names = {name for name, _ in self.named_parameters() if name.endswith("text_encoder.embed.weight")}
         for path, module in self.named_modules():
-            if isinstance(module, (CosineMd, RotateMd)):
+            if isinstance(module, FrequencyModule):
                 names |= {f"{path}.{name}" for name in module.no_weight_decay()}
         return names
 
@@ -248,17 +196,8 @@ class DiT(nn.Module):
 
         mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
         """
-        if self.preset is not None:
-            text = length if self.preset.scheme.tokens is not None else Tokens(length)
-            reference = self.reference and tuple(None if axis is None else self.reference[axis] for axis in self.axes)
-            placed = self.preset.positions(text, tuple(shape), reference=reference, device=device)
-        else:
-            grid = Grid(tuple(shape))
-            grid = grid if self.reference is None else grid.interpolate(self.reference)
-            if self.text_positions.rule == "skip":
-                return replace(grid, prefix=length)
-            image = grid if self.image_after is None else After(grid, self.image_after)
-            placed = compose(replace(self.text_positions, length=length), image, device=device)
+        before = length if self.preset is not None else replace(self.text_positions, length=length)
+        placed = lay_out(self.encoding, shape, before, after=self.image_after, reference=self.reference, device=device)
         if not self.image_after or mask is None or isinstance(placed, Grid):
             return placed
         padding = length - mask.sum(1)

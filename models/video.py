@@ -24,16 +24,15 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_md import Coordinates, CosineMd, Grid
+from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 
-from .encodings import video_encoding
-from .vit import Encoding, LrpeVisionTransformer, adapt
+from .encodings import Encoding, lay_out
+from .vit import LrpeVisionTransformer, adapt
 
-__all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate", "video_encoding"]
+__all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate"]
 
 SpaceTime = Literal["joint", "factorised"]
 Reference = Sequence[int | None] | None
-NAMES = ("cosine", "rotate", "mixed")  # those of models.vit, equal shares
 
 
 class TubeletEmbed(nn.Module):
@@ -104,9 +103,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     Args:
         img_size, patch_size: height and width, pixels.
         num_frames, tubelet_size: frames of the training, frames a token.
-        encoding, encoding_kwargs: "cosine", "rotate", "mixed", a module, a factory or None as for
-            :class:`LrpeVisionTransformer`, on three axes, or the name of a preset with three axes (wan, cosmos, ..),
-            with its frequencies and its positions; see :func:`video_encoding`.
+        encoding, encoding_kwargs: as for :class:`LrpeVisionTransformer`, on three axes, with presets of three axes
+            (wan, cosmos, ..).
         absolute: "none"; "learned", a table (T, H, W), resampled to the grid of the input; "sincos", a third of the
             channels an axis, from the same positions as the encoding.
         attention, normalizer: see :class:`LrpeVisionTransformer`.
@@ -130,14 +128,14 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         ValueError, TypeError: an argument that does not fit.
     """
 
-    num_axes = 3
+    num_axes = preset_axes = 3
 
     def __init__(
         self,
         *args: Any,
         num_frames: int = 16,
         tubelet_size: int = 2,
-        encoding: Encoding | str = None,
+        encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "learned", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
@@ -162,11 +160,6 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.space_time: SpaceTime = space_time
         self.temporal, self.patch_drop_rate, self.drop_unit = temporal, patch_drop_rate, drop_unit
         self._reference: Reference = None
-        if isinstance(encoding, str) and (encoding not in NAMES or "split" in (encoding_kwargs or {})):
-            attn = self.blocks[0].attn
-            act = {"act": "relu"} if attention == "linear" else {}
-            encoding = video_encoding(encoding, attn.head_dim, attn.num_heads, **{**act, **(encoding_kwargs or {})})
-            encoding_kwargs = None
         adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
 
     @property
@@ -182,11 +175,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
     def positions(self, shape: Sequence[int]) -> Grid:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
-        encoding = self.encoding[0] if isinstance(self.encoding, nn.ModuleList) else self.encoding
-        place = getattr(encoding, "place", Grid)
-        grid = replace(place(tuple(shape)), prefix=self.num_prefix_tokens)
-        if self.reference is not None:
-            grid = grid.interpolate(self.reference)
+        grid: Any = lay_out(self.encoding, shape, Tokens(self.num_prefix_tokens), reference=self.reference)
         return grid if self.temporal else grid.rescale((0, 1, 1))
 
     def forward_features(

@@ -14,9 +14,9 @@ Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
-from lrpe_md.functional import ACTIVATIONS
+from lrpe_md import Coordinates, Grid, Tokens
 from lrpe_md.ops import transforming
 from lrpe_md.reference import activate
 
+from .encodings import Activation, Encoding, build_encoding, check_preset, lay_out
+
 __all__ = ["Activation", "LrpeAttention", "LrpeVisionTransformer", "adapt", "linear_attention", "softmax_attention"]
 
-Encoding: TypeAlias = Literal["cosine", "rotate", "mixed"] | nn.Module | Callable[..., nn.Module] | None
 Normalizer = Literal["unrotated", "none"]
 
 NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
@@ -53,24 +53,6 @@ class Context(NamedTuple):
     encoding: nn.Module | None
     positions: Grid | Coordinates
     attn_mask: Tensor | None
-
-
-class Activation(nn.Module):
-    """``encoding=None`` with an activation: q, k → act(q), act(k), whatever the positions."""
-
-    def __init__(self, act: str = "none", dim: int | None = None) -> None:
-        super().__init__()
-        if act not in ACTIVATIONS:
-            raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
-        if (act == "softmax") != (dim in (-1, -2)) or dim not in (None, -1, -2):
-            raise ValueError(f"dim: expected -1 or -2 for act='softmax' and None otherwise, got {dim!r} for {act!r}")
-        self.act, self.dim = act, dim
-
-    def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
-        return tuple(activate(x, self.act, self.dim) for x in xs)
-
-    def extra_repr(self) -> str:
-        return f"act={self.act!r}"
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
@@ -260,11 +242,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: "cosine" or "rotate": fixed axial frequencies shared by all layers. "mixed": RoPE-ViT's (arXiv
-            2403.13298), rotate with learned frequencies for each layer and head, base 10. An ``nn.Module``, called as
-            ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers. A factory
-            ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default (create_model drops
-            arguments that are None): no encoding.
+        encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", with its positions; an
+            ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers;
+            a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default (create_model drops
+            arguments that are None): no encoding. See :func:`models.encodings.build_encoding`. Class and register
+            tokens are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
         attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
@@ -277,6 +259,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """
 
     num_axes = 2  # of the grid of patches
+    preset_axes: int | None = None  # that a preset must have; None: as many will do as take an image
     encoding: nn.Module | None
     absolute: Literal["none", "learned", "sincos"]
     grad_checkpointing: bool
@@ -358,11 +341,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
         """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
-        grid = Grid(tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:])), prefix=self.num_prefix_tokens)
+        size = tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:]))
         x = self.patch_embed(x)
         if self.absolute == "sincos":
             x = x + build_sincos2d_pos_embed(
-                list(grid.shape), self.embed_dim, device=x.device, dtype=x.dtype
+                list(size), self.embed_dim, device=x.device, dtype=x.dtype
             ).reshape(x.shape[1:])  # fmt: skip
         x = self._pos_embed(x)
         if self.absolute == "sincos":
@@ -371,10 +354,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
+        grid: Any = lay_out(self.encoding, size, Tokens(self.num_prefix_tokens))
         if kept is None:
             return x, grid
-        patches = Grid(grid.shape).coordinates(x.device, torch.float32)
-        return x, Coordinates(patches[kept], prefix=grid.prefix)
+        table = grid.take(kept)
+        return x, table.to(dtype=torch.float32) if grid.scale is None else table  # whole numbers
 
     def _block(
         self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
@@ -444,12 +428,14 @@ def adapt(
     if attention == "linear" and (encoding is None or isinstance(encoding, str)):
         kwargs.setdefault("act", "relu")
     num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
-    built = _build_encoding(encoding, kwargs, attentions[0], len(vit.blocks), num_axes)
+    attn = attentions[0]
+    built = build_encoding(encoding, kwargs, attn.head_dim, attn.num_heads, len(vit.blocks), num_axes)
     if attention == "linear":
         for module in built if isinstance(built, nn.ModuleList) else [built]:
             _check_linear(getattr(module, "act", "none"), normalizer)
         if any(m.attn_drop.p > 0 for m in attentions):
             raise ValueError("attn_drop_rate: linear attention forms no weights to drop, expected 0")
+    check_preset(built, num_axes, getattr(vit, "preset_axes", None))
     if built is not None:
         built.to(next(vit.parameters()).device)
 
@@ -494,39 +480,6 @@ def _attentions(model: Any) -> list[Any]:
     if type(model.patch_drop) not in (nn.Identity, PatchDropout):
         raise ValueError(f"model: expected timm's PatchDropout as patch_drop, got {type(model.patch_drop).__name__}")
     return found
-
-
-def _build_encoding(encoding: Any, kwargs: dict[str, Any], attn: Any, depth: int, num_axes: int) -> nn.Module | None:
-    """One module for all layers, a ModuleList of one a layer, or None."""
-    head_dim, num_heads = attn.head_dim, attn.num_heads
-    if encoding is None:
-        if kwargs.keys() - {"act", "dim"}:
-            raise ValueError(f"encoding_kwargs: expected act and dim alone with encoding=None, got {kwargs}")
-        return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
-    if isinstance(encoding, nn.Module):
-        if kwargs:
-            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}")
-        return encoding
-    if encoding == "cosine":
-        return CosineMd(head_dim, num_axes, **kwargs)
-    if encoding == "rotate":
-        return RotateMd(head_dim, num_axes, **kwargs)
-    if encoding == "mixed":
-        kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, "num_heads": num_heads, **kwargs}
-        seed = kwargs.pop("seed", 0)
-        return nn.ModuleList(RotateMd(head_dim, num_axes, seed=seed + i, **kwargs) for i in range(depth))
-    if isinstance(encoding, str) or not callable(encoding):
-        raise ValueError(
-            "encoding: expected 'cosine', 'rotate', 'mixed', None, an nn.Module or a factory "
-            f"(head_dim, num_heads) -> nn.Module, got {encoding!r}"
-        )
-    if isinstance(encoding, type):  # by name: the second positional argument of CosineMd is num_axes
-        modules: list[Any] = [encoding(head_dim=head_dim, num_heads=num_heads, **kwargs) for _ in range(depth)]
-    else:
-        modules = [encoding(head_dim, num_heads, **kwargs) for _ in range(depth)]
-    if not all(isinstance(m, nn.Module) for m in modules):
-        raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(modules[0]).__name__}")
-    return nn.ModuleList(modules)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, ops, reference
-from lrpe_md.functional import prepare
+from lrpe_md.arguments import prepare
 from lrpe_md.testing import Case, Inputs, bind
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, Preset, Tokens, axial_omega, geometric_theta, mixed_omega, preset, reference
 from lrpe_md.frequencies import AXIS_ORDERS, AxisOrder
-from lrpe_md.presets import Axial, Dense, Scheme
+from lrpe_md.presets import SCHEMES, Axial, Dense, Scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")
@@ -50,11 +50,8 @@ class Subject:
 
     @property
     def base(self) -> float | None:
-        """Of the series, None where the frequencies don't depend on one."""
-        own = next(iter(self.frequencies.values()))
-        other = Subject(self.preset, {NO_ORDER: replace(own, base=2 * own.base)}, self.seed)
-        same = torch.equal(other.omega(self.preset.scheme.map, NO_ORDER), self.preset.omega)
-        return None if same else own.base
+        """Of the series, None where there is none."""
+        return next(iter(self.frequencies.values())).base
 
     def omega(self, map: str, order: str) -> Tensor:
         """(H or 1, C, K): C = D for cosine, D/2 for rotate."""
@@ -66,7 +63,8 @@ def published(
     name: str, head_dim: int | None = None, num_heads: int = 1, base: float | None = None, seed: int = 0
 ) -> Subject:
     """One of :func:`lrpe_md.list_presets`; None: the original's own."""
-    made = preset(name, head_dim, num_heads, base=base, seed=seed)
+    seeded = "seed" in SCHEMES[name].frequencies.takes if name in SCHEMES else False
+    made = preset(name, head_dim, num_heads, base=base, seed=seed if seeded else None)
     own = made.scheme.frequencies if base is None else replace(made.scheme.frequencies, base=base)
     if isinstance(own, Dense) or own.num_axes == 1:
         return Subject(made, {NO_ORDER: own}, seed)

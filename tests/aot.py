@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrpe_md import Coordinates, Grid, functional, launch, ops
+from lrpe_md import Coordinates, Grid, arguments, launch, ops
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -178,14 +178,14 @@ def call(case: SimpleNamespace) -> None:
         rotated = torch.ones(coords.shape[:-1], dtype=torch.bool) if "masked" in case.positions else None
         positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1, rotated=rotated)
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
-    width = case.head_dim if case.map == "cosine" else functional.rotary_slice(rotary, case.head_dim)[1]
+    width = case.head_dim if case.map == "cosine" else arguments.rotary_slice(rotary, case.head_dim)[1]
     channels = width if case.map == "cosine" else width // 2
     omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
     amplitude = torch.randn(heads, channels) if case.amplitude else None
     pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
-    spec, layout, tables = functional.prepare(
+    spec, layout, tables = arguments.prepare(
         "cosine" if case.map == "cosine" else "rotate", tuple(xs), omega, positions, act, int(dim) if dim else None,
         phase, pairs, rotary, amplitude, case.order,
     )  # fmt: skip

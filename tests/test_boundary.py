@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, ops, rotate
-from lrpe_md.functional import ACTIVATIONS, prepare
+from lrpe_md.arguments import ACTIVATIONS, prepare
 from lrpe_md.testing import Case, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

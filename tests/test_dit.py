@@ -11,11 +11,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, jvp
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens
+from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, Tokens
 
 pytest.importorskip("timm")
 
-from models.dit import DiT, PresetEncoding, patchify, unpatchify
+from models.dit import DiT, patchify, unpatchify
 from models.flow import (
     draw_times,
     flow_matching_loss,
@@ -172,16 +172,24 @@ def test_the_image_is_behind_the_text_of_its_own_sample():
 
 def test_presets_place_text_and_image():
     flux = dit(encoding="flux1")
-    assert isinstance(flux.encoding, PresetEncoding)
+    assert isinstance(flux.encoding, PresetMd)
     assert flux.positions((2, 3), 4) == Grid((1, 2, 3), prefix=4)
     assert dit(encoding="wan").positions((2, 3), 4) == Grid((1, 2, 3), prefix=4)
     lumina = dit(**ENCODINGS["lumina2"]).positions((1, 2), 3)
     assert lumina.coords.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0], [3, 0, 1]]
-    torch.testing.assert_close(flux.encoding.get_omega().double(), flux.preset.omega, rtol=1e-6, atol=0)
-    learned = dit(encoding="mochi")
-    assert len(learned.encoding) == 2
-    assert {f"encoding.{i}.omega" for i in range(2)} <= learned.no_weight_decay()
-    assert "encoding.0.omega" in dict(learned.named_parameters())
+    assert torch.equal(flux.encoding.get_omega(), flux.preset.omega)
+    learned = {"rope_vit_mixed": {"encoding.0.omega", "encoding.1.omega"}, "mochi": {"encoding.omega"}}  # one for all
+    for name, names in learned.items():
+        model = dit(encoding=name)
+        assert names <= model.no_weight_decay()
+        assert names == {n for n, _ in model.named_parameters() if n.startswith("encoding")}
+
+
+def test_presets_take_a_phase():
+    model, (x, t, text) = dit(encoding="flux1", encoding_kwargs={"phase": "k"}), inputs()
+    assert model.no_weight_decay() >= {"encoding.0.phase", "encoding.1.phase"}
+    model(x, t, text).square().sum().backward()
+    assert all(layer.phase.grad.abs().max() > 0 for layer in model.encoding)
 
 
 def test_interval_and_checkpointing():
@@ -202,7 +210,7 @@ def test_interval_and_checkpointing():
 
 def test_bfloat16_keeps_frequencies_and_dtype():
     model = dit(encoding="flux1", absolute="sincos").bfloat16()
-    assert model.encoding.get_omega().dtype == torch.float32
+    assert model.encoding.get_omega().dtype == torch.float64
     x, t, text = inputs()
     assert model(x.bfloat16(), t, text).dtype == torch.bfloat16
     assert dit(encoding="mixed").bfloat16().no_weight_decay() == {
@@ -267,7 +275,7 @@ BAD = {
     "heads": (r"embed_dim: expected a multiple of .* 10, got 64", lambda: dit(num_heads=5)),
     "encoding": (r"encoding: .*'flux3'", lambda: dit(encoding="flux3")),
     "preset without rotation": (r"encoding: .*'pope'", lambda: dit(encoding="pope")),
-    "preset of another order": (r"encoding: .*row-major.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
+    "preset of another order": (r"encoding: .*row by row.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
     "preset of other axes": (r"segments: eva02 has 2 axes", lambda: dit(num_axes=3, encoding="eva02")),
     "rules beside a preset": (r"preset flux1 brings", lambda: dit(encoding="flux1", text_positions="zero")),
     "rule": (r"rule: .*'left'", lambda: dit(text_positions="left")),

@@ -164,6 +164,24 @@ BAD = {
             torch.cat([x, x], -1), x, theta, torch.zeros(1, 1, 1), shape=(3, 4)
         ),
     ),
+    "unknown act of a module": (ValueError, r"act: .*'gelu'", lambda: CosineMd(8, 2, act="gelu")),
+    "unknown act of a rotating module": (ValueError, r"act: .*'gelu'", lambda: lrpe_md.Rotate1d(8, act="gelu")),
+    "softmax of a module without dim": (ValueError, r"dim: softmax needs -1", lambda: RotateMd(8, 2, act="softmax")),
+    "dim of a module without softmax": (
+        ValueError, r"dim: expected None for act='silu'", lambda: CosineMd(8, 2, act="silu", dim=-1),
+    ),
+    "pairs of a module": (ValueError, r"pairs: .*'third'", lambda: RotateMd(8, 2, pairs="third")),
+    "blocks of pairs of a module": (
+        ValueError, r"pairs: .*make 2 together, got \(3,\)", lambda: RotateMd(8, 2, pairs=(3,), rotary_dim=4),
+    ),
+    "impl of a module": (ValueError, r"impl: .*'cuda'", lambda: CosineMd(8, 2, impl="cuda")),
+    "act of a preset's module": (
+        ValueError, r"act: .*'gelu'", lambda: lrpe_md.PresetMd(lrpe_md.preset("wan"), act="gelu"),
+    ),
+    "a name instead of a preset": (
+        TypeError, r"preset: expected what lrpe_md.preset\(name, head_dim\) gives, got str",
+        lambda: lrpe_md.PresetMd("wan"),
+    ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
     "no heads": (ValueError, r"num_heads", lambda: CosineMd(8, 2, num_heads=0)),

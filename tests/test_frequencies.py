@@ -11,19 +11,21 @@ from lrpe_md import axial_omega, geometric_theta, mixed_omega
 from lrpe_md.frequencies import (
     AXIS_MAPS,
     dense_omega,
-    dynamic_ntk_scaling,
     golden_directions,
     head_bands_theta,
-    linear_scaling,
-    llama3_scaling,
     log_linspace_theta,
-    longrope_scaling,
-    ntk_scaling,
     period_theta,
     plane_directions,
     random_directions,
     simplex_directions,
     split_channels,
+)
+from lrpe_md.scalings import (
+    dynamic_ntk_scaling,
+    linear_scaling,
+    llama3_scaling,
+    longrope_scaling,
+    ntk_scaling,
     yarn_scaling,
 )
 

@@ -32,7 +32,7 @@ def cls(request):
     return request.param
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=KINDS, ids=lambda kind: ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in kind.items()))
 def kwargs(request):
     return request.param
 
@@ -160,6 +160,20 @@ def test_frequencies_of_your_own(cls):
         cls(8, 3, frequencies=own_omega, num_heads=4)
     with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
         cls(8, 2, frequencies="spiral")
+
+
+@pytest.mark.parametrize("amplitude", [1.5, torch.linspace(0.5, 2, 4, dtype=torch.float64)], ids=["number", "a pair"])
+def test_amplitude_of_rotate(amplitude):
+    with torch.device("meta"):
+        late = nn.Sequential(RotateMd(8, 2, amplitude=amplitude))
+    q = torch.randn(2, 4, 13, 8)
+    for module in (RotateMd(8, 2, amplitude=amplitude).bfloat16(), late.to_empty(device="cpu")[0]):
+        expected = rotate(q, omega=module.omega, positions=GRID, amplitude=amplitude)
+        torch.testing.assert_close(module(q, positions=GRID), expected)
+        assert set(module.state_dict()) == set()
+        assert "amplitude=True" in repr(module)
+    with pytest.raises(ValueError, match=r"amplitude: expected a number or \(4,\), got \(3,\)"):
+        RotateMd(8, 2, amplitude=torch.ones(3))
 
 
 def test_rotate_1d():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lrpe_md
-from lrpe_md import frequencies
+from lrpe_md import frequencies, scalings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lrpe_md"
@@ -16,19 +16,24 @@ PACKAGE = ROOT / "lrpe_md"
 LAYERS = {  # each file and what of ours it may import
     "kernels": set(),
     "reference": set(),
-    "positions": set(),
+    "coordinates": set(),
+    "positions": {"coordinates"},
     "frequencies": set(),
+    "scalings": set(),
     "ops": {"reference", "positions", "launch"},
     "launch": {"kernels", "ops", "positions"},
-    "functional": {"ops", "positions"},
-    "lrpe": {"functional", "frequencies", "ops", "positions", "sequences"},
-    "pairs": {"functional", "reference"},
-    "rope_parameters": {"frequencies"},
+    "arguments": {"ops", "positions"},
+    "functional": {"arguments", "ops", "positions"},
+    "lrpe": {"arguments", "functional", "frequencies", "ops", "positions", "sequences"},
+    "pairs": {"arguments", "reference"},
+    "rope_parameters": {"frequencies", "scalings"},
     "augment": {"positions"},
-    "sequences": {"positions"},
-    "presets": {"frequencies", "positions", "sequences"},
-    "modules": {"functional", "frequencies", "sequences"},
-    "testing": {"functional", "positions"},
+    "sequences": {"coordinates", "positions"},
+    "schemes": {"frequencies", "positions", "sequences"},
+    "presets": {"frequencies", "positions", "scalings", "schemes", "sequences"},
+    "module_base": {"arguments", "frequencies", "functional"},
+    "modules": {"arguments", "coordinates", "frequencies", "module_base", "positions", "schemes", "sequences"},
+    "testing": {"arguments", "functional", "positions"},
 }
 
 
@@ -94,10 +99,10 @@ except ValueError as e:
 def test_public_names():
     public = {name for name in vars(lrpe_md) if not name.startswith("_")}
     expected = {"Grid", "Coordinates", "cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d"}
-    expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset"}
+    expected |= {"geometric_theta", "axial_omega", "mixed_omega", "preset", "list_presets", "Preset", "PresetMd"}
     expected |= {"rope_frequencies", "convert_pairs", "packed_positions"}
     expected |= {"compose", "pack", "pad", "Tokens", "After", "window_order", "AugmentPositions"}
-    expected |= {name for name in frequencies.__all__ if name.islower()}
+    expected |= {name for name in (*frequencies.__all__, *scalings.__all__) if name.islower()}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         expected |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
     expected |= {f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton")} | {"lrpe_rotate_md"}

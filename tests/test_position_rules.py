@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lrpe_md import Coordinates, Grid, cosine, rotate, window_order
+from lrpe_md.positions import offset_positions
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 numbers = st.floats(-8, 8, allow_nan=False).map(lambda v: round(v, 3))
@@ -61,11 +62,50 @@ def test_rules_on_a_single_row_and_on_none(n):
     assert Grid((1,)).crop((3,), (7,)).coordinates().tolist() == [[3]]
 
 
+def test_a_crop_runs_forwards():
+    """A few positions far from 0 would run backwards; from 0, one position and any crop of its own size never do."""
+    with pytest.raises(ValueError, match=r"start, stop: expected the last of 2 positions, stop \(2 - 1\) / 2 = 8, not"):
+        Grid((4, 2)).crop((0, 14), (4, 16))
+    for n in range(1, 30):
+        steps = Grid((n,)).crop((14,), (14 + n,)).coordinates().diff(dim=0) if 14 + n <= n * n else torch.ones(1)
+        assert (steps >= 0).all()
+    assert Grid((3,)).crop((-4,), (-1,)).coordinates().diff(dim=0).min() > 0
+
+
 def test_crop_is_linspace():
     """NumPy's and torch's linspace from start to stop (n - 1) / n, as in CogVideoX."""
     for n, start, stop in ((7, 0, 30), (5, 3, 27), (45, 0, 45)):
         expected = torch.linspace(start, stop * (n - 1) / n, n, dtype=torch.float64)
         torch.testing.assert_close(Grid((n,)).crop((start,), (stop,)).coordinates()[:, 0], expected, rtol=1e-12, atol=0)
+
+
+def test_grids_and_coordinates_compare():
+    """By value, tensors among it, and with a hash that agrees."""
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    makers = [
+        lambda: Grid((3, 4)),
+        lambda: Grid((3, 4), 1),
+        lambda: Grid((3, 4), scale=(0.5, 2.0)),
+        lambda: Grid((3, 4), scale=scale.clone()),
+        lambda: Grid((3, 4), scale=scale.float()),
+        lambda: Grid((3, 4), shift=scale.clone()),
+        lambda: Grid((3, 4), scale=scale + 1),
+        lambda: Grid((3, 4)).explicit(),
+        lambda: Grid((3, 4), 1).explicit(),
+        lambda: Coordinates(torch.zeros(12, 2), rotated=torch.arange(12) > 2),
+        lambda: Coordinates(torch.zeros(12, 2), rotated=torch.arange(12) > 1),
+        lambda: offset_positions(12, 3, torch.device("cpu")),
+        lambda: offset_positions(12, 3, torch.device("cpu")).rescale(scale[:1].clone()),
+        lambda: offset_positions(12, 3, torch.device("cpu")).rescale(scale[:1] + 1),
+        lambda: Grid((15,), start=3),
+    ]
+    for i, first in enumerate(makers):
+        for j, second in enumerate(makers):
+            assert (first() == second()) is (i == j), (i, j)
+        assert hash(first()) == hash(first())
+        assert first() != (3, 4)
+    assert {Grid((3, 4), scale=scale): 1}[Grid((3, 4), scale=scale.clone())] == 1
+    assert Grid((3, 4), scale=scale.to("meta")) != Grid((3, 4), scale=scale.to("meta"))
 
 
 @given(sizes, affine, affine, st.data())
@@ -206,6 +246,40 @@ def test_integer_coordinates_are_scaled_exactly():
     far = Coordinates(torch.tensor([[2**24 + 1]])).transform(0.5, 1)
     assert far.coords.dtype == torch.float64
     assert far.coords.item() == 2**23 + 1.5
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_past_2_to_24_keep_their_value(impl, dtype):
+    """float32 does not hold them; the angles are those of float64."""
+    x, omega = torch.randn(1, 1, 2, 4), torch.tensor([[[0.7], [0.31]]])
+    coords = torch.tensor([[2**24 + 1], [2**25 + 7]], dtype=dtype)
+    found = rotate(x, omega=omega, positions=coords, impl=impl)
+    assert torch.equal(found, rotate(x, omega=omega, positions=coords.double(), impl=impl))
+    assert (found - rotate(x, omega=omega, positions=coords.float(), impl=impl)).abs().max() > 1e-2
+    if impl == "reference":
+        exact = rotate(x.double(), omega=omega.double(), positions=coords.double(), impl=impl)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_casts_that_would_round():
+    coords = torch.tensor([[2**24 + 1, -3]])
+    message = r"dtype: expected float64 for positions up to 16777217, where float32 holds .* up to 16777216 only"
+    for cast in (
+        lambda: Coordinates(coords).to(dtype=torch.float32),
+        lambda: Coordinates(-coords).to(dtype=torch.float32),
+        lambda: Grid((1, 2**24 + 2), start=5, length=1).coordinates(dtype=torch.float32),
+        lambda: Grid((2**24 + 2,), start=5, length=1).explicit(dtype=torch.float32),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cast()
+    assert Coordinates(coords).to(dtype=torch.float64).coords.tolist() == coords.tolist()
+    assert Coordinates(coords - 1).to(dtype=torch.float32).coords.tolist() == (coords - 1).tolist()
+    assert Coordinates(coords[:0]).to(dtype=torch.float32).coords.shape == (0, 2)
+    assert Grid((2**24 + 1,), start=2**24).coordinates(dtype=torch.float32).item() == 2**24
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        with pytest.raises(TypeError, match="dtype: expected float32 or float64"):
+            Coordinates(coords).to(dtype=dtype)
 
 
 def test_to():

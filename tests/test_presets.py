@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lrpe_md import (
     AugmentPositions,
@@ -371,7 +373,7 @@ def test_preset_equals_the_original(number, impl):
         found = encode(p, q, k, positions, omega=weights, phase=None if phase is None else phase(p), impl=impl)
         bound = torch.tensor(1e-6)
         if not double:
-            base = p.scheme.frequencies.base
+            base = p.scheme.frequencies.base or 1.0
             cost = (table(positions).abs()[:, None, None, :] * weights.abs()).sum(-1) * (3 + math.log(base)) * 2.0**-24
             size = max(q.abs().max(), k.abs().max()) * (2**0.5 if p.scheme.map == "rotate" else 1)
             cost = cost.permute(1, 0, 2) * size  # (H or 1, N, C)
@@ -419,12 +421,14 @@ SEGMENTS = {name: next(c[2] for c in CASES if c[0] == name) for name in SCHEMES}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_scores_depend_on_relative_positions_alone(name):
+@given(steps=st.lists(st.floats(-100, 100), min_size=4, max_size=4))
+@settings(deadline=None, max_examples=6)
+def test_scores_depend_on_relative_positions_alone(name, steps):
     """Moving all that is rotated by the same step leaves every score as it was."""
     p = preset(name, num_heads=HEADS)
     positions = p.positions(*SEGMENTS[name])
     rows = positions.explicit().explicit()
-    step = torch.randn(p.num_axes, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 5
+    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64)
     q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim))
     scores, moved = (torch.matmul(a, b.mT) for a, b in (encode(p, q, k, at) for at in (rows, rows.offset(step))))
     here = torch.ones(rows.num_tokens, dtype=torch.bool) if rows.rotated is None else rows.rotated
@@ -435,10 +439,13 @@ def test_scores_depend_on_relative_positions_alone(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_shard_is_a_slice(name):
+@given(data=st.data())
+@settings(deadline=None, max_examples=6)
+def test_a_shard_is_a_slice(name, data):
     p = preset(name, num_heads=HEADS)
     whole = p.positions(*SEGMENTS[name])
-    for start, length in ((0, 4), (3, 10), (whole.num_tokens - 5, None)):
+    start = data.draw(st.integers(0, whole.num_tokens))
+    for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
         part = p.positions(*SEGMENTS[name], start=start, length=length)
         expected = whole.explicit().shard(start, length).explicit()
         torch.testing.assert_close(table(part), expected.coords, rtol=1e-12, atol=1e-12)
@@ -675,7 +682,25 @@ BAD = {
     "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
     "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
-    "split of a dense scheme": (r"split: mochi has a direction a channel", lambda: preset("mochi", split=(1, 1, 1))),
+    "split of a dense scheme": (
+        r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
+        lambda: preset("mochi", split=(1, 1, 1)),
+    ),
+    "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
+    "base of a scheme without": (
+        r"base: .*cosformer has none \(it takes scaling\), got 500", lambda: preset("cosformer", base=500.0),
+    ),
+    "split of one axis": (r"split: .*pope has none", lambda: preset("pope", split=(1,))),
+    "split for other axes": (
+        r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
+    ),
+    "seed of what is not random": (
+        r"seed: .*eva02 has none.*base and scaling and split", lambda: preset("eva02", seed=3),
+    ),
+    "crop of a sliver": (
+        r"start, stop: expected the last of 2 positions.*= 8.*start = 14",
+        lambda: preset("cogvideox").positions((2, 40)),
+    ),
     "scalings of another length": (
         r"scaling: .*3 axes, got 2", lambda: preset("wan", scaling=(None, partial(ntk_scaling, factor=2.0))),
     ),
@@ -689,6 +714,72 @@ BAD = {
         r"reference: qwen2_vl_vision has a table", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
     ),
 }  # fmt: skip
+
+
+TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
+TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
+TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
+OPTIONS = {"dinov3": "by", "perception_encoder": "offset", "qwen2_vl_vision": "merge", "cogvideox": "size"}
+OPTIONS |= {"mochi": "area", "cosmos": "fps", "cosformer": "longest"}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_said_is_taken_or_refused(name):
+    """No argument passes without effect."""
+    plain = preset(name, num_heads=HEADS)
+    shares = (1, *[2] * (plain.num_axes - 1))
+    changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
+    for key, value in changes.items():
+        if key in TAKES[name]:
+            size = 3360 if plain.scheme.map == "rotate" else 1680  # which all shares divide
+            changed = preset(name, size, HEADS, **{key: value})
+            if (name, key) != ("cosformer", "scaling"):
+                assert not torch.equal(changed.omega, preset(name, size, HEADS).omega), key
+        else:
+            with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
+                preset(name, num_heads=HEADS, **{key: value})
+    # Options of the grids.
+    shape = next(s for s in SEGMENTS[name] if isinstance(s, tuple))
+    options = {"by": "longer", "offset": 3, "merge": 1, "size": None, "area": 9, "fps": 7, "longest": 99}
+    for option, value in {**options, "prefix": 1, "scale": 2.0}.items():
+        if OPTIONS.get(name) == option:
+            assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
+        else:
+            with pytest.raises(TypeError, match=rf"{option}: {name}'s grids take .*, got"):
+                plain.positions(shape, **{option: value})
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_head_dim_is_laid_out_or_refused(name):
+    """One message that names head_dim, or frequencies for every channel."""
+    refused = []
+    for head_dim in range(42):
+        try:
+            p = preset(name, head_dim)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert p.omega.shape[1] == (head_dim if p.scheme.map == "cosine" else head_dim // 2)
+            assert p.omega.isfinite().all()
+    assert all(message.startswith("head_dim: ") for message in refused)
+    assert 1 <= len(refused) < 42
+
+
+@pytest.mark.parametrize("name", ["pope", "transnormer"])
+def test_a_sequence_counts_on(name):
+    """Parts of a sequence of one axis are behind each other, in whatever pieces it is given."""
+    p = preset(name)
+    whole = torch.arange(10, dtype=torch.float64)[:, None]
+    for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):
+        assert torch.equal(table(p.positions(*segments)), whole)
+        assert torch.equal(table(p.positions(*segments, start=2, length=5)), whole[2:7])
+
+
+def test_a_preset_made_on_the_meta_device_has_values():
+    with torch.device("meta"):
+        found = [preset(name, num_heads=HEADS) for name in SCHEMES]
+    for p in found:
+        assert torch.equal(p.omega, preset(p.name, num_heads=HEADS).omega)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -120,7 +120,7 @@ def test_reference_lays_positions_over_another_grid(name):
 def test_presets_bring_frequencies_and_positions():
     for name in ("wan", "mochi", "cosmos"):
         model, scheme = build(encoding=name), preset(name, 48, 2)
-        assert torch.equal(model.encoding.get_omega().detach(), scheme.omega.float())
+        assert torch.equal(model.encoding.get_omega().detach().float(), scheme.omega.float())
         assert isinstance(model.encoding.get_omega(), nn.Parameter) == scheme.scheme.learned
         assert model.encoding.pairs == scheme.scheme.pairs
         grid = model.positions((4, 6, 8))
@@ -309,7 +309,9 @@ def test_compiled_once_for_all_sizes(kwargs, references):
         ({"space_time": "divided"}, "space_time: expected"),
         ({"drop_unit": "frame"}, "drop_unit: expected"),
         ({"patch_drop_rate": 1.0}, "patch_drop_rate: expected"),
-        ({"encoding": "dinov3"}, "encoding: expected .*wan"),
+        ({"encoding": "dinov3"}, "encoding: expected a preset with 3 axes, got 'dinov3' with 2"),
+        ({"encoding": "flux2", "embed_dim": 64}, "encoding: expected a preset with 3 axes, got 'flux2' with 4"),
+        ({"encoding": "rotate", "encoding_kwargs": {"remainder": 0}}, "remainder: expected None without split"),
         ({"encoding": "rope"}, "encoding: expected .*wan"),
         ({"encoding": "hunyuan_video"}, "head_dim: hunyuan_video can't have 48"),
         ({"encoding": "rotate", "encoding_kwargs": {"split": (5, 6, 6)}}, "num_channels: expected a multiple of 17"),

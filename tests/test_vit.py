@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens, preset, rotate
 
 timm = pytest.importorskip("timm")
 
@@ -528,6 +529,115 @@ def test_encodings_of_users():
     assert (model.encoding.axis_order, model.encoding.base) == ("major_first", 100.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("eva02", {}), ("dinov3", {"reg_tokens": 2}), ("rope_vit_axial", {}), ("rope_vit_mixed", {}), ("qwen2_vl", {}),
+        ("mochi", {}), ("wan", {}), ("wan", {"class_token": False, "global_pool": "avg"}),
+    ],
+)  # fmt: skip
+def test_presets(name, kwargs):
+    """The scheme by its name, with its own positions; adapt gives the same; shared unless a layer learns its own."""
+    kwargs = {"embed_dim": 64, **kwargs}  # head_dim 32
+    model = lrpe_vit(encoding=name, **kwargs)
+    layers = model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding] * 2
+    assert isinstance(model.encoding, nn.ModuleList) == (name == "rope_vit_mixed")
+    first, prefix = layers[0], model.num_prefix_tokens
+    assert first.preset.name == name
+    assert first.num_heads == 2
+
+    class Call(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = [layer]
+
+        def forward(self, q, k, *, positions):
+            made = first.preset
+            assert positions.num_tokens == q.shape[2]
+            placed = replace(made.positions(positions.shape), prefix=prefix)
+            return rotate(q, k, omega=self.layer[0].get_omega(), positions=placed, **made.options)
+
+    x = image(16, 28)
+    expected = copy.deepcopy(model)
+    expected.encoding = nn.ModuleList(Call(layer) for layer in layers)
+    torch.testing.assert_close(model(x), expected(x))
+    plain = timm_vit(**kwargs, pos_embed="none", dynamic_img_size=True)
+    plain.load_state_dict({key: t for key, t in model.state_dict().items() if not key.startswith("encoding")})
+    torch.testing.assert_close(adapt(plain, name)(x), expected(x))
+    assert {n for n, _ in model.named_parameters() if n.startswith("encoding")} == (
+        {"encoding.0.omega", "encoding.1.omega"} if name == "rope_vit_mixed"
+        else {"encoding.omega"} if name == "mochi" else set()
+    )  # fmt: skip
+    if name == "rope_vit_mixed":
+        assert not torch.equal(layers[0].omega, layers[1].omega)
+    model.train()(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.encoding.parameters())
+
+
+@pytest.mark.parametrize("name", ["eva02", "qwen2_vl"])
+def test_presets_with_dropped_patches(name):
+    """What is kept keeps its positions, scaled as they are, behind a prefix that is not rotated."""
+    model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
+    positions, seen = vit.lay_out(model.encoding, (4, 7), Tokens(1)), []
+    model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
+    torch.manual_seed(3)
+    model.train()(image(16, 28))
+    _, kept = vit.patch_dropout_forward(torch.zeros(2, 29, 1), 0.5, 1, model.patch_drop.ordered, True)
+    table = positions.explicit().explicit().coords
+    for dropped in seen:
+        rows = dropped.explicit().coords
+        assert rows.shape[1] == 15
+        assert torch.equal(rows[:, 0], table[:1].expand(2, -1))
+        assert all(row.tolist() in table[1:].tolist() for row in rows[:, 1:].flatten(0, 1))
+        assert len({tuple(row) for row in rows[0, 1:].tolist()}) == 14
+    assert kept.shape == (2, 14)
+
+
+def test_presets_compile_once_for_all_sizes():
+    model, graphs = lrpe_vit(encoding="eva02", embed_dim=64, depth=1), []  # 16 pairs, as many as an image has rows
+    torch.compiler.reset()
+    compiled = torch.compile(
+        model, fullgraph=True, dynamic=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1]
+    )
+    for size in ((16, 28), (20, 24), (36, 12)):
+        x = image(*size)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope has 1 axes"),
+        ("qwen2_vl_vision", {}, r"encoding: expected a preset whose tokens come row by row, got 'qwen2_vl_vision'"),
+        ("flux1", {}, r"head_dim: flux1 can't have 16"),
+        ("eva02", {"split": (1, 1, 1)}, r"split: expected a share for each of eva02's 2 axes"),
+        ("eva02", {"seed": 1}, r"seed: expected it to be left out"),
+        ("eva02", {"bas": 1}, r"bas"),
+    ],
+)
+def test_presets_that_do_not_fit(name, kwargs, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        lrpe_vit(encoding=name, encoding_kwargs=kwargs)
+    model = timm_vit()
+    before = snapshot(model)
+    with pytest.raises((ValueError, TypeError), match=message):
+        adapt(model, name, encoding_kwargs=kwargs)
+    assert {n: v[0] for n, v in snapshot(model).items()} == {n: v[0] for n, v in before.items()}
+
+
+def test_presets_take_what_both_take():
+    kwargs = {"act": "relu", "base": 10.0, "learnable": True, "split": (1, 3)}
+    model = lrpe_vit(encoding="eva02", encoding_kwargs=kwargs)
+    assert [type(e).__name__ for e in model.encoding] == ["PresetMd"] * 2
+    assert [e.act for e in model.encoding] == ["relu"] * 2
+    expected = preset("eva02", 16, 2, base=10.0, split=(1, 3)).omega
+    assert torch.equal(model.encoding[1].get_omega().detach(), expected.float())
+    linear = lrpe_vit(encoding="eva02", attention="linear")
+    assert linear.encoding.act == "relu"
+    assert linear(image()).isfinite().all()
+
+
 @pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate", "drop_path_rate", "pos_drop_rate", "drop_rate"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_runs_in_training_alone(rate, fused):
@@ -647,7 +757,7 @@ def test_argument_errors():
         ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
         ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
-        ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1 or -2"),
+        ({"encoding_kwargs": {"act": "softmax"}}, r"dim: softmax needs -1"),
         ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),
         ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: .*use absolute"),
         ({"absolute": "sincos", "embed_dim": 30}, r"absolute: 'sincos' needs an embed_dim divisible by 4, got 30"),

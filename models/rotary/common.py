@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, Grid, Preset, RotateMd, rotate
-from lrpe_md.functional import Impl, Pairs
+from lrpe_md import Coordinates, Grid, Preset, PresetMd, rotate
+from lrpe_md.arguments import Impl, Pairs
 
 __all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "install", "parts", "restore"]
 
@@ -52,11 +52,11 @@ class Rotary:
         return replace(self, omega=self.omega.to(device, non_blocking=non_blocking), positions=positions)
 
 
-class PresetRotate(RotateMd):
-    """:class:`lrpe_md.RotateMd` with the fixed frequencies of a preset, float64 whatever the model is cast to.
+class PresetRotate(PresetMd):
+    """:class:`lrpe_md.PresetMd` with fixed frequencies, float64 whatever the model is cast to.
 
     Args:
-        preset: on the CPU; its amplitude must be one number.
+        preset: its amplitude must be one number.
         omega: instead of the preset's, (1, C, K).
         pairs: instead of the preset's.
         device: of the frequencies.
@@ -68,27 +68,18 @@ class PresetRotate(RotateMd):
         preset: Preset,
         *,
         omega: Tensor | None = None,
-        pairs: Pairs | None = None,
+        pairs: Any = None,
         device: torch.device | str | None = None,
         impl: Impl = "auto",
     ) -> None:
-        # Plain attributes, that no cast reaches; the parent asks for them while it is built.
-        self.preset, self.fixed = preset, preset.omega if omega is None else omega
         assert isinstance(preset.amplitude, float)
-        super().__init__(
-            preset.head_dim, preset.num_axes, pairs=pairs or preset.scheme.pairs, device=device, impl=impl,
-            dtype=torch.float64,
-        )  # fmt: skip
-
-    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        return self.fixed.to(device or torch.get_default_device(), self.dtype, copy=True)
+        scheme = replace(preset.scheme, pairs=pairs or preset.scheme.pairs)
+        preset = replace(preset, scheme=scheme, omega=preset.omega if omega is None else omega)
+        super().__init__(preset, learnable=False, device=device, impl=impl)
 
     def at(self, positions: Grid | Coordinates) -> Rotary:
         amplitude: Any = self.preset.amplitude
         return Rotary(self.get_omega(), positions, self.pairs, amplitude, self.impl)
-
-    def extra_repr(self) -> str:
-        return f"preset={self.preset.name!r}, head_dim={self.head_dim}, pairs={self.pairs!r}"
 
 
 class Adapted:

@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanR
 from torch import Tensor, nn
 
 from lrpe_md import Coordinates, Preset, preset
-from lrpe_md.functional import Impl
+from lrpe_md.arguments import Impl
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import AugmentPositions, Grid, preset
-from lrpe_md.functional import Impl
+from lrpe_md.arguments import Impl
 from models.vit import attend
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts

@@ -19,7 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 
 from lrpe_md import Coordinates, Preset, preset
-from lrpe_md.functional import Impl
+from lrpe_md.arguments import Impl
 
 from .common import Adapted, PresetRotate, Rotary, Step, install, parts
 

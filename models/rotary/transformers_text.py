@@ -26,7 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from lrpe_md import Coordinates, Rotate1d, rope_frequencies
-from lrpe_md.functional import Impl
+from lrpe_md.arguments import Impl
 from lrpe_md.rope_parameters import RULES
 
 from .common import Adapted, Rotary, Step, install, parts

@@ -1,0 +1,198 @@
+"""Explicit positions, and the rules that they share with grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
+
+PerAxis = float | Sequence[float] | Tensor
+Self = TypeVar("Self", bound="Rules")
+
+
+class Rules:
+    """What grids and coordinates share: rules that are affine on each axis."""
+
+    def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
+        """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
+        raise NotImplementedError
+
+    def offset(self: Self, by: PerAxis) -> Self:
+        """s → s + by."""
+        return self.transform(shift=by)
+
+    def rescale(self: Self, by: PerAxis) -> Self:
+        """s → s · by: frame rates, areas."""
+        return self.transform(by)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal fields, tensors by their dtype, device and values."""
+        if type(other) is not type(self):
+            return NotImplemented
+        theirs = vars(other)
+        for name, value in vars(self).items():
+            if value is not theirs[name] and not _equal(value, theirs[name]):
+                return False
+        return True
+
+    def __hash__(self) -> int:
+        """Of what is no tensor."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates(Rules):
+    """Explicit positions: packed, dropped, warped or arbitrary tokens.
+
+    Args:
+        coords: (N, K), or (B, N, K) where each sample has its own; any real dtype, used at full precision.
+        prefix: number of unrotated tokens in front, which have no row in ``coords``.
+        suffix: number of unrotated tokens at the end, likewise.
+        rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
+            between images, padding. Their coordinates are set to zero, so that Θ = 0, and get no phase.
+    """
+
+    coords: Tensor
+    prefix: int = 0
+    suffix: int = 0
+    rotated: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.coords, Tensor):
+            raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
+        if self.coords.ndim not in (2, 3):
+            raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
+        if self.coords.dtype == torch.bool or self.coords.is_complex():
+            raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
+        if self.prefix < 0 or self.suffix < 0:
+            raise ValueError(f"prefix, suffix: expected at least 0, got {self.prefix}, {self.suffix}")
+        if self.rotated is not None:
+            if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
+                raise ValueError(
+                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "
+                    f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
+                )
+            if self.rotated.device != self.coords.device:
+                raise ValueError(
+                    f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
+                )
+            object.__setattr__(self, "coords", torch.where(self.rotated[..., None], self.coords, 0))
+
+    def __hash__(self) -> int:
+        return hash((self.prefix, self.suffix))
+
+    @property
+    def num_axes(self) -> int:
+        return self.coords.shape[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + self.coords.shape[-2] + self.suffix
+
+    def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Coordinates:
+        a, b = per_axis("scale", scale, self.num_axes), per_axis("shift", shift, self.num_axes)
+        coords = self.coords if self.coords.is_floating_point() else self.coords.double()
+        a, b = (torch.as_tensor(t, dtype=coords.dtype, device=coords.device) for t in (a, b))
+        return replace(self, coords=coords * a + b)
+
+    def floor(self) -> Coordinates:
+        """s → ⌊s⌋: positions that a model rounds down after scaling (Qwen2.5-VL's seconds)."""
+        return replace(self, coords=self.coords.floor())
+
+    def select(self, axes: Sequence[int | None]) -> Coordinates:
+        """Axes in another order, or on more of them: column j is column ``axes[j]``, or 0 where that is None."""
+        if not all(axis is None or 0 <= axis < self.num_axes for axis in axes):
+            raise ValueError(f"axes: expected None or numbers from 0 to {self.num_axes - 1}, got {tuple(axes)}")
+        zero = torch.zeros_like(self.coords[..., 0])
+        return replace(
+            self, coords=torch.stack([zero if axis is None else self.coords[..., axis] for axis in axes], dim=-1)
+        )
+
+    def take(self, index: Tensor) -> Coordinates:
+        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay."""
+        check_index(index)
+        if self.coords.ndim == 2:
+            rotated = None if self.rotated is None else self.rotated[index]
+            return replace(self, coords=self.coords[index], rotated=rotated)
+        index = index.expand(self.coords.shape[0], -1)
+        coords = self.coords.gather(1, index[..., None].expand(-1, -1, self.num_axes))
+        return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
+
+    def explicit(self) -> Coordinates:
+        """The same tokens with a row each: prefix and suffix become rows that are not rotated."""
+        if self.prefix == self.suffix == 0:
+            return self
+        ends = (self.prefix, self.suffix)
+        rotated = torch.ones_like(self.coords[..., 0], dtype=torch.bool) if self.rotated is None else self.rotated
+        return Coordinates(
+            torch.nn.functional.pad(self.coords, (0, 0, *ends)), rotated=torch.nn.functional.pad(rotated, ends)
+        )
+
+    def shard(self, start: int, length: int | None = None) -> Coordinates:
+        """Tokens start, start + 1, .. of the sequence, prefix and suffix counted."""
+        length = self.num_tokens - start if length is None else length
+        if not (start >= 0 and 0 <= length <= self.num_tokens - start):
+            raise ValueError(
+                f"start, length: expected a slice of the {self.num_tokens} tokens, got start={start}, length={length}"
+            )
+        whole, part = self.explicit(), slice(start, start + length)
+        return Coordinates(
+            whole.coords[..., part, :], rotated=None if whole.rotated is None else whole.rotated[..., part]
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
+        """On another device, or in another dtype: float32 or float64. To float32 integers are looked at, which waits
+        for a GPU.
+
+        Raises:
+            TypeError: a dtype of 16 bits, which misplaces far tokens.
+            ValueError: integers beyond 2^24 and float32, which does not hold them all.
+        """
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
+            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
+            check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
+        soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
+        rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
+        return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is tuple is type(b):
+        return a == b
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b
+    return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and not a.is_meta and torch.equal(a, b)
+
+
+def per_axis(name: str, value: Any, num_axes: int) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)):
+            raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {tuple(value.shape)}")
+        return value.expand(num_axes)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
+    if len(values) != num_axes or not all(isinstance(v, (Real, torch.SymInt, torch.SymFloat)) for v in values):
+        raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
+    return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
+
+
+def check_reach(position: float, where: str = "") -> None:
+    """Whether float32 holds all whole numbers up to there."""
+    if position > 2**24:
+        raise ValueError(
+            f"dtype: expected float64 for positions up to {position:.0f}{where}, where float32 holds every whole "
+            f"number up to {2**24} only"
+        )
+
+
+def check_index(index: Tensor) -> None:
+    if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")

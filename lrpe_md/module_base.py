@@ -1,0 +1,251 @@
+"""What the modules share: frequencies that are theirs, a phase, and how both keep their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import Act, Impl, Order, Pairs, Positions, check_act, check_impl
+from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
+from .functional import encode
+
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
+
+Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
+Phase = bool | Literal["k"]
+
+
+class FrequencyModule(nn.Module):
+    """Owns theta (one axis a channel) or omega (dense), and the phase: parameters where learned, buffers elsewhere.
+
+    They keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
+    when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
+    that of the model without an encoding.
+    """
+
+    map: str
+    theta: Tensor
+    omega: Tensor
+    phase: nn.Parameter | None
+    pairs: Pairs = "half"
+    rotary_dim: int | slice | None = None
+    order: Order = "cos_sin"
+    phase_range: tuple[float, float] | None = None
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_axes: int,
+        num_heads: int,
+        *,
+        axial: bool,
+        learnable: bool,
+        phase: Phase,
+        act: Act,
+        dim: int | None,
+        impl: Impl,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+        phase_dtype: torch.dtype | None = None,
+        phase_groups: int = 1,
+        amplitude: float | Tensor | None = None,
+    ) -> None:
+        """Called last, since it asks for the initial values."""
+        super().__init__()
+        check_act(act, dim)
+        check_impl(impl)
+        if num_heads < 1:
+            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        if phase not in (True, False, "k"):
+            raise ValueError(f"phase: expected True, False or 'k' (on the keys alone), got {phase!r}")
+        if phase_groups < 1 or (phase_groups > 1 and not phase):
+            raise ValueError(f"phase_groups: expected at least 1, and 1 without a phase, got {phase_groups}")
+        self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
+        self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
+        self.phase_groups, self.keys_alone = phase_groups, phase == "k"
+        self.act: Act = act
+        self.dim = dim
+        self.impl: Impl = impl
+        # What has one axis a channel learns theta, so that the zeros of omega stay zero.
+        name = "theta" if learnable and axial else "omega"
+        initial = self._initial(name, device)
+        if learnable:
+            self.register_parameter(name, nn.Parameter(initial))
+        else:
+            self.register_buffer(name, initial, persistent=False)
+        self.phase = nn.Parameter(self._initial("phase", device)) if phase else None
+        # What the buffer is made of again where a module made on the meta device materialises.
+        self.gain = None
+        if amplitude is not None:
+            self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
+            if self.gain.shape not in ((), (num_channels,)):
+                raise ValueError(f"amplitude: expected a number or ({num_channels},), got {tuple(self.gain.shape)}")
+            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
+
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        """A new tensor on ``device``, default torch's."""
+        with torch.device("cpu"):
+            if name == "phase":
+                values = self._initial_phase()
+            elif name == "amplitude":
+                assert self.gain is not None
+                values = self.gain.expand(1, self.num_channels)
+            else:
+                values = self._initial_frequencies(name)
+        return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
+
+    def _initial_frequencies(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def _initial_phase(self) -> Tensor:
+        """Zero; groups apart, since equal ones would stay equal."""
+        groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
+        phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
+        return phase if self.phase_groups > 1 else phase[0]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.phase_dtype if name == "phase" else self.dtype
+
+    def reset_parameters(self) -> None:
+        """Set frequencies and phase to their initial values, in place."""
+        for name, tensor in self._owned().items():
+            self._reset(name, tensor)
+
+    def _reset(self, name: str, tensor: Tensor) -> None:
+        values = self._initial(name, "cpu").to(tensor.device)
+        if hasattr(tensor, "placements"):  # a DTensor: FSDP2's shards
+            from torch.distributed.tensor import distribute_tensor
+
+            tensor_: Any = tensor
+            values = distribute_tensor(values, tensor_.device_mesh, tensor_.placements)
+        with torch.no_grad():
+            tensor.copy_(values)
+
+    def _owned(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = {name for name, t in self._owned().items() if t.is_meta}
+        super()._apply(exact, recurse)
+        for name, tensor in self._owned().items():
+            if name in was_meta and not tensor.is_meta:
+                self._reset(name, tensor)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dtype != self._dtype(name):  # assign=True takes what the state_dict has
+                setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
+        # load_state_dict(assign=True) materialises a meta model without its non-persistent buffers.
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta and torch.get_default_device().type != "meta":
+                setattr(self, name, self._initial(name))
+
+    def no_weight_decay(self) -> set[str]:
+        """Frequencies and phases are not weights: a model that says so to its optimiser can ask here."""
+        return {name for name, _ in self.named_parameters(recurse=False)}
+
+    def get_omega(self) -> Tensor:
+        """omega (H or 1, C, K), differentiable with respect to what is learned."""
+        fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
+        if fixed is not None:
+            return fixed
+        return self._lay() if "theta" in self._parameters else self.omega
+
+    def _lay(self) -> Tensor:
+        """omega from theta."""
+        raise NotImplementedError
+
+    def forward(self, *xs: Tensor, positions: Positions | tuple[Positions, Positions]) -> Any:
+        phase: Any = self.phase
+        if phase is not None:
+            if self.phase_range is not None:
+                # The gradient passes the bounds, which else would hold what they caught, or what begins there.
+                phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
+            if self.keys_alone:
+                if len(xs) != 2:
+                    raise ValueError(
+                        f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors"
+                    )
+                phase = (None, phase)
+        return encode(
+            self.map, xs, self.get_omega(), positions, self.act, self.dim, phase, self.pairs, self.rotary_dim,
+            self.impl, self._buffers.get("amplitude"), self.order,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        text = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
+        text += ", learnable=True" if self.learnable else ""
+        if self.phase is not None:
+            text += f", phase={'k' if self.keys_alone else True!r}"
+        return text + (f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else "")
+
+
+class SeriesModule(FrequencyModule):
+    """Frequencies from a base, a block an axis or random directions, or from a function."""
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_axes: int,
+        num_heads: int,
+        *,
+        frequencies: Frequencies,
+        base: float,
+        axis_order: AxisOrder,
+        seed: int,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(frequencies) and frequencies not in ("axial", "mixed"):
+            raise ValueError(
+                "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
+                f"got {frequencies!r}"
+            )
+        if axis_order not in AXIS_ORDERS:
+            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+        self.frequencies, self.base, self.seed = frequencies, base, seed
+        self.axis_order: AxisOrder = axis_order
+        super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
+
+    def _initial_frequencies(self, name: str) -> Tensor:
+        if callable(self.frequencies):
+            omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            expected = (self.num_channels, self.num_axes)
+            if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
+                raise ValueError(
+                    f"frequencies: expected omega of shape (1 or {self.num_heads}, {expected[0]}, {expected[1]}), "
+                    f"got {tuple(omega.shape)}"
+                )
+            return omega
+        if self.frequencies == "mixed":
+            generator = torch.Generator().manual_seed(self.seed)
+            return mixed_omega(self.num_channels, self.num_axes, self.num_heads, base=self.base, generator=generator)
+        theta = geometric_theta(math.ceil(self.num_channels / self.num_axes), self.base).expand(self.num_heads, -1)
+        return theta if name == "theta" else self._laid(theta)
+
+    def _laid(self, theta: Tensor) -> Tensor:
+        return axial_omega(theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
+
+    def _lay(self) -> Tensor:
+        return self._laid(self.theta)
+
+    def extra_repr(self) -> str:
+        text = f"num_axes={self.num_axes}, "
+        if callable(self.frequencies):
+            text += f"frequencies={getattr(self.frequencies, '__name__', type(self.frequencies).__name__)}"
+        else:
+            text += f"frequencies={self.frequencies!r}, base={self.base:g}"
+        if self.frequencies == "axial" and self.num_axes > 1:
+            text += f", axis_order={self.axis_order!r}"
+        return text + super().extra_repr()
