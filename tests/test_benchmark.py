@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lrpe_md.testing import Workload, bind
 from scripts import benchmark, benchmark_modes, benchmark_report
-from scripts.benchmark_measure import COLUMNS, HERE, Judge, floor_bytes, in_words, make_pass, scratch
+from scripts.benchmark_measure import COLUMNS, COPY, HERE, Judge, floor_bytes, in_words, make_pass, scratch
 from scripts.benchmark_modes import custom_op, raw_launch
 from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
 
@@ -42,6 +42,7 @@ def test_every_pass_of_every_peer_is_a_row(tmp_path):
         for peer in ("lrpe-md", "torch, eager", "timm, eager")
         if peer != "timm, eager" or (op == "rotate" and mode != "bwd_omega")
     }
+    expected |= {(mode, op, "shared", COPY) for mode in passes[:3] for op in ("cosine", "rotate")}
     assert sorted(found[keys].itertuples(index=False, name=None)) == sorted(expected)
     assert (found.p50 > 0).all()
     assert (found.p20 <= found.p50).all()
@@ -80,8 +81,8 @@ def test_text(tmp_path):
         (mode, omega, peer)
         for mode in ("fwd", "bwd_omega")
         for omega in ("shared", "per-head")
-        for peer in (OURS, "timm, eager", half)
-        if mode == "fwd" or peer == OURS
+        for peer in (OURS, "timm, eager", half, COPY)
+        if (mode == "fwd" or peer in (OURS, COPY)) and not (peer == COPY and omega == "per-head")
     }
     assert (found.floor_bytes.loc["fwd"] == 2 * 2 * 2 * (4 + 2) * 12 * 16).all()
     assert [benchmark.takes(PEERS[half], "rotate", name) for name in ("vit224", "text")] == [False, True]

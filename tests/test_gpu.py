@@ -58,22 +58,29 @@ def test_partial_rotation(pairs, rotary_dim, act, dim, nan_filled):
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
 @pytest.mark.parametrize("omega_dtype", [torch.float32, torch.float64], ids=str)
-def test_angle_error_at_far_positions(num_axes, omega_dtype):
-    """Positions to 2^20 on each axis: the angle, read back from a rotation of (1, 0), is within 1e-6 rad."""
+@pytest.mark.parametrize("kind", ["coordinates", "grid"])
+def test_angle_error_at_far_positions(num_axes, omega_dtype, kind):
+    """Positions to 2^20 on each axis, or at the end of a plain grid, whose turns are counted in integers: the angle,
+    read back from a rotation of (1, 0), is within 1e-6 rad."""
     num, channels = 4096, 32
     generator = torch.Generator().manual_seed(0)
-    coords = torch.randint(0, 2**20, (num, num_axes), generator=generator, dtype=torch.int32)
+    positions = coords = torch.randint(0, 2**20, (num, num_axes), generator=generator, dtype=torch.int32)
     coords[0] = 2**20
+    if kind == "grid":
+        shape = {1: (2**16,), 2: (2**15, 2**15), 3: (1200, 1200, 1200), 4: (200, 200, 200, 200)}[num_axes]
+        positions = Grid(shape, start=math.prod(shape) - num)
+        coords = positions.coordinates()
     omega = torch.rand(1, channels, num_axes, generator=generator, dtype=torch.float64)
     omega = omega.to(omega_dtype)
     x = torch.zeros(1, 1, num, 2 * channels)
     x[..., :channels] = 1
-    y = rotate(x.cuda(), omega=omega.cuda(), positions=coords.cuda()).cpu().double()
+    positions = positions.cuda() if isinstance(positions, torch.Tensor) else positions
+    y = rotate(x.cuda(), omega=omega.cuda(), positions=positions).cpu().double()
     cos, sin = y[0, 0, :, :channels], y[0, 0, :, channels:]
     exact = (coords.double()[:, None, :] * omega.double()[0]).sum(-1)
     error = torch.atan2(sin, cos) - exact
     error = (error - 2 * math.pi * (error / (2 * math.pi)).round()).abs()
-    print(f"{num_axes} axes, {omega_dtype}: largest angle error {error.max():.2e} rad")
+    print(f"{num_axes} axes, {kind}, {omega_dtype}: largest angle error {error.max():.2e} rad")
     assert error.max() <= 1e-6
 
 

@@ -1,5 +1,7 @@
 """The kernels against float64, in Triton's interpreter (tests/test_gpu.py has the GPU's turn)."""
 
+import math
+
 import pytest
 import torch
 
@@ -173,6 +175,19 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
     grid = Grid((size,), start=size - 16)
     exact = cosine(x.double(), omega=omega.double(), positions=grid, impl="reference")
     assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2**16,), (2**15, 2**15), (200, 200, 200, 200)])
+def test_turns_counted_in_integers(shape):
+    """The last tokens of a plain grid: each angle is right to the rounding of its sine and cosine, on any axes."""
+    num = 64
+    generator = torch.Generator().manual_seed(0)
+    grid = Grid(shape, start=math.prod(shape) - num)
+    omega = torch.rand(1, 8, len(shape), generator=generator)
+    x = torch.randn(1, 1, num, 8, generator=generator)
+    exact = cosine(x.double(), omega=omega.double(), positions=grid, impl="reference")
+    found = cosine(x, omega=omega, positions=grid, impl="triton")
+    assert (found - exact).abs().max() < 4e-7 * x.abs().max()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])

@@ -97,7 +97,7 @@ def turns(w, UNIT: tl.constexpr):
         lo = (r - hi.to(tl.float64)).to(tl.float32)
     else:
         c_hi = tl.full(w.shape, C_HI * UNIT, tl.float32)
-        hi = w * c_hi
+        hi = tl.fma(w, c_hi, tl.zeros_like(w))  # a product could be contracted with what is subtracted from it later
         lo = tl.fma(w, tl.full(w.shape, C_LO * UNIT, tl.float32), tl.fma(w, c_hi, -hi))
     return hi, lo
 
