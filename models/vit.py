@@ -183,10 +183,16 @@ class LrpeAttention(Attention):
 
     Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
     ``normalizer`` that of :func:`linear_attention`.
+
+    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
+    five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
+    here, too, for one unit more read and written a layer. An encoding with an activation or learned frequencies needs
+    the projection's output itself, and keeps five either way.
     """
 
     attention: Literal["softmax", "linear"] = "softmax"
     normalizer: Normalizer = "unrotated"
+    copy_v: bool = False
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x (B, N, C) → (B, N, C)."""
@@ -210,6 +216,9 @@ class LrpeAttention(Attention):
                 if is_causal:
                     _check_causal(encoding)
                 q, k = encoding(q, k, positions=positions)
+                if self.copy_v:
+                    v = v.clone()
+                    del qkv
             x = attend(self, q, k, v, mask, is_causal)
         x = self.norm(rearrange(x, "b h n d -> b n (h d)"))
         if gate is not None:
@@ -251,6 +260,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
         attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
         normalizer: of linear attention.
+        copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
         dynamic_img_size: any input size that the patch size divides, on by default.
         args, kwargs: timm's.
 
@@ -274,6 +284,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         absolute: Literal["none", "learned", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
         normalizer: Normalizer = "unrotated",
+        copy_v: bool = False,
         dynamic_img_size: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -286,7 +297,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if absolute == "sincos" and self.embed_dim % 4:
             raise ValueError(f"absolute: 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}")
         self.absolute = absolute
-        adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
+        adapt(
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v
+        )  # fmt: skip
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x (B, in_chans, height, width) → tokens (B, N, C)."""
@@ -401,6 +414,7 @@ def adapt(
     encoding_kwargs: dict[str, Any] | None = None,
     attention: Literal["softmax", "linear"] = "softmax",
     normalizer: Normalizer = "unrotated",
+    copy_v: bool = False,
 ) -> LrpeVisionTransformer:
     """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.
 
@@ -411,8 +425,8 @@ def adapt(
     Args:
         model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
             ParallelThingsBlock blocks and timm's Attention.
-        encoding, encoding_kwargs, attention, normalizer: see :class:`LrpeVisionTransformer`. A module is moved to the
-            model's device.
+        encoding, encoding_kwargs, attention, normalizer, copy_v: see :class:`LrpeVisionTransformer`. A module is moved
+            to the model's device.
         absolute: "keep" the learned absolute embedding, or "drop" it.
 
     Raises:
@@ -448,7 +462,7 @@ def adapt(
     for module in attentions:
         if not isinstance(module, LrpeAttention):
             module.__class__ = LrpeAttention
-        module.attention, module.normalizer = attention, normalizer
+        module.attention, module.normalizer, module.copy_v = attention, normalizer, copy_v
     vit.encoding = built
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"

@@ -203,8 +203,8 @@ def findings(ptx: str) -> dict[str, Any]:
     """What the tests read in PTX.
 
     remainders: products s·w whose whole turns go by fma(s, w, -n), n whole. counted_twice: those of them whose rounding
-    error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: whether
-    turns are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element.
+    error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
+    are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element.
     """
     definitions = {}
     for line in ptx.splitlines():

@@ -29,6 +29,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else Triton's bindings report a leak at exit
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
     with pytest.MonkeyPatch.context() as patch:

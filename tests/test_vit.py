@@ -233,6 +233,38 @@ def test_learned_frequencies():
     assert not decayed & {id(omega) for omega in omegas}
 
 
+def test_copied_v_frees_the_projection():
+    """What attention keeps for its backward: three units of B·N·C with v copied, as without an encoding, else five."""
+    batch, num_tokens, dim = 2, 17, 32
+    unit = batch * num_tokens * dim * 4
+
+    def kept(**kwargs) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(0)
+        model = randomize(lrpe_vit(depth=1, **kwargs)).eval()
+        attn, x = model.blocks[0].attn, torch.randn(batch, num_tokens, dim, requires_grad=True)
+        storages = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        context = vit.Context(model.encoding, Grid((4, 4), prefix=1), None)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = attn(x, None if model.encoding is None else context)
+        y.sum().backward()
+        if model.encoding is not None:
+            storages.pop(model.encoding.omega.data_ptr())
+        return sum(storages.values()), x.grad
+
+    plain, _ = kept()
+    operator = {"encoding": "rotate", "encoding_kwargs": {"impl": "triton"}}
+    five, expected = kept(**operator)
+    three, grad = kept(**operator, copy_v=True)
+    assert five - plain == 2 * unit
+    assert three == plain
+    torch.testing.assert_close(grad, expected)
+
+
 def test_layer_groups():
     from timm.models import group_parameters
 
