@@ -116,9 +116,6 @@ def _positions(omega, phase, tables: Tables, layout: Layout) -> _Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, coords, device=omega.device, dtype=torch.float64
         )
         affine, layout = None, layout._replace(sizes=())
-    # A plain grid counts up to 2^22 half turns an axis: of 200 radians a position at these sizes.
-    if coords is None and affine is None and max(layout.sizes) > 2**16:
-        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), omega.device)
     if coords is not None:
         coords = _materialised(coords).contiguous()
     if rotated is not None:
@@ -147,6 +144,14 @@ def _run(
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     omega, phase, tables, layout = call
     coords, affine, rotated, amplitude = tables
+    source, device = (dys or xs)[0], omega.device
+    dtype = source.dtype
+    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
+        dtype = accumulator(dtype)
+    # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
+    if coords is None and affine is None and max(layout.sizes) > 2**16 and _is_fast(dtype, need_dtheta):
+        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
+        tables = tables._replace(affine=affine)
     address, geometry = 0, []
     for t in xs:
         address |= t.data_ptr()
@@ -154,10 +159,6 @@ def _run(
     for t in dys:
         address |= t.data_ptr()
         geometry += t.shape, t.stride()
-    source = (dys or xs)[0]
-    dtype, device = source.dtype, omega.device
-    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
-        dtype = accumulator(dtype)
     key = (
         spec, layout, dtype, len(xs), len(dys), *geometry, address % 16 == 0, omega.shape,
         0 if phase is None else phase.shape[0], 0 if amplitude is None else amplitude.shape[0],
@@ -311,7 +312,7 @@ def _numbers(
         "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
         "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
         "WIDE": dtype == torch.float64,
-        "FAST": not need_dtheta and dtype.itemsize == 2 and _has_ptx(dtype), "PTX": _has_ptx(dtype),
+        "FAST": _is_fast(dtype, need_dtheta), "PTX": _has_ptx(dtype),
         "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
@@ -341,9 +342,13 @@ def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
     return head_dim % 8 == 0 and all(d == 1 and (b | h | n) % 8 == 0 for b, h, n, d in strides)
 
 
+def _is_fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
+    """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
+    return dtype.itemsize == 2 and not need_dtheta and _has_ptx(dtype)
+
+
 def _has_ptx(dtype: torch.dtype) -> bool:
-    """CUDA's approximations can be used: of 2^x and 1/x, and where dω is not asked for those of sin and cos, which are
-    below the rounding of 16-bit outputs, but not of dω."""
+    """CUDA's approximations of 2^x and 1/x can be used."""
     return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
 
 

@@ -67,7 +67,7 @@ def coordinate(
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
     else:
-        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as AFFINE
+        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as AFFINE where the angles need it
         s_lo = tl.zeros_like(s_hi)
     return s_hi, s_lo
 

@@ -296,13 +296,13 @@ def _map(
 @triton.jit
 def _weights(
     o_g, m_g, p_phase, p_coords, p_affine, grid,
-    K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
 ):  # fmt: skip
     """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (BLOCK_N) each."""
     weights = ()
     for j in tl.static_range(K):
-        s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-        weights += (s_hi.to(tl.float64) + s_lo.to(tl.float64),)
+        s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, True)
+        weights += (s,)
     if p_phase is not None:
         weights += (m_g.to(tl.float64),)
     return weights
@@ -463,7 +463,7 @@ def lrpe_kernel(
                 )  # fmt: skip
             if DIM == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
                 dtheta = tl.where(m_g[:, None], dtheta, 0.0)
-            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE, WIDE)
+            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE)
             added = ()
             for j in tl.static_range(J):
                 added += (total[j] + weights[j][:, None] * dtheta,)
