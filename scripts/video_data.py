@@ -71,6 +71,7 @@ def _square(frame: np.ndarray, size: int) -> np.ndarray:
 
 def _pyav(path: Path, size: int) -> Iterator[np.ndarray]:
     import av  # pyright: ignore[reportMissingImports]
+    from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
     try:
         with av.open(str(path)) as container:
@@ -79,7 +80,7 @@ def _pyav(path: Path, size: int) -> Iterator[np.ndarray]:
             for frame in container.decode(video=0):
                 height, width = _scaled(frame.height, frame.width, size)
                 yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
-    except (av.FFmpegError, OSError) as error:
+    except (FFmpegError, OSError) as error:
         raise VideoError(f"{path} can't be read as a video ({error}); leave it out or encode it again") from error
 
 
