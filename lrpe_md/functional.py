@@ -6,13 +6,13 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, sharding
 from .ops import Layout, Spec, Tables
 from .positions import Coordinates, Grid, fleeting
 
@@ -205,9 +205,17 @@ def _encode(
     direct: bool,
 ) -> tuple[Tensor, ...]:
     """A prepared call on the path that ``impl`` and the inputs ask for."""
+    if not direct and sharding.is_sharded(*xs, omega, phase):
+        return sharding.encode(partial(_encode_shards, impl), call, xs, omega, phase)
     if use_triton(impl, xs, call[2]):
         return ops.encode(*call, omega, phase, xs, direct)
     return ops.encode_reference(*call, omega, phase, xs)
+
+
+def _encode_shards(
+    impl: str, call: tuple[Spec, Layout, Tables], xs: tuple[Tensor, ...], omega: Tensor, phase: Tensor | None
+) -> tuple[Tensor, ...]:
+    return _encode(call, xs, omega, phase, impl, ops.is_direct(*xs, omega, phase))
 
 
 def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
