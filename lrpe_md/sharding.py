@@ -86,7 +86,7 @@ def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 continue
             if type(p) is Replicate:
                 continue
-            what = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else str(p)
+            what = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else repr(p)
             raise ValueError(
                 f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), got "
                 f"{what} in {tuple(x.placements)}; call {name}.redistribute first"
@@ -106,7 +106,7 @@ def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
 
 def _ranks(x: Any, dim: int) -> int:
     """Number of shards of a dimension."""
-    return math.prod(x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim))
+    return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
 
 
 def _local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
