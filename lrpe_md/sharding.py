@@ -88,8 +88,8 @@ def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 continue
             what = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else repr(p)
             raise ValueError(
-                f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), got "
-                f"{what} in {tuple(x.placements)}; call {name}.redistribute first"
+                f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), "
+                f"got {what} in {tuple(x.placements)}; call {name}.redistribute first"
             )
         if spec.dim == -2 and _ranks(x, TOKENS) > 1:
             raise ValueError(
@@ -172,7 +172,7 @@ def _local_tokens(x: Any) -> tuple[int, int]:
     local = x.to_local().shape[TOKENS]
     if local != length:
         raise ValueError(
-            f"x: expected shards as DTensor makes them, here {length} of {x.shape[TOKENS]} tokens, got {local}; call on "
-            "the local tensor with Grid(start=, length=) or Coordinates.shard"
+            f"x: expected shards as DTensor makes them, here {length} of {x.shape[TOKENS]} tokens, got {local}; call "
+            "on the local tensor with Grid(start=, length=) or Coordinates.shard"
         )
     return start, length

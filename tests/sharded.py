@@ -119,12 +119,11 @@ def batch(mesh, impl):
 
 @case
 def kernel(mesh, impl):
-    """Both heads and batch through the kernels, with gradients to all."""
-    q, k = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8)
-    for p in (Shard(1), Shard(2)):
+    """Through the kernels; a rank without samples launches nothing, but takes part in the sum over the ranks."""
+    for batch, p in ((2, Shard(1)), (1, Shard(0))):
         same(
-            mesh, [p], lambda *xs, **w: rotate(*xs, positions=GRID, impl=impl, **w),
-            {}, q=q, k=k, omega=(normal(mesh, 2, 4, 2), [Replicate()]),
+            mesh, [p], lambda *xs, **w: rotate(*xs, positions=GRID, impl=impl, **w), {}, q=normal(mesh, batch, 4, 7, 8),
+            k=normal(mesh, batch, 2, 7, 8), omega=(normal(mesh, 2, 4, 2), [Replicate()]),
         )  # fmt: skip
 
 
@@ -228,18 +227,16 @@ def modules(mesh, impl):
 
 @case
 def compiled(mesh, impl):
-    if impl == "triton":  # the interpreter can't be traced
-        impl = "auto"
-    torch._dynamo.reset()
-    for placement in (Shard(1), Shard(2)):
-        q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 2, 4, 2)
-        same(
-            mesh, [placement],
-            torch.compile(
-                lambda *xs, **w: rotate(*xs, positions=GRID, impl="auto", **w), backend="aot_eager", fullgraph=True
-            ),
-            {"omega": omega}, q=q, k=k,
-        )  # fmt: skip
+    """One graph, with the frequencies' sum in its backward."""
+
+    def plain(*xs, **w):
+        return rotate(*xs, positions=GRID, impl="auto", **w)  # the interpreter can't be traced
+
+    fast = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    same(
+        mesh, [Shard(2)], lambda *xs, **w: (fast if isinstance(xs[0], DTensor) else plain)(*xs, **w),
+        {"omega": normal(mesh, 2, 4, 2)}, q=normal(mesh, 2, 4, 7, 8), k=normal(mesh, 2, 2, 7, 8),
+    )  # fmt: skip
 
 
 @case
@@ -261,11 +258,9 @@ def refused(mesh, impl):
         rotate(shard, distribute_tensor(x, other, [Replicate(), Shard(1)]), omega=omega, positions=GRID)
     with pytest.raises(ValueError, match="omega, phase: expected plain tensors or x's mesh"):
         rotate(shard, omega=distribute_tensor(omega, other, [Replicate()] * 2), positions=GRID)
-    with pytest.raises(ValueError, match="softmax over the sequence .* with its tokens sharded"):
-        coords = GRID.explicit(x.device)
-        cosine(
-            distribute_tensor(x, mesh, [Shard(2)]), omega=normal(mesh, 1, 8, 2), positions=coords, act="softmax", dim=-2
-        )
+    split, table = distribute_tensor(x, mesh, [Shard(2)]), GRID.explicit(x.device)
+    with pytest.raises(ValueError, match=r"softmax over the sequence .* with its tokens sharded"):
+        cosine(split, omega=normal(mesh, 1, 8, 2), positions=table, act="softmax", dim=-2)
     with pytest.raises(ValueError, match="omega: expected heads that 2 ranks divide"):
         rotate(distribute_tensor(x[:, :3], mesh, [Shard(1)]), omega=omega[:3], positions=GRID)
     with pytest.raises(ValueError, match=r"expected 7 tokens \(x's N\)"):
@@ -337,7 +332,7 @@ def fsdp2(mesh, impl):
     (y * weight[rank : rank + 1]).sum().backward()
 
     linear = one.proj.to(torch.bfloat16)
-    right = one.rope(linear(x.bfloat16()), positions=GRID)
+    right = torch.cat([one.rope(linear(sample), positions=GRID) for sample in x.bfloat16().split(1)])
     torch.testing.assert_close(y, right[rank : rank + 1], rtol=0, atol=0)
     (right * weight).sum().div(2).backward()
     theta = block.rope.theta
