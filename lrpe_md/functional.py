@@ -64,7 +64,8 @@ def cosine(
 
     Args:
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a
-            packed qkv projection go in as they are.
+            packed qkv projection go in as they are. DTensors with batch, heads or tokens sharded come out so; the
+            other arguments are then those of the whole tensors, plain ones the same on all ranks.
         omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
             takes ``omega[h // (H_q / H_k)]``.
         positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
