@@ -210,7 +210,8 @@ def modules(mesh, impl):
         y = module(distribute_tensor(x, mesh, [Shard(1)]), positions=GRID)
         expected = one(x, positions=GRID)
         close("y", y.full_tensor(), expected)
-        assert y.stride() == expected.stride() and not y.is_contiguous()
+        assert y.stride() == expected.stride()
+        assert not y.is_contiguous()
         y.square().sum().backward()
         expected.square().sum().backward()
         # |y|² does not depend on the angles.
