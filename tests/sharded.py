@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +41,7 @@ def run(rank: int, world_size: int, backend: str, impl: str, folder: str) -> Non
     for name, function in CASES.items():
         try:
             function(mesh, impl)
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failed += f"--- {name}, rank {rank}\n{traceback.format_exc()}\n"
     with open(f"{folder}/failed{rank}", "w") as file:
         file.write(failed)
@@ -243,8 +244,6 @@ def compiled(mesh, impl):
 
 @case
 def refused(mesh, impl):
-    import pytest
-
     x, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 4, 4, 2)
     shard = distribute_tensor(x, mesh, [Shard(1)])
     with pytest.raises(ValueError, match=r"x: expected placements .* a sharded head_dim .* x\.redistribute"):
@@ -308,7 +307,6 @@ def sequence_parallel(mesh, impl):
 @case
 def fsdp2(mesh, impl):
     """Frequencies in a group of their own stay float32 under bf16; their gradient is the mean over the ranks."""
-    import pytest
 
     class Block(torch.nn.Module):
         def __init__(self):
