@@ -162,7 +162,10 @@ def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: s
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a tensor {form}, got {type(t).__name__}")
     if t.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}")
+        raise TypeError(
+            f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
+            "precision cast it, call fully_shard on the module that owns it first, without param_dtype"
+        )
     if t.device != x.device:
         raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:

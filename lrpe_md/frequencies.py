@@ -198,8 +198,7 @@ def axial_omega(
             raise ValueError(
                 f"theta: axis {axis} takes {needed} members of its series ({axis_map!r}), got {thetas[axis].shape[1]}"
             )
-        one_hot = (torch.arange(num_axes, device=thetas[axis].device) == axis).to(thetas[axis].dtype)
-        blocks.append(_members(thetas[axis], taken)[:, :, None] * one_hot)
+        blocks.append(F.pad(_members(thetas[axis], taken)[:, :, None], (axis, num_axes - 1 - axis)))
     num_heads = max(block.shape[0] for block in blocks)
     omega = torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
     if channels is not None:

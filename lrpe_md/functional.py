@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, sharding
 from .arguments import Act, Impl, Order, Pairs, Positions, check_impl, check_input, prepare
 from .ops import Layout, Spec, Tables
 from .positions import Coordinates, Grid
@@ -53,7 +54,8 @@ def cosine(
 
     Args:
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a
-            packed qkv projection go in as they are.
+            packed qkv projection go in as they are. DTensors with batch, heads or tokens sharded come out so; the
+            other arguments are then those of the whole tensors, plain ones the same on all ranks.
         omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
             takes ``omega[h // (H_q / H_k)]``.
         positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
@@ -203,9 +205,17 @@ def _encode(
         return tuple(map(_side_by_side, zip(*each, strict=True)))
     if groups > 1:
         return tuple(_side_by_side((y,) * groups) for y in _encode(call, xs, omega, phase, impl, direct))
+    if not direct and sharding.is_sharded(*xs, omega, phase):
+        return sharding.encode(partial(_encode_shards, impl), call, xs, omega, phase)
     if use_triton(impl, xs, call[2]):
         return ops.encode(*call, omega, phase, xs, direct)
     return ops.encode_reference(*call, omega, phase, xs)
+
+
+def _encode_shards(
+    impl: str, call: tuple[Spec, Layout, Tables], xs: tuple[Tensor, ...], omega: Tensor, phase: Tensor | None
+) -> tuple[Tensor, ...]:
+    return _encode(call, xs, omega, phase, impl, ops.is_direct(*xs, omega, phase))
 
 
 def _side_by_side(ys: tuple[Tensor, ...]) -> Tensor:

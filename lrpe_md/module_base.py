@@ -25,6 +25,9 @@ class FrequencyModule(nn.Module):
     They keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
     when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
     that of the model without an encoding.
+
+    FSDP2's mixed precision would cast learned frequencies: call ``fully_shard(model.rope)`` before
+    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype.
     """
 
     map: str
