@@ -169,17 +169,6 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             encoding_kwargs = None
         adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
 
-    @property
-    def reference(self) -> Reference:
-        return self._reference
-
-    @reference.setter
-    def reference(self, sizes: Reference) -> None:
-        if sizes is not None:
-            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
-            sizes = tuple(sizes)
-        self._reference = sizes
-
     def positions(self, shape: Sequence[int]) -> Grid:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
         encoding = self.encoding[0] if isinstance(self.encoding, nn.ModuleList) else self.encoding
