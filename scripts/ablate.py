@@ -11,6 +11,8 @@ Writes config.json, runs/*.json (one for each finished training), results.csv, t
 resolution.png. Expected on scikit-learn's digits: 74% to 76% without positions and 84% to 97% with them at the trained
 size. At twice that size 7% to 37%; with the positions scaled to the trained grid, 35% to 59% for relative encodings in
 linear attention.
+
+`python -m scripts.ablate run` is the same on the tasks of the train scripts, see scripts/ablate_driver.py.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
-from . import train_image
+from . import ablate_driver, train_image
 from .common import choose, choose_device
 from .folder import environment, missing, open_folder, write
 from .plots import OKABE_ITO, STYLE, plt
@@ -349,8 +351,9 @@ def plot_resolution(results: pd.DataFrame, settings: Settings, path: Path) -> No
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one is resumed. [runs/ablate-DATE]")] = None,
     data: Annotated[str, typer.Option(help=f"One of: {', '.join(SOURCES)}.")] = "digits",
     encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only this; may be repeated.")] = None,
@@ -366,8 +369,11 @@ def main(
     """Train the same small ViT with each positional encoding and compare them.
 
     Tests at the trained resolution, at larger and at non-square ones. Stop it at any time: the same command with
-    --out FOLDER goes on, and repeats only the trainings that were running.
+    --out FOLDER goes on, and repeats only the trainings that were running. `run` does the same for the image, video
+    and diffusion trainings; the options here are for the digits.
     """
+    if context.invoked_subcommand is not None:
+        return
     known = {**ENCODINGS, **MORE_ENCODINGS}
     choose("--data", [data], SOURCES)
     choose("--precision", [precision], ("no", "bf16", "fp16"))
@@ -406,6 +412,9 @@ def main(
     plot_resolution(results, settings, out / "resolution.png")
     print(f"\n{table}", *(out / name for name in ("results.csv", "accuracy.png", "resolution.png")), sep="\n")
 
+
+app.command()(ablate_driver.run)
+app.command()(ablate_driver.report)
 
 if __name__ == "__main__":
     app()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import typer
 from PIL import Image, ImageOps
-from timm.data import create_dataset
+from timm.data.dataset_factory import create_dataset
 from torch import Tensor
 from torch.nn import functional as F
 

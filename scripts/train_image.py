@@ -37,7 +37,8 @@ from .training import Trainer, Training, command, option, settings_of, start
 class KeyPhase(CosineMd):
     """:class:`CosineMd` with its phase on the keys alone, as in PoPE (arXiv 2509.10534): on both it cancels in q·k."""
 
-    def forward(self, q: Tensor, k: Tensor, *, positions: Any) -> Any:
+    def forward(self, *xs: Tensor, positions: Any) -> Any:
+        q, k = xs
         return cosine(
             q, k, omega=self.get_omega(), positions=positions, act=self.act, dim=self.dim, phase=(None, self.phase),
             impl=self.impl,
