@@ -137,6 +137,8 @@ class ImageTraining(Training):
         choose("--attention", [self.attention], ATTENTIONS)
         if self.size < 1 or self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
+        if self.dim % self.heads:
+            raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
         parse_sizes(self.test_sizes, self.patch)
         for name, most in (("erase", 1), ("smoothing", 1)):
             if not 0 <= getattr(self, name) < most:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from lrpe_md import Grid
 from models.vit import lrpe_vit_tiny_patch16_224
 from scripts import image_data, train_image
 from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
@@ -212,8 +213,9 @@ def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, mo
 @pytest.mark.parametrize("attention", train_image.ATTENTIONS)
 def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path):
     torch.manual_seed(0)
-    x = torch.randn(2, 1, 8, 8, dtype=torch.float64)
-    swapped = torch.cat([x[..., 4:, :], x[..., :4, :]], dim=-2)
+    x = torch.randn(2, 1, 12, 12, dtype=torch.float64)
+    swapped = x.clone()
+    swapped[..., :4, :4], swapped[..., 4:8, 8:] = x[..., 4:8, 8:], x[..., :4, :4]
     for name in ENCODINGS:
         config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **{**SMALL, "depth": 2})
         arguments = train_image.model_arguments(config, load_images(data, 8))
@@ -227,20 +229,14 @@ def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path)
 def test_the_phase_turns_keys_and_not_queries():
     module = KeyPhase(head_dim=8, num_axes=2, num_heads=2, base=100.0, act="softplus", phase=True)
     q, k = torch.randn(2, 1, 2, 6, 8).unbind(0)
-    before = module(q, k, positions=image_grid())
+    before = module(q, k, positions=Grid((2, 3)))
     with torch.no_grad():
         module.phase.fill_(0.3)
-    after = module(q, k, positions=image_grid())
+    after = module(q, k, positions=Grid((2, 3)))
     assert torch.equal(before[0], after[0])
     assert (before[1] - after[1]).abs().max() > 0.1
     (after[0] @ after[1].mT).square().sum().backward()
     assert module.phase.grad.abs().min() > 0
-
-
-def image_grid():
-    from lrpe_md import Grid
-
-    return Grid((2, 3))
 
 
 def test_the_command_line_says_what_is_wrong(data, tmp_path):
@@ -261,7 +257,8 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
     assert "no such folder" in said(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in said(*run, "--erase", "1.5")
     assert "--shift" in said(*run, "--shift", "-1")
-    assert "--heads 5" in said(*run, "--heads", "5")
+    assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
+    assert "--heads 16" in said(*run, "--heads", "16")  # rotation pairs channels
     assert not (tmp_path / "run").exists()  # nothing half-written
     done = CliRunner().invoke(train_image.app, run)
     assert done.exit_code == 0, done.output
@@ -303,13 +300,13 @@ tiny = partial(
 def test_reference_lays_positions_over_the_trained_grid(name):
     torch.manual_seed(0)
     arguments = {"absolute": "sincos"} if name == "sincos" else {"encoding": name}
-    model = tiny(**arguments).eval()
-    small, large = torch.randn(1, 3, 16, 16), torch.randn(1, 3, 32, 24)
+    model = tiny(**arguments).eval().double()
+    small, large = torch.randn(1, 3, 16, 16).double(), torch.randn(1, 3, 32, 24).double()
     with torch.no_grad():
         plain, extrapolated = model(small), model(large)
         model.reference = model.patch_embed.grid_size
         assert torch.equal(model(small), plain)
-        assert (model(large) - extrapolated).abs().max() > 1e-4
+        assert (model(large) - extrapolated).abs().max() > 1e-6
         grid = model._embed(large)[1]
         assert grid.coordinates().amax(0).tolist() == pytest.approx([4 * 7 / 8, 4 * 5 / 6])
         model.reference = None
@@ -320,8 +317,8 @@ def test_dropped_patches_take_their_rescaled_positions_with_them():
     model = tiny(encoding="rotate", patch_drop_rate=0.5).train()
     model.reference = model.patch_embed.grid_size
     _, positions = model._embed(torch.randn(2, 3, 32, 32))
-    assert set(positions.table.flatten().tolist()) <= {i / 2 for i in range(8)}
-    assert not set(positions.table.flatten().tolist()) <= set(range(8))
+    assert set(positions.coords.flatten().tolist()) <= {i / 2 for i in range(8)}
+    assert not set(positions.coords.flatten().tolist()) <= set(range(8))
 
 
 def test_a_rescaled_table_is_the_one_that_timm_resamples():
