@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from lrpe_md import Grid
+from lrpe_md import CosineMd, Grid
 from models.vit import lrpe_vit_tiny_patch16_224
 from scripts import image_data, train_image
 from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
@@ -186,6 +186,20 @@ def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
     assert train_image.run(config)["accuracy"] == accuracy  # finished: nothing is trained again
 
 
+def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_trained_grid(data, tmp_path, monkeypatch):
+    seen = []
+
+    def recorded(model, test, size, autocast):
+        seen.append((size, model.reference))
+        return 0.0
+
+    monkeypatch.setattr(train_image, "accuracy", recorded)
+    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=16, **{**SMALL, "steps": 1}))
+    sizes = [(8, 8), (12, 12), (8, 12)]
+    assert seen == [(size, reference) for reference in (None, (2, 2)) for size in sizes]
+    assert (result["train_images"], result["test_images"]) == (16, 16)
+
+
 def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, monkeypatch):
     few = {**SMALL, "steps": 5, "save_every": 2, "erase": 0.5, "encoding": "cosine-softplus-phase"}
     weights, batch = [], train_image.batch
@@ -224,6 +238,9 @@ def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path)
         with torch.no_grad():
             change = (model(x) - model(swapped)).abs().max()
         assert (change < 1e-13) == (name == "none"), name
+        if "mixed" in name or "phase" in name:  # of each head its own
+            module = model.encoding if isinstance(model.encoding, CosineMd) else model.encoding[1]
+            assert module.num_heads == 2
 
 
 def test_the_phase_turns_keys_and_not_queries():
