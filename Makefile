@@ -26,6 +26,7 @@ gallery: $(READY)  ## the README's pictures of encodings
 readme-tables: $(READY)  ## the README's tables and plots, from scripts/results
 	$(BIN)/python -m scripts.benchmark_report $(ARGS)
 	$(BIN)/python -m scripts.ablate_lm report --readme README.md
+	$(BIN)/python -m scripts.ablate report --readme README.md
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .

@@ -162,17 +162,6 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._reference: Reference = None
         adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
 
-    @property
-    def reference(self) -> Reference:
-        return self._reference
-
-    @reference.setter
-    def reference(self, sizes: Reference) -> None:
-        if sizes is not None:
-            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
-            sizes = tuple(sizes)
-        self._reference = sizes
-
     def positions(self, shape: Sequence[int]) -> Grid:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
         grid: Any = lay_out(self.encoding, shape, Tokens(self.num_prefix_tokens), reference=self.reference)

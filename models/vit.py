@@ -25,6 +25,7 @@ from timm.layers.attention import Attention, maybe_add_mask, resolve_self_attn_m
 from timm.layers.format import nchw_to
 from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
 from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models import vision_transformer as timm_vit
@@ -264,12 +265,19 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         dynamic_img_size: any input size that the patch size divides, on by default.
         args, kwargs: timm's.
 
+    Attributes:
+        reference: may be set at any time. None: one unit a patch, beyond the trained size extrapolated. One size an
+            axis, or None for one: positions of that axis are laid over a grid of this size, and a sin-cos table of it
+            is resampled. ``model.reference = model.patch_embed.grid_size`` keeps positions in the trained range. A
+            learned table is always laid over the grid.
+
     Raises:
         ValueError, TypeError: an argument that does not fit.
     """
 
     num_axes = 2  # of the grid of patches
     preset_axes: int | None = None  # that a preset must have; None: as many will do as take an image
+    _reference: Sequence[int | None] | None = None
     encoding: nn.Module | None
     absolute: Literal["none", "learned", "sincos"]
     grad_checkpointing: bool
@@ -300,6 +308,17 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         adapt(
             self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v
         )  # fmt: skip
+
+    @property
+    def reference(self) -> Sequence[int | None] | None:
+        return self._reference
+
+    @reference.setter
+    def reference(self, sizes: Sequence[int | None] | None) -> None:
+        if sizes is not None:
+            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
+            sizes = tuple(sizes)
+        self._reference = sizes
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x (B, in_chans, height, width) → tokens (B, N, C)."""
@@ -357,9 +376,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         size = tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:]))
         x = self.patch_embed(x)
         if self.absolute == "sincos":
-            x = x + build_sincos2d_pos_embed(
-                list(size), self.embed_dim, device=x.device, dtype=x.dtype
-            ).reshape(x.shape[1:])  # fmt: skip
+            x = x + self._sincos(size, x).reshape(x.shape[1:])
         x = self._pos_embed(x)
         if self.absolute == "sincos":
             x = self.pos_drop(x)
@@ -367,11 +384,20 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        grid: Any = lay_out(self.encoding, size, Tokens(self.num_prefix_tokens))
+        grid: Any = lay_out(self.encoding, size, Tokens(self.num_prefix_tokens), reference=self.reference)
         if kept is None:
             return x, grid
         table = grid.take(kept)
         return x, table.to(dtype=torch.float32) if grid.scale is None else table  # whole numbers
+
+    def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
+        """The table (H W, C), of the reference grid where there is one."""
+        sizes = self.reference or (None, None)
+        own = [n if size is None else size for n, size in zip(shape, sizes, strict=True)]
+        table = build_sincos2d_pos_embed(own, self.embed_dim, device=x.device)
+        if self.reference is not None:
+            table = resample_abs_pos_embed(table[None], list(shape), own, num_prefix_tokens=0)[0]
+        return table.to(x.dtype)
 
     def _block(
         self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool

@@ -11,6 +11,8 @@ Writes config.json, runs/*.json (one for each finished training), results.csv, t
 resolution.png. Expected on scikit-learn's digits: 74% to 76% without positions and 84% to 97% with them at the trained
 size. At twice that size 7% to 37%; with the positions scaled to the trained grid, 35% to 59% for relative encodings in
 linear attention.
+
+`python -m scripts.ablate run` is the same on the tasks of the train scripts, see scripts/ablate_driver.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +39,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
@@ -45,11 +46,11 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lrpe_md import CosineMd, Grid, RotateMd
-from models.vit import lrpe_vit_tiny_patch16_224
+from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
+from . import ablate_driver, train_image
 from .common import choose, choose_device
-from .folder import environment, open_folder, write
+from .folder import environment, missing, open_folder, write
 from .plots import OKABE_ITO, STYLE, plt
 
 # --- what is compared ------------------------------------------------------------------------------------------------
@@ -59,38 +60,23 @@ OPTIMIZER = {"opt": "adamw", "lr": 2e-3, "weight_decay": 0.05, "fused": True}
 BATCH, WARMUP_EPOCHS = 64, 2
 
 
-def _relative(encoding: str, **kwargs: Any) -> dict[str, Any]:
-    return {"encoding": encoding, "encoding_kwargs": kwargs}
-
-
-_MIXED = {"frequencies": "mixed", "base": 10.0, "num_heads": VIT["num_heads"]}
-
-# Name -> arguments of the ViT. The bases are RoPE-ViT's (arXiv 2403.13298): 100 axial, 10 mixed.
 ENCODINGS: dict[str, dict[str, Any]] = {
-    "none": {"encoding": None},
-    "learned": {"encoding": None, "absolute": "learned"},
-    "sincos": {"encoding": None, "absolute": "sincos"},
-    "rotate": _relative("rotate", base=100.0),
-    "rotate-mixed": _relative("mixed"),
-    "cosine": _relative("cosine", base=100.0, act="none"),
-    "cosine-silu": _relative("cosine", base=100.0, act="silu"),
-    "cosine-softplus": _relative("cosine", base=100.0, act="softplus"),
-}
+    name: train_image.ENCODINGS[name]
+    for name in (
+        "none", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-silu", "cosine-softplus",
+    )
+}  # fmt: skip
 MORE_ENCODINGS: dict[str, dict[str, Any]] = {
-    "rotate-learnable": _relative("rotate", base=100.0, learnable=True),
-    "rotate-base-10000": _relative("rotate"),
-    "cosine-relu": _relative("cosine", base=100.0, act="relu"),
-    "cosine-learnable": _relative("cosine", base=100.0, act="none", learnable=True),
-    "cosine-mixed": _relative("cosine", act="none", **_MIXED),
-    "cosine-mixed-learnable": _relative("cosine", act="none", learnable=True, **_MIXED),
-    "cosine-softplus-phase": _relative("cosine", base=100.0, act="softplus", phase=True),
-}
-# Linear attention takes relu features where the encoding names no activation. A LayerNorm stands for the denominator,
-# so that activations with negative values can be compared, too.
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {"attention": "softmax"},
-    "linear": {"attention": "linear", "normalizer": "none", "scale_attn_norm": True},
-}
+    "rotate-base-10000": train_image.relative("rotate"),
+    **{
+        name: train_image.ENCODINGS[name]
+        for name in (
+            "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed", "cosine-mixed-learnable",
+            "cosine-softplus-phase",
+        )
+    },
+}  # fmt: skip
+ATTENTIONS = train_image.ATTENTIONS
 POSITIONS = {"extrapolated": "one unit a patch, as in training", "rescaled": "scaled to the trained grid"}
 
 
@@ -154,13 +140,14 @@ def load(data: str, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, T
     return train_x, train_y, test_x, test_y
 
 
-def build(encoding: str, attention: str, settings: Settings) -> nn.Module:
+def build(encoding: str, attention: str, settings: Settings) -> LrpeVisionTransformer:
     source = SOURCES[settings.data]
-    # Not timm.create_model, which drops arguments that are None, encoding=None among them.
-    return lrpe_vit_tiny_patch16_224(
-        img_size=source.sizes[0], patch_size=source.patch, in_chans=1, num_classes=10, **settings.vit,
+    arguments = {
+        "img_size": source.sizes[0], "patch_size": source.patch, "in_chans": 1, "num_classes": 10, **settings.vit,
         **settings.encodings[encoding], **settings.attentions[attention],
-    )  # fmt: skip
+    }  # fmt: skip
+    # Not timm.create_model, which drops arguments that are None, encoding=None among them.
+    return lrpe_vit_tiny_patch16_224(**train_image.vit_arguments(arguments))
 
 
 def train(encoding: str, attention: str, seed: int, settings: Settings) -> dict[str, Any]:
@@ -198,7 +185,7 @@ def train(encoding: str, attention: str, seed: int, settings: Settings) -> dict[
     model.eval()
     sizes = SOURCES[settings.data].sizes
     accuracy = {"extrapolated": [evaluate(model, test_x, test_y, size) for size in sizes]}
-    rescale(accelerator.unwrap_model(model))
+    raw.reference = raw.patch_embed.grid_size
     accuracy["rescaled"] = [evaluate(model, test_x, test_y, size) for size in sizes]
     return {
         "encoding": encoding, "attention": attention, "seed": seed, "accuracy": accuracy,
@@ -213,24 +200,6 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, 
     for x, y in zip(images.split(256), labels.split(256), strict=True):
         metric.update(model(F.interpolate(x, size=size, mode="bilinear")), y)
     return 100 * metric.compute().item()
-
-
-def rescale(model: Any) -> None:
-    """From now on positions span the trained grid at any size: ``Grid.scale`` for relative encodings, resampling for
-    the sin-cos table, as timm does anyway for a learned one."""
-    trained = model.patch_embed.grid_size
-
-    def squeeze(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        grid: Grid = kwargs["positions"]
-        scale = tuple(a / b for a, b in zip(trained, grid.shape, strict=True))
-        return args, {**kwargs, "positions": replace(grid, scale=scale)}
-
-    for module in model.modules():
-        if isinstance(module, (CosineMd, RotateMd)):
-            module.register_forward_pre_hook(squeeze, with_kwargs=True)
-    if model.absolute == "sincos":
-        table = build_sincos2d_pos_embed(list(trained), model.embed_dim, device=model.head.weight.device)
-        model.pos_embed, model.absolute = nn.Parameter(table[None]), "learned"
 
 
 # --- a folder of runs ------------------------------------------------------------------------------------------------
@@ -252,11 +221,11 @@ def jobs(out: Path, settings: Settings) -> dict[Path, tuple[str, str, int, Setti
 def run_all(out: Path, settings: Settings, workers: int, console: Console) -> None:
     """Train what is missing, several at a time; each result is on the disk as soon as its training ends."""
     todo = jobs(out, settings)
-    missing = {file: job for file, job in todo.items() if not file.exists()}
+    left = missing(todo)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
-        bar = progress.add_task("trainings", total=len(todo), completed=len(todo) - len(missing))
+        bar = progress.add_task("trainings", total=len(todo), completed=len(todo) - len(left))
         pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
-        for result in pool(joblib.delayed(run_and_save)(file, *job) for file, job in missing.items()):
+        for result in pool(joblib.delayed(run_and_save)(file, *job) for file, job in left.items()):
             progress.advance(bar)
             progress.console.print(
                 f"{result['encoding']:<24}{result['attention']:<10}seed {result['seed']}   "
@@ -382,8 +351,9 @@ def plot_resolution(results: pd.DataFrame, settings: Settings, path: Path) -> No
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one is resumed. [runs/ablate-DATE]")] = None,
     data: Annotated[str, typer.Option(help=f"One of: {', '.join(SOURCES)}.")] = "digits",
     encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only this; may be repeated.")] = None,
@@ -399,8 +369,11 @@ def main(
     """Train the same small ViT with each positional encoding and compare them.
 
     Tests at the trained resolution, at larger and at non-square ones. Stop it at any time: the same command with
-    --out FOLDER goes on, and repeats only the trainings that were running.
+    --out FOLDER goes on, and repeats only the trainings that were running. `run` does the same for the image, video
+    and diffusion trainings; the options here are for the digits.
     """
+    if context.invoked_subcommand is not None:
+        return
     known = {**ENCODINGS, **MORE_ENCODINGS}
     choose("--data", [data], SOURCES)
     choose("--precision", [precision], ("no", "bf16", "fp16"))
@@ -439,6 +412,9 @@ def main(
     plot_resolution(results, settings, out / "resolution.png")
     print(f"\n{table}", *(out / name for name in ("results.csv", "accuracy.png", "resolution.png")), sep="\n")
 
+
+app.command()(ablate_driver.run)
+app.command()(ablate_driver.report)
 
 if __name__ == "__main__":
     app()

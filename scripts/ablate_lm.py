@@ -26,7 +26,7 @@ from rich.console import Console
 from models.lm import LmConfig
 
 from .common import choose, choose_device, fill
-from .folder import environment, open_folder, write
+from .folder import environment, missing, open_folder, parse_shard, write
 from .lm_data import Text, check_lengths, load_text
 from .plots import OKABE_ITO, STYLE, plt
 from .train_lm import ENCODINGS, EVAL_BYTES, LENGTHS, SCALINGS, SIZES, Config, fit, measure
@@ -193,13 +193,6 @@ def section(folder: Path) -> str:
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
-def parse_shard(shard: str) -> tuple[int, int]:
-    number, _, count = shard.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise typer.BadParameter(f"--shard: expected i/n with i from 0 to n - 1, got {shard!r}")
-    return int(number), int(count)
-
-
 @app.command()
 def run(
     text: Annotated[Path, typer.Argument(help="A text file, or a folder of .txt and .md files.")],
@@ -214,7 +207,7 @@ def run(
 ) -> None:  # fmt: skip
     """Train what is missing; the last process to end reports."""
     choose("--precision", [precision], ("auto", "no", "bf16", "fp16"))
-    number, count = parse_shard(shard)
+    share = parse_shard(shard)
     kind, data = choose_device(device).type, load_text(text)
     training = dict(SMOKE if smoke else TRAINING)
     if steps is not None:
@@ -229,9 +222,9 @@ def run(
     check_lengths(data, int(training["length"]), settings.lengths)
     open_folder(out, asdict(settings), environment(kind, "torch", "timm", "accelerate"))
     console, todo = Console(soft_wrap=True, highlight=False), jobs(out, settings)
-    mine = [job for job in list(todo.items())[number::count] if not job[0].exists()]
+    mine = missing(todo, share)
     console.print(f"{out}: {kind}, {len(mine)} of {len(todo)} trainings to do here")
-    for i, (file, (name, seed)) in enumerate(mine, 1):
+    for i, (file, (name, seed)) in enumerate(mine.items(), 1):
         result = run_one(name, seed, settings, data, console.is_terminal)
         write(file, json.dumps(result))
         end = [row["bits_per_byte"] for row in result["rows"] if row["first"] == 0 and row["last"] == row["length"]]

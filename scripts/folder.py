@@ -6,12 +6,14 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import typer
 
 from .common import git_commit, gpu_name, versions
+
+T = TypeVar("T")
 
 
 def write(path: Path, text: str) -> None:
@@ -20,6 +22,19 @@ def write(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def parse_shard(shard: str) -> tuple[int, int]:
+    number, _, count = shard.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise typer.BadParameter(f"--shard: expected i/n with i from 0 to n - 1, got {shard!r}")
+    return int(number), int(count)
+
+
+def missing(jobs: dict[Path, T], shard: tuple[int, int] = (0, 1)) -> dict[Path, T]:
+    """Of every n-th job, from the i-th on, those whose file is not there yet."""
+    number, count = shard
+    return {file: job for file, job in list(jobs.items())[number::count] if not file.exists()}
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:

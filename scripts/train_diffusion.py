@@ -10,9 +10,6 @@ metadata.jsonl with file_name and text.
 
 from __future__ import annotations
 
-import csv
-import json
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +27,8 @@ from models.flow import draw_times, flow_matching_loss, sample
 from models.text import TextEncoder, drop_text, tokenize
 
 from .caption_data import Captioned, load_captioned
-from .common import choose, git_commit, gpu_name, versions
+from .common import choose
+from .outcome import timed, write_result
 from .plots import plt
 from .training import Trainer, Training, command, option, settings_of, start, write
 
@@ -258,31 +256,17 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
 
         register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
     pairs = Pairs(config, data, accelerator.device)
-    since, first = time.perf_counter(), trainer.step
-    trainer.fit(len(pairs.train), partial(batch, config, pairs), loss)
-    seconds = time.perf_counter() - since
+    common = timed(trainer, partial(trainer.fit, len(pairs.train), partial(batch, config, pairs), loss))
     result = {
         "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-        "held_out": evaluate(config, pairs, trainer), "loss": trainer.history[-1]["loss"],
-        "params": sum(p.numel() for p in model.parameters()), "train_pairs": len(pairs.train),
-        "train_steps_timed": config.steps - first, "train_seconds": round(seconds, 1),
-        "processes": accelerator.num_processes, "gpu": gpu_name(accelerator.device), "commit": git_commit() or None,
-        **versions("torch", "timm", "accelerate"),
+        "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train),
+        "tokens": config.batch * (config.size // config.patch) ** 2, **common,
     }  # fmt: skip
     captions, columns = draw(config, pairs, trainer)
     if accelerator.is_main_process:
         write(config.out / "samples.png", lambda part: write_sheet(part, captions, columns))
-        write(config.out / "history.csv", lambda part: write_history(part, trainer.history))
-        write(config.out / "result.json", lambda part: part.write_text(json.dumps(result, indent=2) + "\n"))
-        print(json.dumps(result, indent=2))
+    write_result(trainer, result)
     return result
-
-
-def write_history(path: Path, history: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(history[0]))
-        table.writeheader()
-        table.writerows(history)
 
 
 app = typer.Typer(add_completion=False)

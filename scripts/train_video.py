@@ -9,9 +9,7 @@ interrupted.
 
 from __future__ import annotations
 
-import csv
-import json
-import time
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,9 @@ from torch.nn import functional as F
 
 from models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 
-from .common import choose, git_commit, gpu_name, versions
-from .training import Trainer, Training, command, option, settings_of, start, write
+from .common import choose
+from .outcome import timed, write_result
+from .training import Trainer, Training, command, option, settings_of, start
 from .video_data import TASKS, Footage, Task, load_footage, ordered
 
 # Name → arguments of the model.
@@ -190,29 +189,17 @@ def run(config: VideoTraining) -> dict[str, Any]:
     )  # fmt: skip
     footage.starts(gap, held_out=True)  # too little footage is said before the training
     starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(accelerator.device)
-    since, first = time.perf_counter(), trainer.step
-    trainer.fit(len(starts), partial(batch, config, footage, starts), loss)
-    seconds = time.perf_counter() - since
+    fit = partial(trainer.fit, len(starts), partial(batch, config, footage, starts), loss)
+    video: Any = model
+    tokens = math.prod(video.patch_embed.grid_size) * 2 * config.batch
+    common = timed(trainer, fit)
     result = {
         "task": config.task, "encoding": config.encoding, "attention": config.attention,
         "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-        "accuracy": evaluate(config, footage, trainer), "loss": trainer.history[-1]["loss"],
-        "params": sum(p.numel() for p in model.parameters()), "train_steps_timed": config.steps - first,
-        "train_seconds": round(seconds, 1), "processes": accelerator.num_processes,
-        "gpu": gpu_name(accelerator.device), "commit": git_commit() or None, **versions("torch", "timm", "accelerate"),
+        "accuracy": evaluate(config, footage, trainer), "tokens": tokens, **common,
     }  # fmt: skip
-    if accelerator.is_main_process:
-        write(config.out / "history.csv", lambda part: write_history(part, trainer.history))
-        write(config.out / "result.json", lambda part: part.write_text(json.dumps(result, indent=2) + "\n"))
-        print(json.dumps(result, indent=2))
+    write_result(trainer, result)
     return result
-
-
-def write_history(path: Path, history: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(history[0]))
-        table.writeheader()
-        table.writerows(history)
 
 
 app = typer.Typer(add_completion=False)

@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,8 @@ class Trainer:
         self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
         self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of losses since the last log
         self.since = 0
+        self.pace: list[float] = []  # seconds a step, between two logs of this process
+        self.clock: tuple[int, float] | None = None
         state = self._read()
         self.raw = model.to(accelerator.device)
         # Before FSDP2, whose modules can't be copied.
@@ -282,6 +285,8 @@ class Trainer:
             rank=accelerator.process_index, world=accelerator.num_processes,
         )  # fmt: skip
         stream = ahead(batch, chosen, config.workers)
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
         with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as progress:
             bar = progress.add_task("steps", total=config.steps, completed=self.step, loss="")
@@ -292,6 +297,7 @@ class Trainer:
                     progress.update(bar, loss=f"{self._log():.4f}")
                 if self.step % config.save_every == 0 or self.step == config.steps:
                     self.save()
+                    self.clock = self.clock and (self.step, time.perf_counter())
         if accelerator.log_with:
             accelerator.end_training()
 
@@ -318,9 +324,23 @@ class Trainer:
             self.average.update(self.raw, step=self.step)
         return total
 
+    def cost(self) -> dict[str, float | None]:
+        """Median milliseconds of a step since this process began, the first steps and those of a checkpoint left out;
+        and the most memory of this process's GPU so far, MiB. Call it before the evaluation. None: not measured."""
+        device = self.accelerator.device
+        peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+        return {
+            "step_ms": round(1000 * float(np.median(self.pace)), 3) if self.pace else None,
+            "peak_mib": None if peak is None else round(peak, 1),
+        }
+
     def _log(self) -> float:
         """The mean loss since the last call."""
-        loss = self._total() / (self.step - self.since)
+        loss = self._total() / (self.step - self.since)  # waits for the device
+        now = time.perf_counter()
+        if self.clock is not None:
+            self.pace.append((now - self.clock[1]) / (self.step - self.clock[0]))
+        self.clock = self.step, now
         row = {"step": self.step, "loss": loss, "lr": self.inner.param_groups[0]["lr"]}
         self.history.append(row)
         self.total.zero_()

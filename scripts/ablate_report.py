@@ -1,0 +1,214 @@
+"""Tables and plots of what ``scripts.ablate`` found for the image, video and diffusion tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import typer
+from scipy.stats import t as student
+
+from .ablate_tasks import TASKS, collect
+from .folder import write
+from .plots import OKABE_ITO, STYLE, plt
+
+ROOT = Path(__file__).parents[1]
+KEYS = ["encoding", "attention"]
+POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
+ABSOLUTE = {
+    "image": "A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
+    "video": "A learned table is resampled to the grid of the clip in both tables.",
+    "diffusion": "",
+}
+COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
+MARKERS = "osD^vPX*"
+
+
+def sizes(results: pd.DataFrame) -> list[str]:
+    """The trained one first, as they were tested."""
+    return list(dict.fromkeys(results["size"]))
+
+
+def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
+    """Of each encoding to the baseline with the same attention, paired over the seeds that both have.
+
+    Returns:
+        by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
+        the number of pairs.
+    """
+    where = [*KEYS[1:], "positions", "size", "seed"]
+    base: Any = results[results.encoding == baseline].set_index(where)["value"]
+    others: Any = results[results.encoding != baseline]
+    paired = others.join(base.rename("base"), on=where, how="inner")
+    groups = paired.assign(gap=paired.value - paired.base).groupby([*KEYS, "positions", "size"], sort=False)["gap"]
+    found = groups.agg(["mean", "std", "count"])
+    width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
+    return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
+    columns: Any = sizes(results)
+    groups: Any = results.groupby([*KEYS, "size"])["value"]
+    stats = groups.agg(["mean", "std", "count"])
+
+    def cell(key: tuple[str, ...]) -> str:
+        if key not in stats.index:
+            return ""
+        mean, std, count = stats.loc[key]
+        return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if count > 1 else "")
+
+    return _rows([*KEYS, *columns], [[*key, *(cell((*key, size)) for size in columns)] for key in ranking])
+
+
+def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digits: int) -> list[str]:
+    found, columns = difference(results, baseline), sizes(results)
+
+    def cell(key: tuple[str, ...]) -> str:
+        if key not in found.index:
+            return ""
+        row: Any = found.loc[key]
+        if np.isnan(row["half"]):
+            return f"{row['mean']:+.{digits}f}"
+        text = f"{row['mean']:+.{digits}f} ± {row['half']:.{digits}f}"
+        return f"**{text}**" if abs(row["mean"]) > row["half"] else text
+
+    lines = []
+    for positions in POSITIONS:
+        rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
+        lines += ["", f"Positions {positions}:", "", *_rows([*KEYS, *columns], [row for row in rows if any(row[2:])])]
+    return lines
+
+
+def _cost(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
+    """Parameters, and medians over the seeds of the step, the speed and the memory."""
+    runs: Any = results.drop_duplicates([*KEYS, "seed"])
+    found = runs.groupby(KEYS)[["params", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
+
+    def cell(value: float, form: str) -> str:
+        return "" if pd.isna(value) else format(value, form)
+
+    rows = []
+    for key in ranking:
+        row: Any = found.loc[key]
+        rows.append(
+            [*key, f"{row.params:,.0f}", cell(row.step_ms, ".1f"), cell(row.tokens / row.step_ms / 1000, ".2f"),
+             cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
+        )  # fmt: skip
+    head = [*KEYS, "parameters", "ms a step", "million tokens a second", "peak memory, GiB", "s a training"]
+    return _rows(head, rows)
+
+
+def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
+    """The tables, best at the trained size first."""
+    settings, here = config["settings"], config["environments"][0]
+    task, training = TASKS[settings["task"]], settings["training"]
+    digits = 1 if task.higher else 4
+    trained = results[results["size"] == sizes(results)[0]]
+    means: Any = trained.groupby(KEYS)["value"].mean()
+    ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
+    seeds = results.seed.nunique()
+    scheme = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    measure = task.measure[0].upper() + task.measure[1:]
+    precision = {"no": "float32"}.get(training["precision"], training["precision"])
+    lines = [
+        f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
+        f"{training['steps']:,} steps of {training['batch']}, {precision}{', compiled' * training['compile']}. "
+        "Other sizes were never seen in training.",
+    ]
+    for positions, meaning in POSITIONS.items():
+        part: Any = results[results.positions == positions]
+        lines += ["", f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
+    if ABSOLUTE[settings["task"]]:
+        lines += ["", ABSOLUTE[settings["task"]]]
+    if baseline in set(results.encoding) and results.encoding.nunique() > 1:
+        what = "with the same attention, paired over the seeds"
+        if seeds > 1:
+            what += (
+                ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
+                "comparisons, of which one in twenty excludes it by chance"
+            )
+        lines += ["", f"Difference to {baseline} {what}.", *_differences(results, ranking, baseline, digits)]
+    lines += ["", "What they cost; medians.", "", *_cost(results, ranking)]
+    where = f"{here['gpu'] or here['cpu']}, torch {here['torch']}, commit {(here['commit'] or 'unknown')[:12]}"
+    return "\n".join([*lines, "", f"{where}."]) + "\n"
+
+
+def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
+    """What is measured against the size: attention by row, positions by column; mean and standard deviation."""
+    task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
+    names = list(dict.fromkeys(name for each in compared.values() for name in each))
+    attentions = [attention for attention in compared if attention in set(results.attention)]
+    order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
+    groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
+    stats = groups.agg(["mean", "std"]).fillna(0)
+    with plt.rc_context(STYLE):
+        shape = len(attentions), len(POSITIONS)
+        figure, axes = plt.subplots(
+            *shape, figsize=(10.5, 0.9 + 3.2 * shape[0]), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        )
+        handles: dict[str, Any] = {}
+        for i, attention in enumerate(attentions):
+            for axis, positions in zip(axes[i], POSITIONS, strict=True):
+                axis.axvline(order.index(ticks[0]), color="black", linestyle=":", linewidth=1)
+                for j, name in enumerate(names):
+                    if (attention, positions, name) not in stats.index.droplevel("size"):
+                        continue
+                    line = stats.loc[(attention, positions, name)].reindex(order)
+                    handles[name] = axis.errorbar(
+                        range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
+                        markersize=5, color=COLOURS[j % 8], marker=MARKERS[j % 8], linestyle="-" if j < 8 else "--",
+                    )  # fmt: skip
+                axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
+                axis.set_xticks(range(len(order)), order, fontsize=8)
+        figure.supxlabel("size (dotted: the trained one)", fontsize=10)
+        figure.supylabel(task.measure, fontsize=10)
+        shown = [name for name in names if name in handles]
+        figure.legend([handles[name] for name in shown], shown, loc="outside right center", frameon=False)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path, baseline: str) -> None:
+    """results.csv of the runs in a folder, table.md and sizes.png; of results.csv alone where there are no runs."""
+    files = sorted(folder.glob("runs/*.json"))
+    if files:
+        write(folder / "results.csv", collect(files).to_csv(index=False))
+    if not (folder / "results.csv").exists():
+        raise typer.BadParameter(f"FOLDER: expected runs/*.json or results.csv in {folder}, found neither")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config["settings"].get("task") not in TASKS:
+        raise typer.BadParameter(f"FOLDER: expected one of `ablate run`, got {folder}, of something else")
+    results = pd.read_csv(folder / "results.csv")
+    table = markdown(results, config, baseline)
+    write(folder / "table.md", table)
+    plot(results, config, folder / "sizes.png")
+    print(f"\n{table}")
+
+
+def committed(task: str) -> Path:
+    return ROOT / "scripts" / "results" / f"ablate-{task}"
+
+
+def markers(task: str) -> tuple[str, str]:
+    return f"<!-- ablate-{task}:begin -->", f"<!-- ablate-{task}:end -->"
+
+
+def section(task: str, folder: Path) -> str:
+    """What the README shows of a folder with table.md and sizes.png."""
+    if not (folder / "table.md").exists():
+        return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
+    shown = folder.resolve()
+    where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
+    table = (folder / "table.md").read_text(encoding="utf-8")
+    return f"![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{table}"

@@ -1,0 +1,43 @@
+"""What a finished training leaves beside its checkpoint: result.json and history.csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .common import git_commit, gpu_name, versions
+from .training import Trainer, write
+
+
+def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
+    """Call ``fit``; what the results of all scripts say of the model, the training and the machine."""
+    since, first = time.perf_counter(), trainer.step
+    fit()
+    seconds, accelerator = time.perf_counter() - since, trainer.accelerator
+    return {
+        "loss": trainer.history[-1]["loss"], "params": sum(p.numel() for p in trainer.raw.parameters()),
+        "train_steps_timed": trainer.config.steps - first, "train_seconds": round(seconds, 1), **trainer.cost(),
+        "processes": accelerator.num_processes, "gpu": gpu_name(accelerator.device), "commit": git_commit() or None,
+        **versions("torch", "timm", "accelerate"),
+    }  # fmt: skip
+
+
+def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
+    """Both files, by the first process, which prints the result, too."""
+    if not trainer.accelerator.is_main_process:
+        return
+    out, text = trainer.config.out, json.dumps(result, indent=2)
+    write(out / "history.csv", lambda part: write_history(part, trainer.history))
+    write(out / "result.json", lambda part: part.write_text(f"{text}\n"))
+    print(text)
+
+
+def write_history(path: Path, history: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(history[0]))
+        table.writeheader()
+        table.writerows(history)

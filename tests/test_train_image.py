@@ -1,0 +1,360 @@
+"""scripts/train_image.py and image_data.py on images made here, and the ViT's positions over a reference grid."""
+
+import gzip
+import json
+import struct
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from lrpe_md import CosineMd, Grid
+from models.vit import lrpe_vit_tiny_patch16_224
+from scripts import image_data, train_image
+from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
+from scripts.train_image import ENCODINGS, ImageTraining, KeyPhase, parse_sizes
+
+SMALL = {
+    "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
+    "tensorboard": False, "size": 8, "test_sizes": "12,8x12", "patch": 4, "dim": 48, "depth": 1, "heads": 2, "shift": 1,
+}  # fmt: skip
+
+
+def squares(num: int, side: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """A bright half at the top or at the bottom, with noise: (N, H, W) uint8 and labels."""
+    generator = np.random.default_rng(num)
+    labels = np.arange(num) % 2
+    images = generator.integers(0, 60, (num, side, side))
+    images[labels == 0, : side // 2] += 180
+    images[labels == 1, side // 2 :] += 180
+    return images.astype(np.uint8), labels.astype(np.uint8)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_idx(folder: Path, train: int = 48, test: int = 20) -> Path:
+    folder.mkdir(parents=True)
+    for name, num in (("train", train), ("t10k", test)):
+        images, labels = squares(num)
+        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_idx(tmp_path_factory.mktemp("images") / "idx")
+
+
+def write_folders(folder: Path, classes: str = "ab") -> Path:
+    for part, num in (("train", 4), ("val", 2)):
+        for c, name in enumerate(classes):
+            for i in range(num):
+                path = folder / part / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (12, 8), (100 * c, 10 * i, 7)).save(path)
+    return folder
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_idx_files_are_read_as_they_are(data):
+    found = load_images(data, 99)
+    for part, num in ((found.train, 48), (found.test, 20)):
+        images, labels = squares(num)
+        assert torch.equal(part.images, torch.from_numpy(images)[:, None])
+        assert part.labels.tolist() == labels.tolist()
+        assert part.labels.dtype == torch.int64
+    assert found.num_classes == 2
+    few, again = load_images(data, 8, limit=10), load_images(data, 8, limit=10)
+    assert (len(few.train), len(few.test)) == (10, 10)
+    assert few.digest == again.digest != found.digest
+
+
+def test_damaged_idx_files_are_named(tmp_path):
+    folder = write_idx(tmp_path / "idx")
+    images, labels = folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte"
+    whole = images.read_bytes()
+    for wrong in (whole[:100], b"no gzip", gzip.compress(idx(squares(48)[0])[:-1])):
+        images.write_bytes(wrong)
+        with pytest.raises(ImageError, match=r"train-images-idx3-ubyte\.gz.*fetch it again"):
+            load_images(folder, 8)
+    for wrong in (b"", b"\x00\x00\x0d\x03aaaaaaaaaaaa", b"\x00\x00\x08\x03aaaa"):
+        labels.write_bytes(wrong)
+        with pytest.raises(ImageError, match="expected an idx file of bytes"):
+            read_idx(labels)
+    images.write_bytes(whole)
+    labels.write_bytes(idx(squares(47)[1]))
+    with pytest.raises(ImageError, match=r"got \(48, 8, 8\), \(47,\)"):
+        load_images(folder, 8)
+    labels.unlink()
+    with pytest.raises(ImageError, match=r"train-labels-idx1-ubyte\(\.gz\) is missing"):
+        load_images(folder, 8)
+
+
+@pytest.mark.parametrize("dataset", ["", "folder"])
+def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
+    found = load_images(write_folders(tmp_path), 8, dataset=dataset)
+    assert found.train.images.shape == (8, 3, 8, 8)
+    assert found.test.images.shape == (4, 3, 8, 8)
+    assert found.train.images.dtype == torch.uint8
+    pairs = {(int(x[0, 4, 4]), int(label)) for x, label in zip(found.train.images, found.train.labels, strict=True)}
+    assert pairs == {(0, 0), (100, 1)}
+    assert len(load_images(tmp_path, 8, dataset=dataset, limit=3).train) == 3
+
+
+def test_folders_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ImageError, match="there is no such folder"):
+        load_images(tmp_path / "nothing", 8)
+    with pytest.raises(ImageError, match="dataset-fashion-mnist"):
+        load_images(tmp_path, 8)
+    with pytest.raises(ImageError, match="its train part is not in"):
+        load_images(tmp_path, 8, dataset="torch/cifar10")
+    folder = write_folders(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(image_data, "MEMORY", 100)
+        with pytest.raises(ImageError, match="8 images of 8×8 take 0 GiB"):
+            load_images(folder, 8)
+    broken = folder / "train" / "a" / "0.png"
+    broken.write_bytes(b"no image")
+    with pytest.raises(ImageError, match=r"0\.png can't be read as an image"):
+        load_images(folder, 8)
+    broken.unlink()
+    (folder / "val" / "c").mkdir()
+    with pytest.raises(ImageError, match="in one alone: c"):
+        load_images(folder, 8)
+    empty = tmp_path / "empty"
+    for part in ("train", "val"):
+        (empty / part / "a").mkdir(parents=True)
+    with pytest.raises(ImageError, match="there are no training images"):
+        load_images(empty, 8)
+
+
+def test_images_are_moved_and_mirrored_as_their_draws_say():
+    x = torch.arange(1, 21, dtype=torch.uint8).reshape(1, 1, 4, 5).expand(18, 2, -1, -1)
+    draws = np.arange(18)
+    assert torch.equal(shifted(x, draws, shift=0, flip=False), x)
+    moved = shifted(x, draws, shift=1, flip=True)
+    assert moved.shape == x.shape
+    assert moved.is_contiguous()
+    found = set()
+    for y in moved:
+        assert torch.equal(y[0], y[1])
+        for mirrored in (False, True):
+            image = torch.nn.functional.pad(x[0, 0], (1, 1, 1, 1))
+            for down in range(3):
+                for right in range(3):
+                    part = image[down : down + 4, right : right + 5]
+                    if torch.equal(y[0], part.flip(-1) if mirrored else part):
+                        found.add((mirrored, down, right))
+    assert len(found) == 18
+    assert torch.equal(shifted(x[:3], draws[4:7], shift=1, flip=True), moved[4:7])
+    assert resized(torch.tensor([[[[0, 255]]]], dtype=torch.uint8), (1, 2)).tolist() == [[[[-1, 1]]]]
+    assert resized(x, (8, 3)).shape == (18, 2, 8, 3)
+
+
+def test_sizes():
+    assert parse_sizes("20, 28x40,", 2) == [(20, 20), (28, 40)]
+    assert parse_sizes("", 2) == []
+    for wrong in ("21", "20x", "20x30x40", "big", "0"):
+        with pytest.raises(train_image.typer.BadParameter, match="in multiples of 2"):
+            parse_sizes(wrong, 2)
+
+
+# --- the script ------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
+    config = ImageTraining(data=data, out=tmp_path / "run", attention="linear", **SMALL)
+    result = train_image.run(config)
+    losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
+    assert losses[-1] < 0.6 * losses[0]
+    assert result["step_ms"] > 0
+    assert (result["tokens"], result["train_images"], result["chance"]) == (64, 48, 50)
+    accuracy = result["accuracy"]
+    assert list(accuracy["extrapolated"]) == list(accuracy["rescaled"]) == ["8x8", "12x12", "8x12"]
+    assert accuracy["extrapolated"]["8x8"] == accuracy["rescaled"]["8x8"] == 100
+    assert json.loads((config.out / "result.json").read_text()) == result
+    assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert train_image.run(config)["accuracy"] == accuracy  # finished: nothing is trained again
+
+
+def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_trained_grid(data, tmp_path, monkeypatch):
+    seen = []
+
+    def recorded(model, test, size, autocast):
+        seen.append((size, model.reference))
+        return 0.0
+
+    monkeypatch.setattr(train_image, "accuracy", recorded)
+    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=16, **{**SMALL, "steps": 1}))
+    sizes = [(8, 8), (12, 12), (8, 12)]
+    assert seen == [(size, reference) for reference in (None, (2, 2)) for size in sizes]
+    assert (result["train_images"], result["test_images"]) == (16, 16)
+
+
+def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, monkeypatch):
+    few = {**SMALL, "steps": 5, "save_every": 2, "erase": 0.5, "encoding": "cosine-softplus-phase"}
+    weights, batch = [], train_image.batch
+    for kill in (99, 1, 4):
+        config, calls = ImageTraining(data=data, out=tmp_path / f"{kill}", **few), []
+
+        def dying(*args, kill=kill, calls=calls):
+            calls.append(1)
+            if len(calls) > kill:
+                raise KeyboardInterrupt
+            return batch(*args)
+
+        monkeypatch.setattr(train_image, "batch", dying)
+        if kill < 5:
+            with pytest.raises(KeyboardInterrupt):
+                train_image.run(config)
+            monkeypatch.setattr(train_image, "batch", batch)
+            torch.manual_seed(kill)
+        train_image.run(config)
+        weights.append(torch.load(config.out / "checkpoint.pt")["average"])
+    for other in weights[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 12, 12, dtype=torch.float64)
+    swapped = x.clone()
+    swapped[..., :4, :4], swapped[..., 4:8, 8:] = x[..., 4:8, 8:], x[..., :4, :4]
+    for name in ENCODINGS:
+        config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **{**SMALL, "depth": 2})
+        arguments = train_image.model_arguments(config, load_images(data, 8))
+        json.dumps(arguments)  # a checkpoint keeps them
+        model = train_image.build(config, arguments).eval().double()
+        with torch.no_grad():
+            change = (model(x) - model(swapped)).abs().max()
+        assert (change < 1e-13) == (name == "none"), name
+        if "mixed" in name or "phase" in name:  # of each head its own
+            module = model.encoding if isinstance(model.encoding, CosineMd) else model.encoding[1]
+            assert module.num_heads == 2
+
+
+def test_the_phase_turns_keys_and_not_queries():
+    module = KeyPhase(head_dim=8, num_axes=2, num_heads=2, base=100.0, act="softplus", phase=True)
+    q, k = torch.randn(2, 1, 2, 6, 8).unbind(0)
+    before = module(q, k, positions=Grid((2, 3)))
+    with torch.no_grad():
+        module.phase.fill_(0.3)
+    after = module(q, k, positions=Grid((2, 3)))
+    assert torch.equal(before[0], after[0])
+    assert (before[1] - after[1]).abs().max() > 0.1
+    (after[0] @ after[1].mT).square().sum().backward()
+    assert module.phase.grad.abs().min() > 0
+
+
+def test_the_command_line_says_what_is_wrong(data, tmp_path):
+    def said(*args: str) -> str:
+        result = CliRunner().invoke(train_image.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        assert result.exit_code == 2, result.output
+        return result.output
+
+    run = ["--data", str(data), "--out", str(tmp_path / "run"), "--no-tensorboard"]
+    for name, value in SMALL.items():
+        if name != "tensorboard":
+            run += [f"--{name.replace('_', '-')}", str(value)]
+    run += ["--steps", "1"]
+    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
+    assert "multiple of 4" in said(*run, "--size", "10")
+    assert "multiples of 4" in said(*run, "--test-sizes", "10")
+    assert "there are 48 images" in said(*run, "--batch", "64")
+    assert "no such folder" in said(*run, "--data", str(tmp_path / "nothing"))
+    assert "--erase" in said(*run, "--erase", "1.5")
+    assert "--shift" in said(*run, "--shift", "-1")
+    assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
+    assert "--heads 16" in said(*run, "--heads", "16")  # rotation pairs channels
+    assert not (tmp_path / "run").exists()  # nothing half-written
+    done = CliRunner().invoke(train_image.app, run)
+    assert done.exit_code == 0, done.output
+    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
+    other = write_idx(tmp_path / "other", train=32)
+    assert "digest" in said(*run, "--data", str(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_bf16_on_a_gpu(data, tmp_path, compile):
+    from accelerate.state import AcceleratorState
+
+    fast = {"device": "cuda", "precision": "bf16", "compile": compile, "accumulate": 2, "erase": 0.2}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):
+            config = ImageTraining(data=data, out=tmp_path / name, encoding=name, **{**SMALL, "steps": 48, **fast})
+            torch.compiler.reset()
+            result = train_image.run(config)
+            losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
+            assert losses[-1] < 0.8 * losses[0]
+            assert result["accuracy"]["extrapolated"]["8x8"] > 90
+            assert result["peak_mib"] > 1
+            assert result["step_ms"] > 0
+            assert train_image.run(config)["accuracy"] == result["accuracy"]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- the ViT's reference ---------------------------------------------------------------------------------------------
+
+tiny = partial(
+    lrpe_vit_tiny_patch16_224, img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rotate", "mixed", "cosine", "sincos"])
+def test_reference_lays_positions_over_the_trained_grid(name):
+    torch.manual_seed(0)
+    arguments = {"absolute": "sincos"} if name == "sincos" else {"encoding": name}
+    model = tiny(**arguments).eval().double()
+    small, large = torch.randn(1, 3, 16, 16).double(), torch.randn(1, 3, 32, 24).double()
+    with torch.no_grad():
+        plain, extrapolated = model(small), model(large)
+        model.reference = model.patch_embed.grid_size
+        assert torch.equal(model(small), plain)
+        assert (model(large) - extrapolated).abs().max() > 1e-6
+        grid = model._embed(large)[1]
+        assert grid.coordinates().amax(0).tolist() == pytest.approx([4 * 7 / 8, 4 * 5 / 6])
+        model.reference = None
+        assert torch.equal(model(large), extrapolated)
+
+
+def test_dropped_patches_take_their_rescaled_positions_with_them():
+    model = tiny(encoding="rotate", patch_drop_rate=0.5).train()
+    model.reference = model.patch_embed.grid_size
+    _, positions = model._embed(torch.randn(2, 3, 32, 32))
+    assert set(positions.coords.flatten().tolist()) <= {i / 2 for i in range(8)}
+    assert not set(positions.coords.flatten().tolist()) <= set(range(8))
+
+
+def test_a_rescaled_table_is_the_one_that_timm_resamples():
+    table, learned = tiny(absolute="sincos").eval(), tiny(absolute="learned").eval()
+    learned.load_state_dict(table.state_dict(), strict=False)
+    x = torch.randn(1, 3, 24, 32)
+    table.reference = (4, 4)
+    with torch.no_grad():
+        learned.pos_embed.zero_()
+        offset = learned.num_prefix_tokens
+        learned.pos_embed[0, offset - (learned.pos_embed.shape[1] == 16) :] = table._sincos((4, 4), x)
+        torch.testing.assert_close(table(x), learned(x))
+
+
+def test_reference_is_checked():
+    with pytest.raises(ValueError, match="reference: expected a size"):
+        tiny().reference = (4, 4, 4)
+
+
+def test_images_move_to_a_device():
+    images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    assert images.to(torch.device("meta")).images.is_meta
