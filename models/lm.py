@@ -115,6 +115,7 @@ class LmEncoding(nn.Module):
         like = self.frequencies.get_omega().detach().double()
         self.register_buffer("ratio", torch.ones_like(like), persistent=False)
         self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
+        self.register_load_state_dict_post_hook(_materialise)
 
     def forward(self, q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
         if self.frequencies is None:
@@ -129,11 +130,16 @@ class LmEncoding(nn.Module):
         """Stretch the frequencies, in place; None takes them as trained."""
         if self.frequencies is None:
             return
+        if scaling is None:
+            self.ratio.fill_(1.0)
+            self.amplitude.fill_(1.0)
+            return
         theta = self.frequencies.get_omega()[..., 0].double()
-        scaled, amplitude = (theta, 1.0) if scaling is None else scaling(theta)
+        scaled, amplitude = scaling(theta)
         if scaled.shape != theta.shape:
             raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-        self.ratio.copy_((scaled / theta)[..., None])
+        ratio = torch.where(theta == 0, 1.0, scaled / theta)  # a frequency of 0 stays 0
+        self.ratio.copy_(ratio[..., None])
         self.amplitude.fill_(amplitude)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -151,6 +157,15 @@ class LmEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"map={self.map!r}, act={self.act!r}"
+
+
+def _materialise(encoding: Any, _: Any) -> None:
+    """``load_state_dict(assign=True)`` materialises a meta model without its non-persistent buffers."""
+    if encoding.frequencies is not None and encoding.ratio.is_meta:
+        device = encoding.frequencies.get_omega().device
+        encoding.ratio = torch.empty_like(encoding.ratio, device=device)
+        encoding.amplitude = torch.empty_like(encoding.amplitude, device=device)
+        encoding.rescale(None)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

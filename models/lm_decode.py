@@ -33,7 +33,8 @@ def generate(
     Args:
         prompt: tokens, at least one; of unequal lengths by :func:`left_pad`.
         temperature, top_p, generator: see :func:`sample`.
-        padding: (B,), how many of each prompt's first tokens are padding.
+        padding: (B,), how many of each prompt's first tokens are padding: 0 to its length, which is not checked, since
+            that would wait for the GPU.
         cuda_graph: replay decode steps as a CUDA graph; None: on a GPU.
 
     Raises:

@@ -559,7 +559,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransfor
 
 @register_model
 def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """ViT-Ti/16: 5.5 M parameters without an absolute embedding."""
+    """ViT-Ti/16: 5.7 M parameters without an absolute embedding."""
     return _create(
         "lrpe_vit_tiny_patch16_224",
         pretrained,

@@ -180,7 +180,7 @@ def plot(results: pd.DataFrame, trained: int, path: Path) -> None:
 def section(folder: Path) -> str:
     """What the README shows of a folder with results.csv and config.json."""
     if not (folder / "results.csv").exists():
-        return "(No results yet: `python -m scripts.ablate_lm run TEXT`, then `report`.)\n"
+        return "(The full 2,000 steps are still to be run: `python -m scripts.ablate_lm run TEXT`, then `report`.)\n"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shown = folder.resolve()
     where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown

@@ -53,7 +53,7 @@ def load_captioned(
         path: a folder or a zip; see ``REMEDY``.
         size: images are cropped to their central square and resized to this; what is transparent becomes white.
         parts, fold: a pair is held out where a hash of its caption, modulo ``parts``, is ``fold``; equal captions stay
-            together.
+            together. Equal images under different captions do not, nor captions that differ beyond the text's length.
         without: a field of the table; rows where it is true are left out.
         limit: take this many pairs at most.
 

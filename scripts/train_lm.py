@@ -183,6 +183,8 @@ def fit(
             total.zero_()
             if out:
                 save(accelerator, windows, out)
+    if out and accelerator.is_main_process:  # also where a kill came between the last checkpoint and its metrics
+        write_metrics(windows, out)
     bar.close()
     return accelerator, raw, windows.history
 
@@ -206,8 +208,12 @@ def save(accelerator: Accelerator, windows: Windows, out: Path) -> None:
         for old in out.glob("checkpoint-*"):
             if old != done:
                 shutil.rmtree(old)
-        write(out / "metrics.csv", pd.DataFrame(windows.history).to_csv(index=False))
+        write_metrics(windows, out)
     accelerator.wait_for_everyone()
+
+
+def write_metrics(windows: Windows, out: Path) -> None:
+    write(out / "metrics.csv", pd.DataFrame(windows.history).to_csv(index=False))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

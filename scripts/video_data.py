@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
         if not inside:
             raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
         found += inside
+    again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
+    if again:  # its frames would be trained on and tested
+        raise VideoError(f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} again")
     if not found:
         raise VideoError("--data: expected video files or folders of them, got none")
     return found
@@ -116,6 +120,11 @@ class Footage:
 
     frames: Tensor
     segments: tuple[Segment, ...]
+
+    @property
+    def digest(self) -> int:
+        """Of what there is to learn from, and to test on."""
+        return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
         """First frames of all clips of ``span`` frames that lie in one segment."""

@@ -219,6 +219,28 @@ def test_frequencies_keep_their_dtype_and_materialise() -> None:
     assert torch.equal(encoding.frequencies.theta, LmEncoding(empty.config).frequencies.theta)
 
 
+@pytest.mark.parametrize("learnable", [False, True])
+def test_weights_assigned_to_a_meta_model(learnable) -> None:
+    config = replace(TINY, learnable=learnable)
+    model = CausalLm(config)
+    with torch.device("meta"):
+        empty = CausalLm(config)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    tokens = some_tokens()
+    assert torch.equal(empty(tokens), model(tokens))
+
+
+def test_a_frequency_of_zero_stays() -> None:
+    model = build("rotate-learned")
+    encoding: Any = model.blocks[0].attn.encoding
+    with torch.no_grad():
+        encoding.frequencies.theta[..., -1] = 0
+    for scaling in (SCALINGS["yarn"], None):
+        model.rescale(scaling)
+        assert encoding.ratio.isfinite().all()
+    assert (encoding.ratio == 1).all()
+
+
 def test_parameters_are_tied_and_named() -> None:
     model = CausalLm(replace(TINY, encoding="cosine", phase=True, learnable=True))
     assert sum(p.numel() for p in model.parameters() if TINY.vocab_size in p.shape) == TINY.vocab_size * TINY.dim

@@ -95,6 +95,23 @@ def test_missing_and_unreadable_videos_are_named(tmp_path):
             decode(broken, 8, name)
 
 
+def test_footage_given_twice_is_refused(tmp_path):
+    """Its frames would be in both parts."""
+    (tmp_path / "a.mp4").touch()
+    for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
+        with pytest.raises(VideoError, match=r"each video once, got a\.mp4 again"):
+            find_videos([tmp_path, again])
+
+
+def test_the_footage_decides_what_a_run_is():
+    frames = torch.zeros(8, 3, 2, 2, dtype=torch.uint8)
+    one = video_data.Footage(frames, ())
+    assert one.digest == video_data.Footage(frames.clone(), ()).digest
+    frames = frames.clone()
+    frames[3, 0, 0, 0] = 1
+    assert one.digest != video_data.Footage(frames, ()).digest
+
+
 def test_without_a_decoder_the_remedy_is_said(monkeypatch):
     monkeypatch.setattr(video_data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(VideoError, match="pip install av"):
