@@ -70,9 +70,13 @@ class Coordinates(Rules):
             raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
-        if self.prefix < 0 or self.suffix < 0:
-            raise ValueError(f"prefix, suffix: expected at least 0, got {self.prefix}, {self.suffix}")
+        for name in ("prefix", "suffix"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, torch.SymInt)) or value < 0:
+                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
         if self.rotated is not None:
+            if not isinstance(self.rotated, Tensor):
+                raise TypeError(f"rotated: expected a tensor of bools, got {type(self.rotated).__name__}")
             if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
                 raise ValueError(
                     f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "

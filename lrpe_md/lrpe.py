@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import Act, Impl, Pairs, Positions, prepare, rotary_slice
+from .arguments import Act, Impl, Pairs, Positions, check_input, prepare, rotary_slice
 from .frequencies import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, encode, rotate, use_triton
 from .positions import Grid
@@ -192,6 +192,11 @@ def _rotate_1d(
     xs: tuple[Tensor, ...], theta: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None,
     rotary_dim: int | slice | None,
 ) -> tuple[Tensor, Positions]:  # fmt: skip
+    for x in xs:
+        check_input("x", x, x)
+    if not xs or not isinstance(theta, Tensor):
+        name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "a tensor or two (q, k)", xs)
+        raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
     num_heads, half = xs[-1].shape[1], rotary_slice(rotary_dim, xs[-1].shape[-1])[1] // 2
     return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)
 

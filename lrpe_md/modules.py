@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Act, Impl, Order, Pairs, Positions, check_pairs, rotary_slice
+from .arguments import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .coordinates import Coordinates
 from .frequencies import AxisOrder, sequence_omega
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
@@ -169,7 +169,7 @@ class Rotate1d(RotateMd):
         captured CUDA graph, without a recompile. See :func:`lrpe_md.rope_frequencies`.
 
         Args:
-            theta: in a shape that the constructor takes; for learned frequencies in their own.
+            theta: in the shape that the module was built with, or another that gives as many heads.
             amplitude: other than 1 only where the module was built with one.
 
         Raises:
@@ -179,7 +179,18 @@ class Rotate1d(RotateMd):
         gain = self._buffers.get("amplitude")
         if gain is None and not (isinstance(amplitude, (int, float)) and amplitude == 1):
             raise ValueError("amplitude: expected 1 in a module built without one, or build it with amplitude=1.0")
+        if isinstance(gain, Tensor) and isinstance(amplitude, Tensor):
+            try:
+                amplitude.expand_as(gain)
+            except RuntimeError:
+                expected = tuple(gain.shape)
+                raise ValueError(f"amplitude: expected {expected}, got {tuple(amplitude.shape)}") from None
         learned = self._parameters.get("theta")
+        if learned is None and omega.shape[0] not in (1, self.omega.shape[0]):
+            raise ValueError(
+                f"theta: expected frequencies of {self.omega.shape[0]} heads, as the module was built with, got "
+                f"{tuple(theta.shape)}"
+            )
         if learned is not None:
             if theta.shape != learned.shape and omega.shape[0] == 1 and learned.shape == (1, self.num_channels):
                 theta = theta[None]
@@ -204,7 +215,10 @@ class Rotate1d(RotateMd):
         cu_seqlens: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Any:
+        if len(xs) == 0:
+            raise TypeError("x: expected one tensor or two (q, k), got none")
         if positions is None:
+            check_input("x", xs[0], xs[0])
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")

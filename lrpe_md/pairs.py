@@ -41,6 +41,8 @@ def convert_pairs(
     Raises:
         ValueError: a shape, a pairing or a width that does not fit.
     """
+    if head_dim < 1:
+        raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
     size = weight.shape[dim]
     if size % head_dim or num_heads not in (None, size // head_dim):
         heads = "H" if num_heads is None else num_heads
@@ -49,8 +51,8 @@ def convert_pairs(
         )
     start, width = rotary_slice(rotary_dim, head_dim)
     (was, was_blocks), (becomes, becomes_blocks) = (check_pairs(p, width // 2) for p in (source, target))
-    order = torch.arange(head_dim)
+    order = torch.arange(head_dim, device="cpu")
     turned = split_pairs(order[start : start + width], was, was_blocks)
     order[start : start + width] = join_pairs(*turned, becomes, becomes_blocks)
-    rows = torch.arange(0, size, head_dim)[:, None] + order
+    rows = torch.arange(0, size, head_dim, device="cpu")[:, None] + order
     return weight.index_select(dim, rows.flatten().to(weight.device))

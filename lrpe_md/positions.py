@@ -12,7 +12,7 @@ grids in one sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from typing import Any, Literal
@@ -62,13 +62,16 @@ class Grid(Rules):
 
     def __post_init__(self) -> None:
         given: Any = self.shape
-        shape: tuple[Any, ...] = (given,) if isinstance(given, (int, torch.SymInt)) else tuple(given)
+        shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         if len(shape) == 0 or any(not isinstance(n, (int, torch.SymInt)) or n < 0 for n in shape):
             raise ValueError(f"shape: expected one integer of at least 0 for each axis, got {shape}")
         object.__setattr__(self, "shape", shape)
-        for name in ("prefix", "suffix", "start"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        for name in ("prefix", "suffix", "start", "length"):
+            value = getattr(self, name)
+            if value is None and name == "length":
+                continue
+            if not isinstance(value, (int, torch.SymInt)) or (value < 0 and name != "length"):
+                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
         if self.start > self.total or (self.length is not None and not 0 <= self.length <= self.total - self.start):
@@ -306,7 +309,9 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
     if offset == 0:
-        return _from_zero(num_tokens) if type(num_tokens) is int else Grid((num_tokens,))
+        # Dynamo warns of a cache, and shows sizes that vary as ints.
+        cached = type(num_tokens) is int and not torch.compiler.is_compiling()
+        return _from_zero(num_tokens) if cached else Grid((num_tokens,))
     return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
 
 

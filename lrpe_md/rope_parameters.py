@@ -102,7 +102,7 @@ def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
 
 def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
     """The fastest frequencies of the whole head's series, and zeros: the other pairs don't turn."""
-    num = int(model.fields.get("partial_rotary_factor", 1.0) * model.head_dim // 2)
+    num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
     theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
     return F.pad(theta[:num], (0, len(theta) - num)), amplitude
 
@@ -167,8 +167,9 @@ def rope_frequencies(
             f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
             f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
         )
-    theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
-    theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
+    with torch.device("cpu"):  # a model may be made on the meta device
+        theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
+        theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude
 
 

@@ -323,6 +323,9 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
     scale, judged = 1.0, inputs
     if case.dtype == torch.float64:
         scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
+        if isinstance(judged.positions, Grid):  # whose coordinates are float64 where they are not indices
+            positions = judged.positions.explicit(device, torch.float32)
+            judged = replace(judged, positions=positions)
     same = run(judged, "reference", frequencies=frequencies)
     judge = run(judged.to(torch.float64), "reference", frequencies=frequencies) if scale != 1 else exact
     for name in exact:

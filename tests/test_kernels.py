@@ -190,6 +190,27 @@ def test_turns_counted_in_integers(shape):
     assert (found - exact).abs().max() < 4e-7 * x.abs().max()
 
 
+def test_frequencies_around_whole_turns():
+    """Where the nearest integer of turns is not what adding 1/2 and rounding down gives."""
+    near = [s * f * math.pi for s in (1, -1) for f in (1, 1 - 2**-24, 1 + 2**-24, 0.5, 2, 1 - 0.7 * 2**-24)]
+    grid = Grid((60_016,), start=60_000)
+    for dtype in (torch.float32, torch.float64):
+        omega = torch.tensor(near, dtype=dtype)[None, :, None]
+        x = torch.ones(1, 1, 16, len(near))
+        exact = cosine(x.double(), omega=omega.double(), positions=grid, impl="reference")
+        assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 5e-7
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_frequency_that_is_not_finite_shows(bad):
+    omega, x = torch.ones(1, 4, 2), torch.ones(1, 1, 6, 4)
+    omega[0, 1, 0] = bad
+    for phase in (None, torch.tensor([[0.0, 0.0, bad, 0.0]])):
+        y = cosine(x, omega=omega, positions=Grid((2, 3)), phase=phase, impl="triton")[0, 0, :, :4]
+        assert y.isnan().all(0).tolist() == [False, True, phase is not None, False]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
 def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lrpe_md import geometric_theta, rope_frequencies
+from lrpe_md import convert_pairs, geometric_theta, rope_frequencies
 from lrpe_md.rope_parameters import RULES
 
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(32)], "long_factor": [1.0 + 2.0 * i for i in range(32)]}
@@ -126,3 +126,14 @@ def test_yarn_amplitude():
 def test_errors(fields, head_dim, message):
     with pytest.raises(ValueError, match=message):
         rope_frequencies(fields, head_dim)
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_frequencies_of_a_model_on_the_meta_device(kind):
+    fields = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    expected, _ = rope_frequencies(fields, 8, 64)
+    with torch.device("meta"):
+        theta, _ = rope_frequencies(fields, 8, 64)
+        weight = convert_pairs(torch.ones(8, 2, device="cpu"), "half", "interleaved", head_dim=8)
+    assert torch.equal(theta, expected)
+    assert weight.device.type == "cpu"

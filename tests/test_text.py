@@ -440,6 +440,22 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: Rotate1d(8, amplitude=torch.ones(3)), ValueError, r"amplitude: .*\(4,\), got \(3,\)"),
         (lambda: Rotate1d(8).set_frequencies(torch.ones(4), 1.2), ValueError, "amplitude: .*amplitude=1.0"),
         (
+            lambda: Rotate1d(8, amplitude=1.0).set_frequencies(torch.ones(4), torch.ones(3)), ValueError,
+            r"amplitude: .*got \(3,\)",
+        ),
+        (
+            lambda: Rotate1d(8, theta=torch.rand(4), num_heads=3).set_frequencies(torch.rand(3, 4)), ValueError,
+            r"theta: .*of 1 heads",
+        ),
+        (lambda: Rotate1d(8)(), TypeError, "x: expected one tensor"),
+        (lambda: Rotate1d(8)(torch.randn(4, 8)), ValueError, "x: expected shape"),
+        (lambda: lrpe_rotate_1d(torch.randn(4, 8), torch.rand(4)), ValueError, "x: expected shape"),
+        (lambda: lrpe_rotate_1d((), torch.rand(4)), TypeError, "x: expected a tensor"),
+        (lambda: lrpe_rotate_1d(torch.randn(1, 1, 4, 8), [1.0]), TypeError, "theta: expected a tensor"),
+        (lambda: convert_pairs(torch.randn(8, 2), "half", "interleaved", head_dim=0), ValueError, "head_dim: "),
+        (lambda: Grid((3,), prefix=1.0), ValueError, "prefix: expected an integer"),
+        (lambda: Grid(3.0), ValueError, "shape: "),
+        (
             lambda: Rotate1d(8, learnable=True, num_heads=2).set_frequencies(torch.ones(4)), ValueError,
             r"theta: expected \(2, 4\), as learned, got \(4,\)",
         ),

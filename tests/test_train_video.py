@@ -1,7 +1,9 @@
 """scripts/training.py, video_data.py and train_video.py on footage made here."""
 
 import json
+import multiprocessing
 import os
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -376,42 +378,48 @@ def test_batches_made_ahead_come_in_order_and_raise():
         list(ahead(lambda i: 1 // (3 - i), ((i,) for i in range(20)), 2))
 
 
-def worker(rank: int, port: int, sharding: str, out: Path) -> None:
+SHARDINGS = ("ddp", "fsdp")
+
+
+def worker(rank: int, ports: list[int], out: Path) -> None:
     from accelerate.state import AcceleratorState
 
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    AcceleratorState._reset_state(reset_partial_state=True)
     nn.Dropout.forward = lambda self, x: x  # each process has draws of its own
-    trainer = toy_train(Training(out=out / sharding, sharding=sharding, **TOY))
-    if sharding == "fsdp":
-        assert all(hasattr(p, "placements") for p in trainer.raw.parameters())
-    torch.distributed.destroy_process_group()
+    for sharding, port in zip(SHARDINGS, ports, strict=True):
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+        )  # fmt: skip
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = toy_train(Training(out=out / sharding, sharding=sharding, **TOY))
+        if sharding == "fsdp":
+            assert all(hasattr(p, "placements") for p in trainer.raw.parameters())
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_does(tmp_path, sharding, monkeypatch):
-    import multiprocessing
-    import socket
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # imports are there already
-    processes = [context.Process(target=worker, args=(rank, port, sharding, tmp_path)) for rank in range(2)]
+    context = multiprocessing.get_context("spawn")  # a fork of a process that has differentiated can't
+    ports = [free_port() for _ in SHARDINGS]
+    processes = [context.Process(target=worker, args=(rank, ports, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
-    state = torch.load(tmp_path / sharding / "checkpoint.pt")
-    for part, module in (("model", whole.raw), ("average", whole.averaged)):
-        for name, value in module.state_dict().items():
-            torch.testing.assert_close(state[part][name], value, rtol=1e-3, atol=1e-5)
+    for sharding in SHARDINGS:
+        state = torch.load(tmp_path / sharding / "checkpoint.pt")
+        for part, module in (("model", whole.raw), ("average", whole.averaged)):
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(state[part][name], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpu

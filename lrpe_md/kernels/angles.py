@@ -8,6 +8,7 @@ C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
 TAU = tl.constexpr(6.283185307179586)
+TWO_31 = tl.constexpr(2147483648.0)
 TWO_32 = tl.constexpr(4294967296.0)
 ONE_LESS = tl.constexpr(0.99999994)  # the float32 below 1
 HALF_TURN = tl.constexpr(2.0**-32)  # of the fixed point of turns, shifted up by one
@@ -105,12 +106,14 @@ def turns(w, UNIT: tl.constexpr):
 @triton.jit
 def fixed(hi, lo):
     """hi + lo turns modulo 1 in units of 2^-32 and 2^-64, as int32 and uint32."""
-    m = (hi - tl.floor(hi + 0.5)) * TWO_32  # 24 bits, some of which can be below the point
+    size = tl.abs(hi)
+    rest = size - tl.floor(size)  # exact; hi less the nearest integer is not where that is above
+    m = tl.where(hi < 0.0, -rest, rest) * TWO_31  # below 2^31: 24 bits, some of which can be below the point
     n = m.to(tl.int32)
-    m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), m - n.to(tl.float32))
+    m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), (m - n.to(tl.float32)) * 2.0)
     whole = tl.floor(m)
     part = tl.minimum(m - whole, ONE_LESS) * TWO_32
-    return n + whole.to(tl.int32), part.to(tl.uint32)
+    return (n << 1) + whole.to(tl.int32), part.to(tl.uint32)
 
 
 @triton.jit
@@ -119,16 +122,19 @@ def frequencies(
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE, fixed point of turns for both if FIXED. o_c: the channels, (BLOCK_C) of all tokens or
+    float64 radians if WIDE. If FIXED fixed point of turns for both, and then the unit, NaN where a frequency is not
+    finite, which integers can't say. o_c: the channels, (BLOCK_C) of all tokens or
     (tokens, BLOCK_C) of each; m_c: which there are, None: all.
     """
     omega = ()
+    unit = tl.full(o_c.shape, HALF_TURN, tl.float32)
     for j in tl.static_range(K):
         w = load_channels(p_omega + o_c * K + j, m_c)
         if WIDE:
             hi, lo = w.to(tl.float64), w
         elif FIXED:
             hi, lo = turns(w, 1.0)
+            unit += hi * 0.0
             hi, lo = fixed(hi, lo)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
@@ -137,11 +143,14 @@ def frequencies(
         phase = load_channels(p_phase + o_c, m_c)
         if FIXED:
             hi, lo = turns(phase, 1.0)
+            unit += hi * 0.0
             hi, lo = fixed(hi, lo)
         else:
             hi = phase.to(tl.float64 if WIDE else tl.float32)
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
+    if FIXED:
+        omega += (_of_tokens(unit, unit),)
     return omega
 
 
@@ -197,7 +206,8 @@ def angle(
             turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
         if p_phase is not None:  # one more axis: position 1 on the grid and 0 off it, frequency φ
             turn += m_g.to(tl.int32)[:, None] * omega[K][0]
-        theta = (turn << 1).to(tl.float32) * HALF_TURN
+        unit, _ = omega[K if p_phase is None else K + 1]
+        theta = (turn << 1).to(tl.float32) * unit
         half = (turn + QUARTER) >> 31
     else:
         for j in tl.static_range(K):
