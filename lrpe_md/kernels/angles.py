@@ -117,14 +117,23 @@ def fixed(hi, lo):
 
 
 @triton.jit
+def counted(w, unit):
+    """A frequency in fixed point, and the unit, NaN where that can't say it."""
+    hi, lo = turns(w, 1.0)
+    unit += hi * 0.0
+    hi, lo = fixed(hi, lo)
+    return hi, lo, unit
+
+
+@triton.jit
 def frequencies(
     p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
     float64 radians if WIDE. If FIXED fixed point of turns for both, and then the unit, NaN where a frequency is not
-    finite, which integers can't say. o_c: the channels, (BLOCK_C) of all tokens or
-    (tokens, BLOCK_C) of each; m_c: which there are, None: all.
+    finite, which integers can't say. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c:
+    which there are, None: all.
     """
     omega = ()
     unit = tl.full(o_c.shape, HALF_TURN, tl.float32)
@@ -133,18 +142,14 @@ def frequencies(
         if WIDE:
             hi, lo = w.to(tl.float64), w
         elif FIXED:
-            hi, lo = turns(w, 1.0)
-            unit += hi * 0.0
-            hi, lo = fixed(hi, lo)
+            hi, lo, unit = counted(w, unit)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
         omega += (_of_tokens(hi, lo),)
     if p_phase is not None:
         phase = load_channels(p_phase + o_c, m_c)
         if FIXED:
-            hi, lo = turns(phase, 1.0)
-            unit += hi * 0.0
-            hi, lo = fixed(hi, lo)
+            hi, lo, unit = counted(phase, unit)
         else:
             hi = phase.to(tl.float64 if WIDE else tl.float32)
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
