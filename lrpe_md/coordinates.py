@@ -21,7 +21,7 @@ class Rules:
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
         """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
-        raise NotImplementedError
+        raise NotImplementedError  # a grid's and a table's own
 
     def offset(self: Self, by: PerAxis) -> Self:
         """s → s + by."""
@@ -43,7 +43,7 @@ class Rules:
 
     def __hash__(self) -> int:
         """Of what is no tensor."""
-        raise NotImplementedError
+        raise NotImplementedError  # a grid's and a table's own
 
 
 @dataclass(frozen=True, eq=False)

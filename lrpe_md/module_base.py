@@ -104,7 +104,7 @@ class FrequencyModule(nn.Module):
         return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # each module's own
 
     def _initial_phase(self) -> Tensor:
         """Zero; groups apart, since equal ones would stay equal."""
@@ -168,7 +168,7 @@ class FrequencyModule(nn.Module):
 
     def _lay(self) -> Tensor:
         """omega from theta."""
-        raise NotImplementedError
+        raise NotImplementedError  # of the modules that learn one
 
     def forward(self, *xs: Tensor, positions: Positions | tuple[Positions, Positions]) -> Any:
         phase: Any = self.phase

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
-from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.layers.helpers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 
 from .encodings import Encoding, lay_out
-from .vit import LrpeVisionTransformer, adapt
+from .vit import LrpeVisionTransformer, adapt, timm_cfg, with_own_frequencies
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate"]
 
@@ -323,21 +322,12 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         )
         first = table.shape[1] - places
         state_dict["pos_embed"] = torch.cat([table[:, :first], table[:, first:].repeat(1, frames, 1)], dim=1)
-    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
-    return {**own, **state_dict}
-
-
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.9,
-        "interpolation": "bicubic", "fixed_input_size": False, "mean": IMAGENET_INCEPTION_MEAN,
-        "std": IMAGENET_INCEPTION_STD, "first_conv": "patch_embed.proj", "classifier": "head", **kwargs,
-    }  # fmt: skip
+    return with_own_frequencies(state_dict, model)
 
 
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
 
-default_cfgs = generate_default_cfgs({f"lrpe_video_{size}_patch16_224.untrained": _cfg() for size in SIZES})
+default_cfgs = generate_default_cfgs({f"lrpe_video_{size}_patch16_224.untrained": timm_cfg() for size in SIZES})
 
 
 def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:

@@ -528,11 +528,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     if getattr(model, "pos_embed", None) is None:
         state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
     state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
+    return with_own_frequencies(state_dict, model)
+
+
+def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The checkpoint, and the model's learned frequencies where it lacks them."""
     own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
     return {**own, **state_dict}
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
+def timm_cfg(**kwargs: Any) -> dict[str, Any]:
     return {
         "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.9,
         "interpolation": "bicubic", "fixed_input_size": False, "mean": IMAGENET_INCEPTION_MEAN,
@@ -541,7 +546,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs(
-    {f"lrpe_vit_{size}_patch16_224.untrained": _cfg() for size in ("tiny", "small", "base")}
+    {f"lrpe_vit_{size}_patch16_224.untrained": timm_cfg() for size in ("tiny", "small", "base")}
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +17,19 @@ from .common import git_commit, gpu_name, versions
 T = TypeVar("T")
 
 
-def write(path: Path, text: str) -> None:
+def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
     """The whole file or nothing, whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        save(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    save_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def parse_shard(shard: str) -> tuple[int, int]:

@@ -1,16 +1,17 @@
-"""What a finished training leaves beside its checkpoint: result.json and history.csv."""
+"""How a finished training is tested at other sizes, and what it leaves beside its checkpoint: result.json, history.csv."""
 
 from __future__ import annotations
 
 import csv
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .common import git_commit, gpu_name, versions
-from .training import Trainer, write
+from .folder import save_whole, write
+from .training import Trainer
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
@@ -31,9 +32,18 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
-    write(out / "history.csv", lambda part: write_history(part, trainer.history))
-    write(out / "result.json", lambda part: part.write_text(f"{text}\n"))
+    save_whole(out / "history.csv", lambda part: write_history(part, trainer.history))
+    write(out / "result.json", f"{text}\n")
     print(text)
+
+
+def placements(model: Any) -> Iterator[str]:
+    """Each way to place the tokens of another size, set on the model while it is asked for: one unit a token, or laid
+    over the trained grid."""
+    for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
+        model.reference = reference
+        yield name
+    model.reference = None
 
 
 def write_history(path: Path, history: list[dict[str, Any]]) -> None:

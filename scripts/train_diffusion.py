@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,9 +27,10 @@ from models.text import TextEncoder, drop_text, tokenize
 
 from .caption_data import Captioned, load_captioned
 from .common import choose
+from .folder import save_whole
 from .outcome import timed, write_result
 from .plots import plt
-from .training import Trainer, Training, command, option, settings_of, start, write
+from .training import Trainer, Training, begin, command, option, settings_of
 
 # Name → arguments of the model.
 ENCODINGS: dict[str, dict[str, Any]] = {
@@ -236,10 +236,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, Tensor]) -> 
 
 def run(config: DiffusionTraining) -> dict[str, Any]:
     """One training, its tests and samples; goes on where ``config.out`` has a checkpoint."""
-    accelerator = start(config)
-    set_seed(config.seed)
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # the same numbers on any number of cores
+    accelerator = begin(config)
     model = build(config)
     data = load_captioned(
         config.data, max(config.size, config.test_size), parts=config.parts, fold=config.fold,
@@ -264,7 +261,7 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
     }  # fmt: skip
     captions, columns = draw(config, pairs, trainer)
     if accelerator.is_main_process:
-        write(config.out / "samples.png", lambda part: write_sheet(part, captions, columns))
+        save_whole(config.out / "samples.png", lambda part: write_sheet(part, captions, columns))
     write_result(trainer, result)
     return result
 

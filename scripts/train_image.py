@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from accelerate.utils import set_seed
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,8 +29,8 @@ from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
 from .common import choose
 from .image_data import Images, Labelled, load_images, resized, shifted
-from .outcome import timed, write_result
-from .training import Trainer, Training, command, option, settings_of, start
+from .outcome import placements, timed, write_result
+from .training import Trainer, Training, begin, command, option, settings_of
 
 
 class KeyPhase(CosineMd):
@@ -204,22 +203,17 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
     model: Any = trainer.averaged
     model.eval()
     results = {}
-    for positions, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
-        model.reference = reference
+    for positions in placements(model):
         results[positions] = {
             f"{height}x{width}": accuracy(model, test, (height, width), trainer.accelerator.autocast)
             for height, width in config.sizes
         }
-    model.reference = None
     return results
 
 
 def run(config: ImageTraining) -> dict[str, Any]:
     """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
-    accelerator = start(config)
-    set_seed(config.seed)
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # the same numbers on any number of cores
+    accelerator = begin(config)
     data = load(config.data, max(max(size) for size in config.sizes), config.dataset, config.limit)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(

@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 
 from .common import choose
-from .outcome import timed, write_result
-from .training import Trainer, Training, command, option, settings_of, start
+from .outcome import placements, timed, write_result
+from .training import Trainer, Training, begin, command, option, settings_of
 from .video_data import TASKS, Footage, Task, load_footage, ordered
 
 # Name → arguments of the model.
@@ -162,24 +161,19 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     conditions = ((config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size))
     model.eval()
     results: dict[str, Any] = {"test_clips": number}
-    for positions, reference in (("extrapolated", None), ("rescaled", video.patch_embed.grid_size)):
-        video.reference = reference
+    for positions in placements(video):
         results[positions] = {
             f"{frames}x{size}x{size}": accuracy(
                 model, footage, starts, task, frames, config.every, size, trainer.accelerator.autocast
             )
             for frames, size in conditions
         }
-    video.reference = None
     return results
 
 
 def run(config: VideoTraining) -> dict[str, Any]:
     """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
-    accelerator = start(config)
-    set_seed(config.seed)
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # the same numbers on any number of cores
+    accelerator = begin(config)
     arguments = model_arguments(config)
     model: LrpeVideoTransformer = lrpe_video_tiny_patch16_224(**arguments)
     gap = 2 * config.frames * config.every

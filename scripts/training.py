@@ -22,7 +22,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import os
 import pickle
 import time
 from collections import deque
@@ -53,6 +52,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .common import choose, choose_device
+from .folder import flat, save_whole
 
 FORMAT = 1
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -186,17 +186,6 @@ def derive(*numbers: int) -> int:
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, save: Callable[[Path], Any]) -> None:
-    """The whole file or nothing, whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        save(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def start(config: Training) -> Accelerator:
     """The processes, the device and the logs."""
     cpu = choose_device(config.device).type == "cpu"
@@ -219,6 +208,15 @@ def start(config: Training) -> Accelerator:
             f"--batch {config.batch}: expected a multiple of {parts}, --accumulate {config.accumulate} × "
             f"{accelerator.num_processes} processes"
         )
+    return accelerator
+
+
+def begin(config: Training) -> Accelerator:
+    """Start, with the seed that the model is built from."""
+    accelerator = start(config)
+    set_seed(config.seed)
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(1)  # the same numbers on any number of cores
     return accelerator
 
 
@@ -376,7 +374,7 @@ class Trainer:
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         if self.accelerator.is_main_process:
-            write(self.path, lambda part: torch.save(state, part))
+            save_whole(self.path, lambda part: torch.save(state, part))
         self.accelerator.wait_for_everyone()
 
     def _read(self) -> dict[str, Any] | None:
@@ -423,10 +421,3 @@ def shard(model: nn.Module) -> None:
     for block in blocks:
         fully_shard(block)
     fully_shard(model)
-
-
-def flat(nested: Any, name: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}."""
-    if not isinstance(nested, dict):
-        return {name: nested}
-    return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}

@@ -44,7 +44,7 @@ class _Rope(Adapted):
 
     def place(self, grid: Grid) -> Grid:
         """Positions in timm's units."""
-        raise NotImplementedError
+        raise NotImplementedError  # each rotary embedding's own
 
     def rotaries(self, positions: Any) -> Rotary | list[Rotary]:
         """For all layers, or one a layer."""
