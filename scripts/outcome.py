@@ -1,4 +1,4 @@
-"""How a finished training is tested at other sizes, and what it leaves beside its checkpoint: result.json, history.csv."""
+"""How a finished training is tested at other sizes, and what it leaves: result.json and history.csv."""
 
 from __future__ import annotations
 
