@@ -93,11 +93,27 @@ def plan(
         return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
-    programs = max(1, programs // max(1, samples))
-    token_programs = max(1, min(triton.cdiv(num_tokens, block_n), programs // groups))
-    parts = max(1, programs // (groups * token_programs))
-    per = triton.cdiv(max(1, triton.cdiv(rows, parts)), block_r) * block_r
-    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
+    token_programs, per = cut(
+        triton.cdiv(num_tokens, block_n), triton.cdiv(rows, block_r), max(1, programs // max(1, samples) // groups)
+    )
+    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per * block_r)
+
+
+def cut(token_blocks: int, row_blocks: int, programs: int) -> tuple[int, int]:
+    """Programs along the tokens, and blocks of rows for each program, so that the longest walk is shortest.
+
+    A program walks over its share of the tokens' blocks, and at each forms the angles, which take about as long as a
+    block of rows, and goes through its rows.
+    """
+    best = best_walk = None
+    for parts in range(1, max(1, min(row_blocks, programs)) + 1):
+        token_programs = max(1, min(token_blocks, programs // parts))
+        per = max(1, triton.cdiv(row_blocks, parts))
+        walk = triton.cdiv(token_blocks, token_programs) * (1 + per)
+        if best_walk is None or walk < best_walk:
+            best, best_walk = (token_programs, per), walk
+    assert best is not None
+    return best
 
 
 class _Call(NamedTuple):
@@ -420,8 +436,9 @@ def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call:
     num_axes = call.omega.shape[2]
     omega_heads = 0 if domega is None else domega.shape[0]
     phase_heads = 0 if dphase is None else dphase.shape[0]
-    block_c = triton.next_power_of_2(channels)
-    reduce_partial_kernel[(omega_heads * num_axes + phase_heads,)](
+    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
+    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
+    reduce_partial_kernel[((omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c),)](
         partial, domega, dphase, rows, groups, omega_heads, phase_heads,
         C=channels, K=num_axes, J=slots, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,
     )  # fmt: skip

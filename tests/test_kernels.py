@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from lrpe_md import Grid, cosine, launch
 from lrpe_md.testing import Case, check, make_inputs, run
@@ -224,6 +226,19 @@ def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):
             if direction == "dtheta":
                 programs = samples * cut.token_programs * -(-(rows // samples) // cut.per)
                 assert programs <= max(samples, launch.NUM_SM * 16)
+
+
+@given(st.integers(1, 5000), st.integers(1, 800), st.integers(1, 792))
+@example(512, 64, 792)  # 64×64 tokens of 256 rows: one program a block of tokens would leave a third of a GPU idle
+def test_a_cut_spreads_the_work(token_blocks, row_blocks, programs):
+    """All programs run at once, they cover the work, and none is far longer than an even share."""
+    across, per = launch.cut(token_blocks, row_blocks, programs)
+    down = -(-row_blocks // per)
+    assert across * down <= programs
+    longest = -(-token_blocks // across) * per
+    assert longest <= 2 * max(1, token_blocks * row_blocks / programs) + 1
+    if (token_blocks, row_blocks, programs) == (512, 64, 792):
+        assert longest < 1.1 * token_blocks * row_blocks / programs
 
 
 def test_result_keeps_memory_order():

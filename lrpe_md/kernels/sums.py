@@ -17,10 +17,11 @@ def reduce_partial_kernel(
 ):  # fmt: skip
     """Sum partial (rows, G, J, C) to dω (omega_heads, C, K) and dφ (phase_heads, C), in a fixed order.
 
-    One program for each row j of each head of dω, then for each head of dφ. Shared frequencies (one head) sum
-    over the groups too.
+    One program for BLOCK_C channels of each row j of each head of dω, then of each head of dφ. Shared frequencies (one
+    head) sum over the groups too.
     """
-    pid = tl.program_id(0)
+    NUM_C: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    pid = tl.program_id(0) // NUM_C
     num_omega = 0
     if p_domega is not None:
         num_omega = omega_heads * K
@@ -30,7 +31,7 @@ def reduce_partial_kernel(
     shared = tl.where(is_omega, omega_heads, phase_heads) < G
     num = tl.where(shared, rows * G, rows)
     step = tl.where(shared, 1, G).to(tl.int64) * J * C
-    o_c = tl.arange(0, BLOCK_C)
+    o_c = tl.program_id(0) % NUM_C * BLOCK_C + tl.arange(0, BLOCK_C)
     o_r = tl.arange(0, BLOCK_R)
     p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
     total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
