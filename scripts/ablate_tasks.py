@@ -66,13 +66,16 @@ TASKS = {
     "image": Task(
         train_image.ImageTraining, train_image.run, train_image.ENCODINGS,
         {
-            "softmax": tuple(train_image.ENCODINGS),
-            "linear": (
-                "none", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-silu", "cosine-softplus",
-                "cosine-softplus-phase",
+            "softmax": (
+                "none", "learned", "sincos", "rotate", "rotate-mixed-fixed", "rotate-mixed", "cosine", "cosine-silu",
+                "cosine-softplus", "cosine-softplus-phase", "cosine-learnable", "cosine-softplus-learnable",
             ),
+            "linear": ("none", "sincos", "rotate", "cosine-silu", "cosine-softplus"),
         },
-        {"precision": "bf16", "compile": True}, {**TINY, "compile": False, "heads": 2, "test_sizes": "20,28x40"},
+        {
+            "precision": "bf16", "compile": True, "steps": 1200, "batch": 256, "warmup": 120,
+            "test_sizes": "20,40,56,28x40",
+        }, {**TINY, "compile": False, "heads": 2, "test_sizes": "20,28x40"},
         _accuracy, "accuracy, %", True,
     ),
     "video": Task(
@@ -94,10 +97,10 @@ TASKS = {
     "diffusion": Task(
         train_diffusion.DiffusionTraining, train_diffusion.run, train_diffusion.ENCODINGS,
         {
-            "softmax": ("none", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus"),
-            "linear": ("sincos", "rotate", "cosine", "cosine-relu", "cosine-silu", "cosine-softplus"),
+            "softmax": ("none", "sincos", "rotate", "cosine-softplus"),
+            "linear": ("sincos", "rotate", "cosine-softplus"),
         },
-        {"precision": "bf16", "compile": True, "steps": 6000},
+        {"precision": "bf16", "compile": True, "steps": 2500},
         {
             **TINY, "compile": False, "dim": 32, "heads": 2, "size": 8, "test_size": 12, "text_dim": 16,
             "text_depth": 1, "parts": 4, "sample_steps": 1, "samples": 2, "test_samples": 2,

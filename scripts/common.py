@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 import typer
+from torch import Tensor
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -26,6 +28,13 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device. From pinned memory: from other memory the host would wait for all that the device still
+    has to do."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def git_commit(digits: int = 40) -> str:

@@ -19,6 +19,8 @@ from timm.data.dataset_factory import create_dataset
 from torch import Tensor
 from torch.nn import functional as F
 
+from .common import sent
+
 IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -220,11 +222,11 @@ def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
     mirrored, draws = draws % 2 == 1, draws // 2
     down, right = draws % ways, draws // ways % ways
     device = x.device
-    rows = torch.arange(height, device=device) + torch.from_numpy(down).to(device)[:, None]
+    rows = torch.arange(height, device=device) + sent(down, device)[:, None]
     columns = torch.arange(width, device=device).expand(len(x), -1)
     if flip:
-        columns = torch.where(torch.from_numpy(mirrored).to(device)[:, None], columns.flip(-1), columns)
-    columns = columns + torch.from_numpy(right).to(device)[:, None]
+        columns = torch.where(sent(mirrored, device)[:, None], columns.flip(-1), columns)
+    columns = columns + sent(right, device)[:, None]
     padded = F.pad(x, (shift,) * 4)
     index = torch.arange(len(x), device=device)[:, None, None]
     return padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

@@ -26,7 +26,7 @@ from models.flow import draw_times, flow_matching_loss, sample
 from models.text import TextEncoder, drop_text, tokenize
 
 from .caption_data import Captioned, load_captioned
-from .common import choose
+from .common import choose, sent
 from .folder import save_whole
 from .outcome import timed, write_result
 from .plots import plt
@@ -148,8 +148,8 @@ def _resized(images: Tensor, size: int) -> Tensor:
 
 def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
     """Images and tokens, a share of these empty."""
-    x, tokens = pairs(pairs.train[torch.from_numpy(indices).to(pairs.device)], config.size)
-    dropped = torch.from_numpy(draws / 2**63 < config.drop_text).to(pairs.device)
+    x, tokens = pairs(pairs.train[sent(indices, pairs.device)], config.size)
+    dropped = sent(draws / 2**63 < config.drop_text, pairs.device)
     return x, drop_text(tokens, dropped)
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from lrpe_md import CosineMd, cosine
 from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
-from .common import choose
+from .common import choose, sent
 from .image_data import Images, Labelled, load_images, resized, shifted
 from .outcome import placements, timed, write_result
 from .training import Trainer, Training, begin, command, option, settings_of
@@ -176,7 +176,7 @@ def load(path: Path, size: int, dataset: str, limit: int) -> Labelled:
 
 def batch(config: ImageTraining, train: Images, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
     """Images (B, C, size, size) in [-1, 1], moved and mirrored as their draws say, and labels (B,)."""
-    index = torch.from_numpy(indices).to(train.labels.device)
+    index = sent(indices, train.labels.device)
     x = shifted(train.images[index], draws, shift=config.shift, flip=config.flip)
     return resized(x, (config.size, config.size)), train.labels[index]
 

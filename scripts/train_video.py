@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 
-from .common import choose
+from .common import choose, sent
 from .outcome import placements, timed, write_result
 from .training import Trainer, Training, begin, command, option, settings_of
-from .video_data import TASKS, Footage, Task, load_footage, ordered
+from .video_data import TASKS, Footage, load_footage, ordered
 
 # Name → arguments of the model.
 ENCODINGS: dict[str, dict[str, Any]] = {
@@ -77,6 +77,7 @@ class VideoTraining(Training):
     every: int = option(2, "Every how many frames of the footage one is taken.")
     size: int = option(64, "Height and width of a clip, pixels.")
     test_size: int = option(96, "The other size to test at; footage is kept at the larger of the two.")
+    motion: bool = option(True, "Clips less their mean over time, over their deviation: what moves, not what is seen.")
     patch: int = option(8, "Pixels.")
     tubelet: int = option(1, "Frames a token; above 1, tokens show time without an encoding.")
     dim: int = option(192, "Of the embedding.")
@@ -115,6 +116,15 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def motion(x: Tensor) -> Tensor:
+    """What changes in clips (B, 3, T, H, W), in units of its standard deviation; it tells nothing about their order.
+
+    Neighbouring frames are nearly the same, and what differs is a few percent of what is seen.
+    """
+    x = x - x.mean(2, keepdim=True)
+    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
+
+
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
@@ -124,9 +134,10 @@ def batch(
     mirrored, draws = draws % 2 == 1, draws // 2
     first, draws = draws % task.num_classes, draws // task.num_classes
     second = (first + 1 + draws % (task.num_classes - 1)) % task.num_classes
-    x = footage.clips(starts[torch.from_numpy(indices).to(device)], config.frames, config.every, config.size)
-    x = torch.where(torch.from_numpy(mirrored).to(device)[:, None, None, None, None], x.flip(-1), x)
-    labels = torch.from_numpy(np.concatenate([first, second])).to(device)
+    x = footage.clips(starts[sent(indices, device)], config.frames, config.every, config.size)
+    x = motion(x) if config.motion else x
+    x = torch.where(sent(mirrored, device)[:, None, None, None, None], x.flip(-1), x)
+    labels = sent(np.concatenate([first, second]), device)
     return ordered(x.repeat(2, 1, 1, 1, 1), labels, task), labels
 
 
@@ -137,13 +148,14 @@ def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(
-    model: nn.Module, footage: Footage, starts: np.ndarray, task: Task, frames: int, every: int, size: int,
+    config: VideoTraining, model: nn.Module, footage: Footage, starts: np.ndarray, frames: int, size: int,
     autocast: Any,
 ) -> float:  # fmt: skip
     """In %, each clip under every label, so that a model that can't see the order is exactly at chance."""
-    device, right = footage.frames.device, 0
+    task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
-        x = footage.clips(part.to(device), frames, every, size)
+        x = footage.clips(part.to(device), frames, config.every, size)
+        x = motion(x) if config.motion else x
         for label in range(task.num_classes):
             labels = torch.full((len(x),), label, device=device)
             with autocast():
@@ -164,7 +176,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     for positions in placements(video):
         results[positions] = {
             f"{frames}x{size}x{size}": accuracy(
-                model, footage, starts, task, frames, config.every, size, trainer.accelerator.autocast
+                config, model, footage, starts, frames, size, trainer.accelerator.autocast
             )
             for frames, size in conditions
         }

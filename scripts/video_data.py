@@ -18,6 +18,8 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
+from .common import sent
+
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 DECODERS = {"pyav": "av", "opencv": "cv2"}
 
@@ -213,6 +215,6 @@ TASKS = {
 
 def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:
     """Clips (B, 3, T, ..) with their frames in the order that the label says."""
-    table = torch.tensor([task.order(label, x.shape[2]) for label in range(task.num_classes)], device=x.device)
+    table = sent(np.array([task.order(label, x.shape[2]) for label in range(task.num_classes)]), x.device)
     index = table[labels.to(x.device)]
     return x[torch.arange(len(x), device=x.device)[:, None], :, index].transpose(1, 2)

