@@ -72,20 +72,16 @@ TASKS = {
             ),
             "linear": ("none", "sincos", "rotate", "cosine-silu", "cosine-softplus"),
         },
-        {
-            "precision": "bf16", "compile": True, "steps": 1200, "batch": 256, "warmup": 120,
-            "test_sizes": "20,40,56,28x40",
-        }, {**TINY, "compile": False, "heads": 2, "test_sizes": "20,28x40"},
+        {"precision": "bf16", "compile": True}, {**TINY, "compile": False, "heads": 2, "test_sizes": "20,28x40"},
         _accuracy, "accuracy, %", True,
     ),
     "video": Task(
         train_video.VideoTraining, train_video.run, train_video.ENCODINGS,
         {
             "softmax": (
-                "none", "space-only", "learned", "sincos", "rotate", "rotate-split", "rotate-mixed", "cosine",
-                "cosine-silu", "cosine-softplus",
+                "none", "space-only", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus",
             ),
-            "linear": ("space-only", "rotate", "cosine-silu", "cosine-softplus"),
+            "linear": ("space-only", "rotate", "cosine-softplus"),
         },
         {"precision": "bf16", "compile": True},
         {
@@ -100,7 +96,7 @@ TASKS = {
             "softmax": ("none", "sincos", "rotate", "cosine-softplus"),
             "linear": ("sincos", "rotate", "cosine-softplus"),
         },
-        {"precision": "bf16", "compile": True, "steps": 2500},
+        {"precision": "bf16", "compile": True},
         {
             **TINY, "compile": False, "dim": 32, "heads": 2, "size": 8, "test_size": 12, "text_dim": 16,
             "text_depth": 1, "parts": 4, "sample_steps": 1, "samples": 2, "test_samples": 2,

@@ -69,6 +69,7 @@ class DiffusionTraining(Training):
     loss is at the same times and noise for every encoding.
     """
 
+    steps: int = option(2500, "Steps of the optimiser.")
     data: Path = field(metadata={"help": "Folder or zip of images and captions.", "free": True})
     without: str = option("", "A field of metadata.jsonl: rows where it is true are left out.")
     limit: int = option(0, "Take so many pairs; 0: all.")

@@ -66,17 +66,17 @@ class VideoTraining(Training):
     small sizes hide most of it.
     """
 
-    steps: int = option(2000, "Steps of the optimiser.")
+    steps: int = option(1500, "Steps of the optimiser.")
     batch: int = option(32, "Clips a step, over all processes and micro-batches.")
     data: list[Path] = field(metadata={"help": "Video file, or folder of them; may be repeated.", "free": True})
     task: str = option("arrow", f"One of: {'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.")
     encoding: str = option("rotate", f"One of: {', '.join(ENCODINGS)}.")
     attention: str = option("softmax", f"One of: {', '.join(ATTENTIONS)}.")
     space_time: str = option("joint", "joint, or factorised: space, then time.")
-    frames: int = option(16, "Of a clip.")
-    every: int = option(2, "Every how many frames of the footage one is taken.")
-    size: int = option(64, "Height and width of a clip, pixels.")
-    test_size: int = option(96, "The other size to test at; footage is kept at the larger of the two.")
+    frames: int = option(8, "Of a clip.")
+    every: int = option(4, "Every how many frames of the footage one is taken.")
+    size: int = option(48, "Height and width of a clip, pixels.")
+    test_size: int = option(64, "The other size to test at; footage is kept at the larger of the two.")
     motion: bool = option(True, "Clips less their mean over time, over their deviation: what moves, not what is seen.")
     patch: int = option(8, "Pixels.")
     tubelet: int = option(1, "Frames a token; above 1, tokens show time without an encoding.")

@@ -10,6 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -169,11 +170,17 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
     return tuple(found)
 
 
+@lru_cache(maxsize=1)
+def _decoded(paths: tuple[Path, ...], size: int) -> list[Tensor]:
+    """Once for all trainings of a process."""
+    return [decode(path, size) for path in paths]
+
+
 def load_footage(
     paths: Sequence[Path], size: int, *, segment: int, parts: int, fold: int, gap: int, device: torch.device
 ) -> Footage:
     """Decode all videos and cut them."""
-    videos = [decode(path, size) for path in find_videos(paths)]
+    videos = _decoded(tuple(find_videos(paths)), size)
     cut = segments([len(video) for video in videos], segment, parts, fold, gap)
     return Footage(torch.cat(videos).to(device), cut)
 

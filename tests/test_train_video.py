@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import socket
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,7 @@ SMALL = {
     "steps": 40, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 5,
     "tensorboard": False,
     "frames": 4, "every": 1, "size": 8, "test_size": 16, "patch": 4, "dim": 48, "depth": 1, "heads": 2,
-    "segment": 40, "parts": 4, "test_samples": 32,
+    "segment": 40, "parts": 4, "test_samples": 32, "motion": False,
 }  # fmt: skip
 
 
@@ -200,9 +201,9 @@ def test_the_command_line_says_what_is_wrong(footage, tmp_path):
 
     run = ["--data", str(footage), "--out", str(tmp_path / "run"), "--device", "cpu"]
     for name, value in SMALL.items():
-        if name not in ("device", "tensorboard"):
+        if name not in ("device", "tensorboard", "motion"):
             run += [f"--{name.replace('_', '-')}", str(value)]
-    run += ["--no-tensorboard", "--steps", "2"]
+    run += ["--no-tensorboard", "--no-motion", "--steps", "2"]
     assert "unknown 'rope'" in said(*run, "--encoding", "rope")
     assert "multiple of 4" in said(*run, "--size", "10")
     assert "expected a multiple of 3" in said(*run, "--accumulate", "3")
@@ -236,6 +237,31 @@ def test_a_clip_comes_under_two_labels(task):
     found = ((x[:, 0, :, 0, 0] + 1) * 127.5).round().long()
     expected = [[i % 33 + f for f in TASKS[task].order(int(label), 4)] for i, label in enumerate(labels)]
     assert found.tolist() == expected
+
+
+def test_motion_tells_what_changes_and_nothing_about_the_order():
+    still = torch.rand(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = still + 0.1 * torch.randn(2, 3, 6, 4, 4, generator=torch.Generator().manual_seed(1))
+    found, permutation = train_video.motion(x), torch.tensor([3, 0, 5, 1, 4, 2])
+    assert torch.allclose(train_video.motion(x[:, :, permutation]), found[:, :, permutation], atol=1e-6)
+    assert found.mean(2).abs().max() < 1e-5
+    assert found.std(dim=(1, 2, 3, 4)).tolist() == pytest.approx([1, 1], abs=0.2)
+    assert train_video.motion(still.expand(-1, -1, 6, -1, -1)).abs().max() < 1e-4
+
+
+def test_clips_are_given_as_motion():
+    frames = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    footage = video_data.Footage(frames, (video_data.Segment(0, 40, False),))
+    plain, moving = (VideoTraining(data=[], out=Path("unused"), **{**SMALL, "motion": m}) for m in (False, True))
+    starts, draws = torch.arange(8), np.random.default_rng(0).integers(2**63, size=8)
+    (x, _), (y, _) = (train_video.batch(c, footage, starts, np.arange(8), draws) for c in (plain, moving))
+    assert torch.allclose(train_video.motion(x), y, atol=1e-6)
+    seen = []
+    model = nn.Module()
+    model.forward = lambda clips: seen.append(clips) or torch.zeros(len(clips), 2)
+    for config in (plain, moving):
+        train_video.accuracy(config, model, footage, np.arange(4), 4, 8, nullcontext)
+    assert torch.allclose(train_video.motion(seen[0]), seen[2], atol=1e-6)
 
 
 # --- the core --------------------------------------------------------------------------------------------------------
