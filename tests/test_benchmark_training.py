@@ -72,22 +72,24 @@ def test_timm_none_is_timms_rope_model_without_rope():
     assert models["timm-mixed"].rope_mixed
 
 
-@pytest.mark.parametrize("workload", [VIT, VIDEO], ids=["vit", "video"])
-def test_every_encoding_changes_the_output(workload):
-    outputs = {}
-    for encoding in workload.baselines:
+@pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
+def test_every_encoding_changes_the_loss(workload):
+    losses = {}
+    encodings = workload.default if isinstance(workload, workloads.Backbone) else workload.baselines
+    for encoding in encodings:
         torch.manual_seed(0)
         model = workload.build(encoding).eval()
         state = workload.build(workload.baselines[encoding]).state_dict()
         generator = torch.Generator().manual_seed(0)
         state = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
         model.load_state_dict(state, strict=False)
-        x = workload.inputs(model, 2, CPU)[0]
+        torch.manual_seed(0)
         with torch.no_grad():
-            outputs[encoding] = model(x)
-    for encoding, baseline in workload.baselines.items():
+            losses[encoding] = workload.loss(model, *workload.inputs(model, 2, CPU))
+        assert losses[encoding].isfinite()
+    for encoding in encodings:
         if encoding not in ("none", "timm-none"):
-            assert not torch.allclose(outputs[encoding], outputs[baseline], atol=1e-4), encoding
+            assert not torch.allclose(losses[encoding], losses[workload.baselines[encoding]], atol=1e-4), encoding
 
 
 def test_timm_rotary_is_our_rotation():
@@ -320,7 +322,7 @@ def test_models_with_graphs_take_turns(monkeypatch: pytest.MonkeyPatch):
                 trainee.step()
                 torch.cuda.synchronize()
             launched = [event.name for event in prof.events() or ()].count("cudaGraphLaunch")
-            assert launched == (2 if mode == "graphs" else 0)  # forward and backward
+            assert (launched >= 2) == (mode == "graphs")  # forward and backward
     for name, eager, graphs in zip(names, losses["eager"], losses["graphs"], strict=True):
         assert eager[0] - eager[-1] > 0.1, name
         torch.testing.assert_close(graphs, eager, rtol=2**-8, atol=0, msg=lambda text, name=name: f"{name}: {text}")
