@@ -1,8 +1,9 @@
-"""The README's performance section and its plots, from the CSVs of ``scripts.benchmark``.
+"""The README's performance sections and their plots, from the CSVs of the two benchmarks.
 
     make readme-tables            or python -m scripts.benchmark_report [FOLDER] [--readme FILE] [--gpu NAME]
 
-Every number is a cell of scripts/results/benchmark-*.csv. Where several files measured the same, the latest counts.
+Every number is a cell of scripts/results/benchmark-*.csv, where, of several files that measured the same, the latest
+counts, or of training.csv and backbones.csv beside them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lrpe_md.testing import WORKLOADS
 from .benchmark_measure import COLUMNS, HERE, KEY, PASSES
 from .benchmark_modes import SMALL
 from .benchmark_peers import OURS, PEERS
-from .common import fill
+from .benchmark_training_report import BACKBONES, backbones, training
+from .common import fill, table
 from .plots import OKABE_ITO, STYLE, plt
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +46,6 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     for name in NUMBERS:
         rows[name] = pd.to_numeric(rows[name])
     return rows.sort_values("date", kind="stable").drop_duplicates(list(KEY), keep="last").sort_index()
-
-
-def table(head: list[str], lines: list[list[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]
 
 
 def ordered(values: Any) -> list[Any]:
@@ -90,36 +87,6 @@ def render(rows: pd.DataFrame) -> str:
 def section(rows: pd.DataFrame, steps: Path) -> str:
     """What is between the README's markers."""
     return "\n".join(text for text in (render(rows), training(steps)) if text)
-
-
-def training(file: Path) -> str:
-    """Whole training steps, from the CSV of ``scripts.benchmark_training``."""
-    if not file.exists():
-        return ""
-    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
-    here = rows.iloc[-1]
-    lines = [
-        "**Training steps**: time and memory beside the same model without the encoding (timm's beside its own model "
-        "without rope), medians of interleaved steps in bfloat16; (host): issuing a step takes the host nine tenths of "
-        f"its time or more. {here.gpu}, {here.versions}, commit {here.commit}.",
-        "",
-    ]
-    columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
-    found = []
-    for name in dict.fromkeys(rows.encoding[rows.encoding != rows.baseline]):
-        if name == rows.baseline[rows.encoding == name].iloc[0]:
-            continue
-        cells = []
-        for model, mode in columns:
-            cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
-            text = [
-                f"{100 * r.ratio_p50 - 100:+.1f}%, {100 * r.memory_ratio - 100:+.1f}%"
-                + (" (host)" if r.host_ms > 0.9 * r.ms_p50 else "")
-                for r in cell.itertuples()
-            ]
-            cells.append(text[0] if text else "")
-        found.append([f"**{name}**" if not name.startswith("timm") else name, *cells])
-    return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found))
 
 
 def pass_rows(rows: pd.DataFrame) -> Any:
@@ -379,6 +346,7 @@ def main(
         if plot(rows, folder / name):
             print(folder / name)
     text = update(readme.read_text(encoding="utf-8"), section(rows, folder / "training.csv"))
+    text = fill(text, *BACKBONES, backbones(folder / "backbones.csv"))
     readme.write_text(text, encoding="utf-8")
     print(f"{readme}: {len(rows)} measurements of {folder}")
 

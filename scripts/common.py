@@ -68,3 +68,9 @@ def fill(text: str, begin: str, end: str, section: str) -> str:
         raise ValueError(f"expected {begin} and then {end}, once each")
     before, rest = text.split(begin)
     return f"{before}{begin}\n{section}{end}{rest.split(end)[1]}"
+
+
+def table(head: list[str], lines: list[list[str]]) -> list[str]:
+    """Lines of markdown, an empty one behind them; the first column is text, the others numbers."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]

@@ -154,6 +154,11 @@ def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: n
     return x, drop_text(tokens, dropped)
 
 
+def tokens(config: DiffusionTraining) -> int:
+    """Patches of a step."""
+    return config.batch * (config.size // config.patch) ** 2
+
+
 def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
     x, tokens = pair
     return flow_matching_loss(model, x, tokens, draw_times(len(x), device=x.device), torch.randn_like(x)).mean()
@@ -258,7 +263,7 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
     result = {
         "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
         "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train),
-        "tokens": config.batch * (config.size // config.patch) ** 2, **common,
+        "tokens": tokens(config), **common,
     }  # fmt: skip
     captions, columns = draw(config, pairs, trainer)
     if accelerator.is_main_process:

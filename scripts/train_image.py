@@ -181,6 +181,11 @@ def batch(config: ImageTraining, train: Images, indices: np.ndarray, draws: np.n
     return resized(x, (config.size, config.size)), train.labels[index]
 
 
+def tokens(config: ImageTraining) -> int:
+    """Patches of a step."""
+    return config.batch * (config.size // config.patch) ** 2
+
+
 def loss(config: ImageTraining, model: nn.Module, images: tuple[Tensor, Tensor]) -> Tensor:
     x, labels = images
     if config.erase:  # here, where the generators are seeded by the step
@@ -229,7 +234,7 @@ def run(config: ImageTraining) -> dict[str, Any]:
         "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
         "accuracy": evaluate(config, data.test, trainer), "train_images": len(data.train),
         "test_images": len(data.test), "chance": 100 / data.num_classes,
-        "tokens": config.batch * (config.size // config.patch) ** 2, **common,
+        "tokens": tokens(config), **common,
     }  # fmt: skip
     write_result(trainer, result)
     return result

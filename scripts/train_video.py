@@ -9,7 +9,6 @@ interrupted.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -125,6 +124,15 @@ def motion(x: Tensor) -> Tensor:
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
 
 
+def build(config: VideoTraining) -> LrpeVideoTransformer:
+    return lrpe_video_tiny_patch16_224(**model_arguments(config))
+
+
+def tokens(config: VideoTraining) -> int:
+    """Patches of a step, of each clip under both of its labels."""
+    return 2 * config.batch * (config.frames // config.tubelet) * (config.size // config.patch) ** 2
+
+
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
@@ -186,25 +194,23 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def run(config: VideoTraining) -> dict[str, Any]:
     """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
     accelerator = begin(config)
-    arguments = model_arguments(config)
-    model: LrpeVideoTransformer = lrpe_video_tiny_patch16_224(**arguments)
+    model = build(config)
     gap = 2 * config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
         fold=config.fold, gap=gap, device=accelerator.device,
     )  # fmt: skip
     # The footage itself decides what a run is, wherever it lies.
-    trainer = Trainer(config, accelerator, model, settings_of(config, model=arguments, digest=footage.digest))
+    settings = settings_of(config, model=model_arguments(config), digest=footage.digest)
+    trainer = Trainer(config, accelerator, model, settings)
     footage.starts(gap, held_out=True)  # too little footage is said before the training
     starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(accelerator.device)
     fit = partial(trainer.fit, len(starts), partial(batch, config, footage, starts), loss)
-    video: Any = model
-    tokens = math.prod(video.patch_embed.grid_size) * 2 * config.batch
     common = timed(trainer, fit)
     result = {
         "task": config.task, "encoding": config.encoding, "attention": config.attention,
         "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-        "accuracy": evaluate(config, footage, trainer), "tokens": tokens, **common,
+        "accuracy": evaluate(config, footage, trainer), "tokens": tokens(config), **common,
     }  # fmt: skip
     write_result(trainer, result)
     return result

@@ -298,7 +298,8 @@ def made(folder: Path) -> None:
 def test_report_on_made_numbers(tmp_path):
     made(tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{benchmark_report.BEGIN}\nold\n{benchmark_report.END}\nafter\n")
+    places = [(benchmark_report.BEGIN, benchmark_report.END), benchmark_report.BACKBONES]
+    readme.write_text("\n".join(["before", *(f"{begin}\nold\n{end}" for begin, end in places), "after\n"]))
     benchmark_report.main(tmp_path, readme, None)
     text = readme.read_text()
     lines = text.splitlines()

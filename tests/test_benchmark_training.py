@@ -1,27 +1,46 @@
 """The training benchmark on tiny models: that only the encoding differs, and what a run writes."""
 
+import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from timm.models.eva import Eva
+from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner, Result
 
 from lrpe_md import Grid, RotateMd
 from scripts import benchmark_training as script
+from scripts import benchmark_training_report as report
+from scripts import benchmark_workloads as workloads
+from scripts.benchmark_report import RESULTS, ROOT
+from scripts.common import fill
 
 TINY = {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
-VIT = script.ViT(
+VIT = workloads.ViT(
     "vit_tiny_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224", TINY, batch=2
 )
-VIDEO = script.Video(shape=(2, 3, 4), prefix=3, num_heads=2, head_dim=16, batch=2)
+VIDEO = workloads.Video(shape=(2, 3, 4), prefix=3, num_heads=2, head_dim=16, batch=2)
+SMALL = {"dim": 32, "depth": 1, "heads": 2, "size": 16, "batch": 3}
+BACKBONES = {
+    name: replace(workloads.MODELS[name], options={**SMALL, **options})  # pyright: ignore[reportArgumentType]
+    for name, options in {
+        "image": {"patch": 4},
+        "video_model": {"frames": 4, "tubelet": 2},
+        "dit": {"text_dim": 32, "text_depth": 1, "text_length": 6},
+    }.items()
+}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "MODELS", {"vit": VIT, "video": VIDEO})
-    monkeypatch.setattr(script, "COMPILE", {"dynamic": False, "backend": "aot_eager"})
+    compiling = {mode: {**kwargs, "backend": "aot_eager"} for mode, kwargs in script.COMPILE.items()}
+    monkeypatch.setattr(script, "COMPILE", compiling)
 
 
 def invoke(*args: str) -> Result:
@@ -53,28 +72,30 @@ def test_timm_none_is_timms_rope_model_without_rope():
     assert models["timm-mixed"].rope_mixed
 
 
-@pytest.mark.parametrize("workload", [VIT, VIDEO], ids=["vit", "video"])
-def test_every_encoding_changes_the_output(workload):
-    outputs = {}
-    for encoding in workload.baselines:
+@pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
+def test_every_encoding_changes_the_loss(workload):
+    losses = {}
+    encodings = workload.default if isinstance(workload, workloads.Backbone) else workload.baselines
+    for encoding in encodings:
         torch.manual_seed(0)
         model = workload.build(encoding).eval()
         state = workload.build(workload.baselines[encoding]).state_dict()
         generator = torch.Generator().manual_seed(0)
         state = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
         model.load_state_dict(state, strict=False)
-        x, _ = workload.inputs(model, 2, torch.device("cpu"))
+        torch.manual_seed(0)
         with torch.no_grad():
-            outputs[encoding] = model(x)
-    for encoding, baseline in workload.baselines.items():
+            losses[encoding] = workload.loss(model, *workload.inputs(model, 2, CPU))
+        assert losses[encoding].isfinite()
+    for encoding in encodings:
         if encoding not in ("none", "timm-none"):
-            assert not torch.allclose(outputs[encoding], outputs[baseline], atol=1e-4), encoding
+            assert not torch.allclose(losses[encoding], losses[workload.baselines[encoding]], atol=1e-4), encoding
 
 
 def test_timm_rotary_is_our_rotation():
     grid = Grid((2, 3, 4), prefix=3)
     ours = RotateMd(16, 3, pairs="interleaved")
-    theirs = script.TimmRotary(ours.get_omega(), grid)
+    theirs = workloads.TimmRotary(ours.get_omega(), grid)
     q, k = torch.randn(2, 2, 4, 27, 16)
     for a, b in zip(theirs(q, k, positions=grid), ours(q, k, positions=grid), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -90,6 +111,7 @@ def test_a_run_adds_rows(tmp_path: Path):
     video = [(mode, e) for mode in ("eager", "compiled") for e in ("none", "axial")]
     assert list(zip(rows["mode"], rows.encoding, strict=True)) == vit + video
     assert (rows.rounds == 4).all()
+    assert [set(rows.tokens[rows.model == name]) for name in ("vit", "video")] == [{2 * 2 * 2}, {2 * 2 * 3 * 4}]
     for name in ("ms", "ratio"):
         assert (rows[f"{name}_p20"] > 0).all()
         assert (rows[f"{name}_p20"] <= rows[f"{name}_p50"]).all()
@@ -133,12 +155,129 @@ def test_each_round_has_every_model_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_all_models_must_share_the_attention_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kinds = iter(["flash", "math"])
-    monkeypatch.setattr(script, "attention_backend", lambda trainee: next(kinds))
+    monkeypatch.setattr(script, "observed_step", lambda trainee: (next(kinds), math.nan))
     args = ["--models", "video", "--modes", "eager", "--encodings", "axial", "--out", str(tmp_path / "training.csv")]
     result = invoke(*args)
     assert isinstance(result.exception, RuntimeError)
     assert "same kernel" in str(result.exception)
     assert not (tmp_path / "training.csv").exists()
+
+
+def test_cosine_may_take_another_attention_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "MODELS", BACKBONES)
+    kinds = iter(["flash", "efficient", "math"])
+    monkeypatch.setattr(script, "observed_step", lambda trainee: (next(kinds), math.nan))
+    out = str(tmp_path / "training.csv")
+    args = ["--models", "image", "--modes", "eager", "--encodings", "cosine,cosine-softplus", "--steps", "1"]
+    result = invoke(*args, "--out", out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert list(pd.read_csv(out).attention) == ["flash", "efficient", "math"]
+
+
+def test_the_second_step_is_observed(monkeypatch: pytest.MonkeyPatch):
+    """The first compiles; in the third CUDA graphs are replayed."""
+    taken, before, step, observe = Counter(), [], script.Trainee.step, script.observed_step
+    monkeypatch.setattr(script.Trainee, "step", lambda self: taken.update([self]) or step(self))
+    monkeypatch.setattr(script, "observed_step", lambda trainee: before.append(taken[trainee]) or observe(trainee))
+    script.compare(VIDEO, ["none", "axial"], "eager", 2, 1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+    assert before == [1, 1]
+    assert set(taken.values()) == {2 + script.WARMUP_ROUNDS + script.HOST_STEPS + 1 + 1}
+
+
+@pytest.mark.parametrize("mode", script.MODES)
+def test_a_step_leaves_nothing_in_the_graphs_memory(mode, monkeypatch: pytest.MonkeyPatch):
+    events = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("begin"))
+    trainee = script.Trainee(VIDEO, "mixed", mode, 2, "auto", CPU)
+    trainee.model = lambda x: events.append("forward") or trainee.raw(x)
+    losses = [trainee.step(), trainee.step()]
+    assert events == (["begin", "forward"] if mode == "graphs" else ["forward"]) * 2
+    assert not any(loss.requires_grad for loss in losses)
+    assert losses[0] != losses[1]
+    assert all(x.grad is None for x in (*trainee.raw.parameters(), *trainee.inputs))
+
+
+# --- the train scripts' models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_backbones_are_of_the_scripts_sizes(name):
+    workload = workloads.MODELS[name]
+    assert isinstance(workload, workloads.Backbone)
+    assert set(workload.default) <= set(workload.baselines)
+    params = sum(p.numel() for p in workload.build("none").parameters())
+    assert f"{params / 1e6:.1f} M parameters" in (workload.training.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_backbones_train(name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "MODELS", BACKBONES)
+    out = tmp_path / "backbones.csv"
+    result = invoke("--models", name, "--modes", "eager", "--steps", "1", "--out", str(out))
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = pd.read_csv(out)
+    assert list(rows.encoding) == [e for e in BACKBONES[name].baselines if e in BACKBONES[name].default]
+    assert (rows.baseline == "none").all()
+    assert (rows.batch == 3).all()
+
+
+@pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
+def test_tokens_are_the_patches_of_a_step(workload):
+    seen = []
+    model = workload.build("none")
+    layer = model.block if workload is VIDEO else model.blocks[0]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
+    workload.loss(model, *workload.inputs(model, 2, CPU))
+    ((samples, tokens),) = seen
+    prefix = VIDEO.prefix if workload is VIDEO else getattr(model, "num_prefix_tokens", 0)
+    assert workload.tokens(model, 2) == samples * (tokens - prefix)
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_another_mode_is_another_column_of_the_report(tmp_path: Path):
+    """Added to a file whose rows have no tokens."""
+    out = tmp_path / "training.csv"
+    old = pd.read_csv(RESULTS / "training.csv").drop(columns="tokens", errors="ignore")
+    old[old["mode"] == "eager"].to_csv(out, index=False)
+    args = ["--models", "video", "--modes", "graphs", "--encodings", "axial", "--steps", "1", "--commit", "later"]
+    result = invoke(*args, "--out", str(out))
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = report.training(out).splitlines()
+    assert lines[0].endswith(f"commit {old.commit.iloc[-1]}, later.")
+    rows = [line.split(" | ") for line in lines]
+    head, axial = (next(row for row in rows if row[0] == start) for start in ("| ", "| **axial**"))
+    assert head[-1] == "video, graphs |"
+    assert "%" in axial[-1]
+
+
+def test_report_of_the_backbones(tmp_path: Path):
+    file = tmp_path / "backbones.csv"
+    assert "No results yet" in report.backbones(file)
+    one = {"model": "dit", "baseline": "none", "tokens": 16384, "gpu": "G", "versions": "torch 2", "commit": "00123"}
+    names = ("mode", "encoding", "ms_p50", "ratio_p50", "peak_gib", "memory_ratio", "host_ms")
+    rows = [
+        ("eager", "none", 20.0, 1, 2, 1, 19),
+        ("eager", "rotate", 99, 1, 9, 1, 5),  # measured again below
+        ("eager", "rotate", 16, 0.8, 2.2, 1.1, 5),
+        ("compiled", "rotate", 10, 1.25, 1.5, 0.9, 1),
+    ]
+    pd.DataFrame([{**one, **dict(zip(names, row, strict=True))} for row in rows]).to_csv(file, index=False)
+    lines = report.backbones(file).splitlines()
+    assert lines[0].endswith("G, torch 2, commit 00123.")
+    assert lines[2:] == [
+        "|  | eager | compiled |",
+        "| --- | ---: | ---: |",
+        "| dit, none | 0.82 M/s, 2.00 GiB (host) |  |",
+        "| dit, rotate | 1.02 M/s (+25.0%), 2.20 GiB (+10.0%) | 1.64 M/s (-20.0%), 1.50 GiB (-10.0%) |",
+    ]
+
+
+def test_readme_shows_the_backbones_that_were_measured():
+    """`make readme-tables` after new measurements."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert fill(readme, *report.BACKBONES, report.backbones(RESULTS / "backbones.csv")) == readme
 
 
 @pytest.mark.parametrize(
@@ -158,3 +297,46 @@ def test_refusals(args, message, tmp_path: Path):
     assert result.exit_code == 2
     assert message in result.output
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_models_with_graphs_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """Several of them in one pool of memory, a step of each in turn: the losses of eager models."""
+    monkeypatch.undo()
+    device, names = torch.device("cuda"), ("none", "axial", "mixed")
+    losses: dict[str, list[torch.Tensor]] = {}
+    for mode in ("eager", "graphs"):
+        torch.compiler.reset()
+        trainees = []
+        for seed, name in enumerate(names):
+            torch.manual_seed(seed)
+            trainees.append(script.Trainee(VIT, name, mode, 16, "auto", device))
+        orders = (trainees, trainees[::-1], trainees[1:] + trainees[:1]) * 3
+        taken: dict[script.Trainee, list[torch.Tensor]] = {trainee: [] for trainee in trainees}
+        for order in orders:
+            for trainee in order:
+                taken[trainee].append(trainee.step())
+        losses[mode] = [torch.stack(taken[trainee]) for trainee in trainees]
+        for trainee in trainees:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+                trainee.step()
+                torch.cuda.synchronize()
+            launched = [event.name for event in prof.events() or ()].count("cudaGraphLaunch")
+            assert (launched >= 2) == (mode == "graphs")  # forward and backward
+    for name, eager, graphs in zip(names, losses["eager"], losses["graphs"], strict=True):
+        assert eager[0] - eager[-1] > 0.1, name
+        torch.testing.assert_close(graphs, eager, rtol=2**-8, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+def test_graphs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(script, "MODELS", {"vit": VIT})
+    out = tmp_path / "training.csv"
+    args = ["--device", "cuda", "--modes", "eager,graphs", "--encodings", "axial", "--models", "vit", "--batch", "16"]
+    result = invoke(*args, "--out", str(out))
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = pd.read_csv(out, keep_default_na=False, na_values=[""]).set_index(["mode", "encoding"])
+    assert rows.attention.notna().all()
+    state = sum(3 * 4 * p.numel() for p in VIT.build("none").parameters())  # weights and Adam's moments
+    assert (rows.peak_gib * 2**30 > 1.3 * state).all()  # gradients and activations besides
