@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,6 +64,9 @@ TILES = {
 _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
+# What a new block of tokens costs, in blocks of rows: the angles are half to one of them, but the rows must come, too.
+# With 8 the faster cut is taken wherever two were measured; with 1 the slower one for 14×14 tokens with ω by head.
+NEW_TOKENS = 8
 
 
 def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
@@ -76,9 +80,12 @@ def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int,
 
 
 def plan(
-    map: str, direction: str, num_tokens: int, groups: int, rows: int, width: int, itemsize: int, samples: int = 1
+    map: str, direction: str, num_tokens: int, groups: int, rows: int, heads: int, width: int, itemsize: int,
+    samples: int = 1,
 ) -> Plan:  # fmt: skip
     """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each, for each of ``samples``.
+
+    heads: rows of a sample.
 
     direction: "forward", "activated" where that has an activation, "backward", or "dtheta" for a backward with the
     frequencies' or the phase's gradient.
@@ -93,27 +100,34 @@ def plan(
         return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
-    token_programs, per = cut(
-        triton.cdiv(num_tokens, block_n), triton.cdiv(rows, block_r), max(1, programs // max(1, samples) // groups)
-    )
-    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per * block_r)
+    programs = max(1, programs // max(1, samples) // groups)
+    token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs)
+    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
 
 
-def cut(token_blocks: int, row_blocks: int, programs: int) -> tuple[int, int]:
-    """Programs along the tokens, and blocks of rows for each program, so that the longest walk is shortest.
+def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int) -> tuple[int, int]:
+    """Programs along the tokens, and rows for each program, so that the longest walk is shortest.
 
-    A program walks over its share of the tokens' blocks, and at each forms the angles, which take about as long as a
-    block of rows, and goes through its rows.
+    A program walks over its share of the tokens' blocks, and at each forms the angles, waits for the first rows, and
+    goes through its rows.
     """
-    best = best_walk = None
-    for parts in range(1, max(1, min(row_blocks, programs)) + 1):
-        token_programs = max(1, min(token_blocks, programs // parts))
-        per = max(1, triton.cdiv(row_blocks, parts))
-        walk = triton.cdiv(token_blocks, token_programs) * (1 + per)
-        if best_walk is None or walk < best_walk:
-            best, best_walk = (token_programs, per), walk
-    assert best is not None
-    return best
+    row_blocks = max(1, triton.cdiv(rows, block_r))
+    found = []
+    for wanted in range(1, min(row_blocks, programs) + 1):
+        per = triton.cdiv(row_blocks, wanted) * block_r
+        parts = math.prod(_parts(rows, heads, per))
+        token_programs = min(token_blocks, programs // max(1, parts))
+        if token_programs:
+            walk = triton.cdiv(token_blocks, token_programs) * (NEW_TOKENS + per // block_r)
+            found.append((walk, parts, token_programs, per))
+    _, _, token_programs, per = min(found, default=(0, 1, 1, row_blocks * block_r))
+    return token_programs, per
+
+
+def _parts(rows: int, heads: int, per: int) -> tuple[int, int]:
+    """Programs for ``per`` rows each in a sample, and samples or runs of them; some can be left without rows."""
+    in_sample = triton.cdiv(heads, per)
+    return in_sample, triton.cdiv(triton.cdiv(rows, per), max(1, in_sample))
 
 
 class _Call(NamedTuple):
@@ -280,14 +294,14 @@ def _numbers(
     activated = spec.act != "none" or bool(spec.dim)
     direction = "dtheta" if need_dtheta else "backward" if dys else "activated" if activated else "forward"
     num_rows = num_tokens * max(1, flat)
-    cut = plan(spec.map, direction, num_rows, groups, span, width, dtype.itemsize, batch if by_sample else 1)
+    heads, samples = group0 + group1, batch if by_sample else 1
+    cut = plan(spec.map, direction, num_rows, groups, span, heads, width, dtype.itemsize, samples)
     num_blocks = triton.cdiv(num_rows, cut.block_n)
     token_programs = min(cut.token_programs, num_blocks)
     if flat and need_dtheta:  # each thread stays with its channels
         token_programs = max(1, token_programs // flat) * flat
-    in_sample = triton.cdiv(group0 + group1, cut.per)
-    outer = triton.cdiv(triton.cdiv(span, cut.per), max(1, in_sample))
-    programs = token_programs * groups * in_sample * outer * (batch if by_sample else 1)
+    in_sample, outer = _parts(span, heads, cut.per)
+    programs = token_programs * groups * in_sample * outer * samples
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
     first, second = (first, second) if tokens_first else (second, first)

@@ -220,7 +220,7 @@ def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):
     monkeypatch.setattr(launch, "INTERPRETING", False)
     for map in ("cosine", "rotate"):
         for samples in (1, 256):
-            cut = launch.plan(map, direction, num_tokens, 1, rows // samples, 64, 2, samples)
+            cut = launch.plan(map, direction, num_tokens, 1, rows // samples, 12, 64, 2, samples)
             assert cut.per % cut.block_r == 0
             assert cut.per >= cut.block_r
             if direction == "dtheta":
@@ -228,17 +228,22 @@ def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):
                 assert programs <= max(samples, launch.NUM_SM * 16)
 
 
-@given(st.integers(1, 5000), st.integers(1, 800), st.integers(1, 792))
-@example(512, 64, 792)  # 64×64 tokens of 256 rows: one program a block of tokens would leave a third of a GPU idle
-def test_a_cut_spreads_the_work(token_blocks, row_blocks, programs):
+@given(st.integers(1, 5000), st.integers(1, 100), st.integers(1, 64), st.sampled_from([1, 2, 4]), st.integers(1, 792))
+@example(512, 16, 16, 4, 792)  # 64×64 tokens: one program a block of tokens would leave a third of a GPU idle
+@example(4159, 2, 48, 2, 792)  # a third of 96 rows a program is not a whole part of 48: a quarter would have none
+def test_a_cut_spreads_the_work(token_blocks, samples, heads, block_r, programs):
     """All programs run at once, they cover the work, and none is far longer than an even share."""
-    across, per = launch.cut(token_blocks, row_blocks, programs)
-    down = -(-row_blocks // per)
+    rows = samples * heads
+    across, per = launch.cut(token_blocks, rows, heads, block_r, programs)
+    down = math.prod(launch._parts(rows, heads, per))
+    assert per % block_r == 0
+    assert down * per >= rows
     assert across * down <= programs
-    longest = -(-token_blocks // across) * per
-    assert longest <= 2 * max(1, token_blocks * row_blocks / programs) + 1
-    if (token_blocks, row_blocks, programs) == (512, 64, 792):
-        assert longest < 1.1 * token_blocks * row_blocks / programs
+    all_rows = -(-rows // block_r)
+    walk = -(-token_blocks // across) * (launch.NEW_TOKENS + per // block_r)
+    assert walk <= -(-token_blocks // min(token_blocks, programs)) * (launch.NEW_TOKENS + all_rows)
+    if (token_blocks, programs) == (512, 792):
+        assert -(-token_blocks // across) * per // block_r < 1.1 * token_blocks * all_rows / programs
 
 
 def test_result_keeps_memory_order():

@@ -117,12 +117,21 @@ def fixed(hi, lo):
 
 
 @triton.jit
-def counted(w, unit):
-    """A frequency in fixed point, and the unit, NaN where that can't say it."""
+def counted(w):
+    """A frequency in fixed point."""
     hi, lo = turns(w, 1.0)
-    unit += hi * 0.0
-    hi, lo = fixed(hi, lo)
-    return hi, lo, unit
+    return fixed(hi, lo)
+
+
+@triton.jit
+def nothing(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
+    """0 for each channel, NaN where one of its frequencies or its phase is not finite, which integers can't say."""
+    zero = tl.zeros(o_c.shape, dtype=tl.float32)
+    for j in tl.static_range(K):
+        zero += load_channels(p_omega + o_c * K + j, m_c).to(tl.float32) * 0.0
+    if p_phase is not None:
+        zero += load_channels(p_phase + o_c, m_c).to(tl.float32) * 0.0
+    return zero
 
 
 @triton.jit
@@ -131,31 +140,31 @@ def frequencies(
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE. If FIXED fixed point of turns for both, and then the unit, NaN where a frequency is not
-    finite, which integers can't say. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c:
-    which there are, None: all.
+    float64 radians if WIDE. If FIXED fixed point of turns for both, and then whether a frequency is not finite. o_c: the
+    channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are, None: all.
     """
     omega = ()
-    unit = tl.full(o_c.shape, HALF_TURN, tl.float32)
     for j in tl.static_range(K):
         w = load_channels(p_omega + o_c * K + j, m_c)
         if WIDE:
             hi, lo = w.to(tl.float64), w
         elif FIXED:
-            hi, lo, unit = counted(w, unit)
+            hi, lo = counted(w)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
         omega += (_of_tokens(hi, lo),)
     if p_phase is not None:
         phase = load_channels(p_phase + o_c, m_c)
         if FIXED:
-            hi, lo, unit = counted(phase, unit)
+            hi, lo = counted(phase)
         else:
             hi = phase.to(tl.float64 if WIDE else tl.float32)
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
     if FIXED:
-        omega += (_of_tokens(unit, unit),)
+        zero = nothing(p_omega, p_phase, o_c, m_c, K)
+        odd = tl.reshape((zero != zero).to(tl.int32), [zero.numel])
+        omega += (tl.max(odd, 0),)
     return omega
 
 
@@ -177,7 +186,7 @@ def _of_tokens(hi, lo):
 
 @triton.jit
 def angle(
-    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
+    omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -211,9 +220,11 @@ def angle(
             turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
         if p_phase is not None:  # one more axis: position 1 on the grid and 0 off it, frequency φ
             turn += m_g.to(tl.int32)[:, None] * omega[K][0]
-        unit, _ = omega[K if p_phase is None else K + 1]
-        theta = (turn << 1).to(tl.float32) * unit
+        theta = (turn << 1).to(tl.float32) * HALF_TURN
         half = (turn + QUARTER) >> 31
+        if omega[K if p_phase is None else K + 1] != 0:  # seldom; a register for each channel would be there always
+            zero = nothing(p_omega, p_phase, o_c, None if C % BLOCK_C == 0 else o_c < C, K)
+            theta += zero if len(zero.shape) == 2 else zero[None, :]
     else:
         for j in tl.static_range(K):
             s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)

@@ -231,10 +231,10 @@ def _fetch(
 
 @triton.jit
 def _angles(
-    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid, o_n,
-    o_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
-    STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
+    omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid,
+    o_n, o_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
+    LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
     m_n = n0 + o_n < N
@@ -245,7 +245,7 @@ def _angles(
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
-        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
+        omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
         C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
@@ -424,8 +424,8 @@ def lrpe_kernel(
         )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
-            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
-            num_grid, o_n, o_c, grid,
+            omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
+            start - prefix, num_grid, o_n, o_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
         _map(
@@ -445,8 +445,8 @@ def lrpe_kernel(
             else:
                 n0 = block * BLOCK_N
             cos, sin, o_g, m_g = _angles(
-                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
-                num_grid, o_n, o_c, grid,
+                omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
+                start - prefix, num_grid, o_n, o_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
