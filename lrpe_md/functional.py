@@ -82,6 +82,10 @@ def cosine(
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
 
+    Without a phase q·k depends on the size of the distance and not on its sign, on axial frequencies for each axis by
+    itself: up is down, and a film the same backwards. A causal mask, tokens off the grid or a phase on the keys tell
+    directions apart.
+
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
     """

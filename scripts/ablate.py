@@ -147,7 +147,7 @@ def build(encoding: str, attention: str, settings: Settings) -> LrpeVisionTransf
         **settings.encodings[encoding], **settings.attentions[attention],
     }  # fmt: skip
     # Not timm.create_model, which drops arguments that are None, encoding=None among them.
-    return lrpe_vit_tiny_patch16_224(**train_image.vit_arguments(arguments))
+    return lrpe_vit_tiny_patch16_224(**arguments)
 
 
 def train(encoding: str, attention: str, seed: int, settings: Settings) -> dict[str, Any]:

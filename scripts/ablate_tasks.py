@@ -80,10 +80,11 @@ TASKS = {
         {
             "softmax": (
                 "none", "space-only", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus",
+                "cosine-softplus-phase",
             ),
-            "linear": ("space-only", "rotate", "cosine-softplus"),
+            "linear": ("space-only", "rotate", "cosine-softplus", "cosine-softplus-phase"),
         },
-        {"precision": "bf16", "compile": True},
+        {"precision": "bf16", "compile": True, "task": "order", "steps": 3000},
         {
             **TINY, "compile": False, "heads": 2, "frames": 4, "every": 1, "size": 8, "test_size": 16, "patch": 4,
             "segment": 40, "parts": 4, "test_samples": 8,

@@ -24,7 +24,6 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_md import CosineMd, cosine
 from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
 from .common import choose, sent
@@ -33,22 +32,12 @@ from .outcome import placements, timed, write_result
 from .training import Trainer, Training, begin, command, option, settings_of
 
 
-class KeyPhase(CosineMd):
-    """:class:`CosineMd` with its phase on the keys alone, as in PoPE (arXiv 2509.10534): on both it cancels in q·k."""
-
-    def forward(self, *xs: Tensor, positions: Any) -> Any:
-        q, k = xs
-        return cosine(
-            q, k, omega=self.get_omega(), positions=positions, act=self.act, dim=self.dim, phase=(None, self.phase),
-            impl=self.impl,
-        )  # fmt: skip
-
-
 def relative(encoding: str, **kwargs: Any) -> dict[str, Any]:
     return {"encoding": encoding, "encoding_kwargs": kwargs}
 
 
-# Name → arguments of the model, see vit_arguments. The bases are RoPE-ViT's (arXiv 2403.13298): 100 axial, 10 mixed.
+# Name → arguments of the model. The bases are RoPE-ViT's (arXiv 2403.13298): 100 axial, 10 mixed. The phase is PoPE's
+# (arXiv 2509.10534), on the keys alone: on both it cancels in q·k.
 ENCODINGS: dict[str, dict[str, Any]] = {
     "none": {"encoding": None},
     "learned": {"encoding": None, "absolute": "learned"},
@@ -61,7 +50,7 @@ ENCODINGS: dict[str, dict[str, Any]] = {
     "cosine-relu": relative("cosine", base=100.0, act="relu"),
     "cosine-silu": relative("cosine", base=100.0, act="silu"),
     "cosine-softplus": relative("cosine", base=100.0, act="softplus"),
-    "cosine-softplus-phase": relative("key-phase", base=100.0, act="softplus"),
+    "cosine-softplus-phase": relative("cosine", base=100.0, act="softplus", phase="k"),
     "cosine-learnable": relative("cosine", base=100.0, act="none", learnable=True),
     "cosine-softplus-learnable": relative("cosine", base=100.0, act="softplus", learnable=True),
     "cosine-mixed": relative("cosine", base=10.0, act="none", frequencies="mixed"),
@@ -73,16 +62,6 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
     "linear": {"attention": "linear", "normalizer": "none", "scale_attn_norm": True},
 }
-
-
-def vit_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the models in models.vit take: one phase for each layer and head, mixed frequencies for each head."""
-    kwargs = arguments.get("encoding_kwargs", {})
-    if arguments["encoding"] == "key-phase":
-        return {**arguments, "encoding": KeyPhase, "encoding_kwargs": {**kwargs, "phase": True}}
-    if kwargs.get("frequencies") == "mixed":
-        return {**arguments, "encoding_kwargs": {**kwargs, "num_heads": arguments["num_heads"]}}
-    return arguments
 
 
 def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
@@ -163,7 +142,7 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 def build(config: ImageTraining, arguments: dict[str, Any]) -> LrpeVisionTransformer:
     # Not timm.create_model, which drops arguments that are None, encoding=None among them.
     try:
-        return lrpe_vit_tiny_patch16_224(**vit_arguments(arguments))
+        return lrpe_vit_tiny_patch16_224(**arguments)
     except ValueError as error:
         raise typer.BadParameter(f"--dim {config.dim} --heads {config.heads}: {error}") from error
 

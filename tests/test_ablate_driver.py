@@ -139,7 +139,7 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     assert len(results) == 2 * 2 * len(sizes)
     assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
     if task == "video":
-        assert (results[results.encoding == "none"].value == 50).all()  # at chance
+        assert (results[results.encoding == "none"].value == 100 / 24).all()  # at chance
 
 
 def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapolated") -> pd.DataFrame:

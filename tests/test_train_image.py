@@ -16,7 +16,7 @@ from lrpe_md import CosineMd, Grid
 from models.vit import lrpe_vit_tiny_patch16_224
 from scripts import image_data, train_image
 from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
-from scripts.train_image import ENCODINGS, ImageTraining, KeyPhase, parse_sizes
+from scripts.train_image import ENCODINGS, ImageTraining, parse_sizes
 
 SMALL = {
     "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
@@ -244,7 +244,7 @@ def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path)
 
 
 def test_the_phase_turns_keys_and_not_queries():
-    module = KeyPhase(head_dim=8, num_axes=2, num_heads=2, base=100.0, act="softplus", phase=True)
+    module = CosineMd(8, 2, num_heads=2, base=100.0, act="softplus", phase="k")
     q, k = torch.randn(2, 1, 2, 6, 8).unbind(0)
     before = module(q, k, positions=Grid((2, 3)))
     with torch.no_grad():

@@ -80,6 +80,26 @@ def test_order_of_frames_shows_through_the_temporal_encoding_alone(name, attenti
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_cosine_without_a_phase_is_blind_to_direction(attention):
+    """Its q·k is even in each axis' distance; a phase on the keys, rotation or an unrotated token tell directions."""
+    pooled = {**ATTENTIONS[attention], "class_token": False, "global_pool": "avg"}
+    kwargs, x = {"act": "relu", "base": 10.0}, video()
+    model = build(encoding="cosine", encoding_kwargs=kwargs, **pooled)
+    mirrored = [x.flip(2), *(x.unflatten(axis, (-1, 4)).flip(axis).flatten(axis, axis + 1) for axis in (3, 4))]
+    for y in mirrored:  # in patches
+        close(model(x), model(y))
+    turned = build(encoding="cosine", encoding_kwargs={**kwargs, "phase": "k"}, **pooled)
+    with torch.no_grad():
+        for layer in turned.encoding:
+            layer.phase.uniform_(-1, 1)
+    others = [turned, build(encoding="rotate", encoding_kwargs={"base": 10.0}, **pooled)]
+    others.append(build(encoding="cosine", encoding_kwargs=kwargs, **{**pooled, "reg_tokens": 1}))
+    for other in others:
+        assert all((other(x) - other(y)).abs().max() > 1e-3 for y in mirrored)
+
+
+@torch.no_grad()
 def test_within_a_tubelet_the_order_of_frames_shows_without_an_encoding():
     model, x = build(tubelet_size=2, temporal=False, **ENCODINGS["rotate"]), video()
     assert (model(x) - model(x.flip(2))).abs().max() > 1e-3

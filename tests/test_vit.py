@@ -221,9 +221,10 @@ def test_learned_frequencies():
     assert all(omega.grad is not None and omega.grad.abs().max() > 0 for omega in omegas)
 
     shared = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True})
-    assert {"encoding.theta", "encoding.phase"} <= shared.no_weight_decay()
+    assert {"encoding.1.theta", "encoding.1.phase"} <= shared.no_weight_decay()
     shared(image()).square().sum().backward()
-    assert shared.encoding.theta.grad.abs().max() > 0
+    assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one a head and layer
+    assert all(layer.theta.grad.abs().max() > 0 for layer in shared.encoding)
 
     from timm.optim import create_optimizer_v2
 

@@ -140,8 +140,8 @@ def frequencies(
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE. If FIXED fixed point of turns for both, and then whether a frequency is not finite. o_c: the
-    channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are, None: all.
+    float64 radians if WIDE. If FIXED fixed point of turns for both, and then whether a frequency is not finite. o_c:
+    the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are, None: all.
     """
     omega = ()
     for j in tl.static_range(K):
