@@ -246,7 +246,7 @@ class Trainer:
             if self.average is not None:
                 shard(self.average.module)
                 self.average.foreach = False
-        fused = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
+        fused: Any = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
         self.inner = create_optimizer_v2(
             self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **fused
         )
