@@ -65,7 +65,8 @@ _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
 # What a new block of tokens costs, in blocks of rows: the angles are half to one of them, but the rows must come, too.
-# With 8 the faster cut is taken wherever two were measured; with 1 the slower one for 14×14 tokens with ω by head.
+# Measured on an H200: cosine on 14×14 tokens with ω by head took 89 µs with 25 × 2 programs a head, and 91 with 13 × 5,
+# which 1 would choose; rotate on 8,192 tokens in one axis 0.82 of the copy's speed with 512 × 1, 0.95 with 264 × 3.
 NEW_TOKENS = 8
 
 
@@ -81,14 +82,16 @@ def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int,
 
 def plan(
     map: str, direction: str, num_tokens: int, groups: int, rows: int, heads: int, width: int, itemsize: int,
-    samples: int = 1,
+    samples: int = 1, step: int = 1,
 ) -> Plan:  # fmt: skip
-    """Cut the work: ``groups`` of heads that share frequencies, of ``rows`` rows each, for each of ``samples``.
+    """Cut the work.
 
-    heads: rows of a sample.
-
-    direction: "forward", "activated" where that has an activation, "backward", or "dtheta" for a backward with the
-    frequencies' or the phase's gradient.
+    Args:
+        direction: "forward", "activated" where that has an activation, "backward", or "dtheta" for a backward with the
+            frequencies' or the phase's gradient.
+        groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
+        rows: of a group, heads of samples; heads: of a group in one sample.
+        step: what the number of programs along the tokens must be divisible by.
     """
     block_r, block_n, num_warps, max_registers = tile(map, direction, width, itemsize)
     if INTERPRETING:  # the cost is by program and row, not by size
@@ -97,37 +100,41 @@ def plan(
     if max_registers is None:
         return Plan(block_r, block_n, num_warps, None, triton.cdiv(num_tokens, block_n), block_r)
     if INTERPRETING:
-        return Plan(block_r, block_n, num_warps, max_registers, 1, max(1, rows))
+        return Plan(block_r, block_n, num_warps, max_registers, step, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
     programs = max(1, programs // max(1, samples) // groups)
-    token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs)
+    token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs, step)
     return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
 
 
-def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
     """Programs along the tokens, and rows for each program, so that the longest walk is shortest.
 
     A program walks over its share of the tokens' blocks, and at each forms the angles, waits for the first rows, and
-    goes through its rows.
+    goes through its rows. All run at once, unless not even ``step`` of them may.
     """
-    row_blocks = max(1, triton.cdiv(rows, block_r))
-    found = []
-    for wanted in range(1, min(row_blocks, programs) + 1):
-        per = triton.cdiv(row_blocks, wanted) * block_r
-        parts = math.prod(_parts(rows, heads, per))
-        token_programs = min(token_blocks, programs // max(1, parts))
-        if token_programs:
-            walk = triton.cdiv(token_blocks, token_programs) * (NEW_TOKENS + per // block_r)
-            found.append((walk, parts, token_programs, per))
-    _, _, token_programs, per = min(found, default=(0, 1, 1, row_blocks * block_r))
-    return token_programs, per
+    row_blocks = max(1, -(-rows // block_r))
+    best, shortest = (step, row_blocks * block_r), math.inf
+    wanted = 1
+    while wanted <= programs:
+        blocks = -(-row_blocks // wanted)
+        parts = math.prod(_parts(rows, heads, blocks * block_r))
+        token_programs = max(step, min(token_blocks, programs // max(1, parts)) // step * step)
+        walk = -(-token_blocks // token_programs) * (NEW_TOKENS + blocks)
+        if token_programs * parts <= programs and walk < shortest:
+            best, shortest = (token_programs, blocks * block_r), walk
+        if blocks == 1:
+            break
+        wanted = -(-row_blocks // (blocks - 1))  # the fewest that leave each a block less
+    return best
 
 
 def _parts(rows: int, heads: int, per: int) -> tuple[int, int]:
     """Programs for ``per`` rows each in a sample, and samples or runs of them; some can be left without rows."""
-    in_sample = triton.cdiv(heads, per)
-    return in_sample, triton.cdiv(triton.cdiv(rows, per), max(1, in_sample))
+    in_sample, all_parts = -(-heads // per), -(-rows // per)
+    return in_sample, -(-all_parts // max(1, in_sample))
 
 
 class _Call(NamedTuple):
@@ -295,12 +302,11 @@ def _numbers(
     direction = "dtheta" if need_dtheta else "backward" if dys else "activated" if activated else "forward"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
-    cut = plan(spec.map, direction, num_rows, groups, span, heads, width, dtype.itemsize, samples)
-    num_blocks = triton.cdiv(num_rows, cut.block_n)
-    token_programs = min(cut.token_programs, num_blocks)
-    if flat and need_dtheta:  # each thread stays with its channels
-        token_programs = max(1, token_programs // flat) * flat
-    in_sample, outer = _parts(span, heads, cut.per)
+    step = flat if flat and need_dtheta else 1  # each thread stays with its channels
+    chosen = plan(spec.map, direction, num_rows, groups, span, heads, width, dtype.itemsize, samples, step)
+    num_blocks = triton.cdiv(num_rows, chosen.block_n)
+    token_programs = chosen.token_programs if num_blocks else 0
+    in_sample, outer = _parts(span, heads, chosen.per)
     programs = token_programs * groups * in_sample * outer * samples
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
@@ -329,7 +335,7 @@ def _numbers(
         rotated.stride(0) if rotated is not None and by_sample else 0,
         batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
         magic1, magic2, magic3, shift1, shift2, shift3,
-        num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, cut.per, group0, group1,
+        num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, chosen.per, group0, group1,
         magic_first, magic_second, magic_g, magic_p, magic_h,
         shift_first, shift_second, shift_g, shift_p, shift_h,
     )  # fmt: skip
@@ -343,10 +349,10 @@ def _numbers(
         "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
         "WIDE": dtype == torch.float64,
         "FAST": _is_fast(dtype, need_dtheta), "PTX": _has_ptx(dtype),
-        "BLOCK_R": cut.block_r, "BLOCK_N": cut.block_n, "BLOCK_C": block_c,
+        "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-        "FLAT": flat, "num_warps": cut.num_warps, **_registers(cut.max_registers),
+        "FLAT": flat, "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
     }  # fmt: skip
     return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 

@@ -53,9 +53,10 @@ def build_encoding(
     """One module for all layers, a ModuleList of one a layer, or None.
 
     Args:
-        encoding: "cosine" or "rotate": fixed axial frequencies, shared by all layers; with ``frequencies="mixed"`` for
-            each head, with a phase for each layer and head. "mixed": rotate with learned frequencies for each layer
-            and head, base 10 (RoPE-ViT, arXiv 2403.13298). A name of
+        encoding: "cosine" or "rotate": axial frequencies, shared by all heads and layers; with ``frequencies="mixed"``
+            each head has its own; with a phase each layer and head has its own phase and, where they are learned or
+            mixed, frequencies. "mixed": rotate with learned frequencies for each layer and head, base 10 (RoPE-ViT,
+            arXiv 2403.13298). A name of
             :func:`lrpe_md.list_presets`: a :class:`lrpe_md.PresetMd`, for each layer where it learns. A module, shared
             by all layers. A factory ``(head_dim, num_heads) -> module``, called once a layer. None: no encoding.
         kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
@@ -79,7 +80,8 @@ def build_encoding(
         by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed"
         own = _shared_out(**{"num_heads": num_heads, **kwargs} if by_head else kwargs)
         make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **own)
-        return nn.ModuleList(make() for _ in range(depth)) if kwargs.get("phase") else make()
+        seed = kwargs.get("seed", 0)
+        return nn.ModuleList(make(seed=seed + i) for i in range(depth)) if kwargs.get("phase") else make()
     if encoding == "mixed":
         kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, "num_heads": num_heads, **kwargs}
         seed = kwargs.pop("seed", 0)

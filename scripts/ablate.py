@@ -49,7 +49,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 
 from . import ablate_driver, train_image
-from .common import choose, choose_device
+from .common import choose, choose_device, table
 from .folder import environment, missing, open_folder, write
 from .plots import OKABE_ITO, STYLE, plt
 
@@ -269,6 +269,7 @@ def markdown(results: pd.DataFrame, settings: Settings) -> str:
         f"± {100 * (0.95 * 0.05 / tested) ** 0.5:.1f} to an accuracy of 95%). Trained at "
         f"{height}×{width} ({height // source.patch}×{width // source.patch} patches) for {settings.epochs} epochs. "
         "Other sizes (height×width) are the same test images resized bilinearly, never seen in training.",
+        "",
     ]
     keys = ("encoding", "attention")
     ranking = spread(results.query("height == @height and width == @width"), *keys).sort_values("mean").index[::-1]
@@ -276,13 +277,12 @@ def markdown(results: pd.DataFrame, settings: Settings) -> str:
     for positions, meaning in POSITIONS.items():
         stats = spread(results.query("positions == @positions"), *keys, "height", "width")
         head = [*keys, "parameters", *(f"{h}×{w}" for h, w in source.sizes)]
-        lines += ["", f"Positions {positions}: {meaning}.", "", "| " + " | ".join(head) + " |"]
-        lines += ["| --- | --- |" + " ---: |" * (len(head) - 2)]
-        for key in ranking:
-            cells = [cell.format(*stats.loc[(*key, *size)]) for size in source.sizes]
-            lines += ["| " + " | ".join([*key, f"{fixed[key]:,}", *cells]) + " |"]
+        rows = [
+            [*key, f"{fixed[key]:,}", *(cell.format(*stats.loc[(*key, *size)]) for size in source.sizes)]
+            for key in ranking
+        ]
+        lines += [f"Positions {positions}: {meaning}.", "", *table(head, rows, len(keys))]
     lines += [
-        "",
         "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table only in "
         "the second.",
     ]
@@ -405,12 +405,12 @@ def main(
         console.print(f"Interrupted; finished runs are kept. To go on:\n  {shlex.join(command)}", highlight=False)
         raise typer.Exit(130) from None
     results = collect(out, settings)
-    table = markdown(results, settings)
+    text = markdown(results, settings)
     write(out / "results.csv", results.to_csv(index=False))
-    write(out / "table.md", table)
+    write(out / "table.md", text)
     plot_accuracy(results, settings, out / "accuracy.png")
     plot_resolution(results, settings, out / "resolution.png")
-    print(f"\n{table}", *(out / name for name in ("results.csv", "accuracy.png", "resolution.png")), sep="\n")
+    print(f"\n{text}", *(out / name for name in ("results.csv", "accuracy.png", "resolution.png")), sep="\n")
 
 
 app.command()(ablate_driver.run)

@@ -6,8 +6,7 @@
 
 TEXT as for ``scripts.train_lm``. A training is on the disk as soon as it ends, and the same command goes on after a
 stop. --smoke is a tiny one of everything, for a CPU. 9.5 million parameters, 1,000 steps of 64 × 512 bytes: about 2e15
-floating-point operations a training, under a minute on an H200
-that three or four of them share.
+floating-point operations a training, under a minute on an H200 that three or four of them share.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rich.console import Console
 
 from models.lm import LmConfig
 
-from .common import choose, choose_device, fill
+from .common import choose, choose_device, fill, table
 from .folder import environment, missing, open_folder, parse_shard, write
 from .lm_data import Text, check_lengths, load_text
 from .plots import OKABE_ITO, STYLE, plt
@@ -137,14 +136,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any]) -> str:
         f"on the same {settings['limit']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
         "without training.",
         "",
-        "| encoding | parameters | " + " | ".join(f"{n:,}" for n in lengths) + " |",
-        "| --- |" + " ---: |" * (1 + len(lengths)),
     ]
-    for name in ranking(results):
-        cells = [cell.format(*stats.loc[(name, n)]) for n in lengths]
-        lines += ["| " + " | ".join([name, f"{fixed.params[name]:,}", *cells]) + " |"]
+    rows = [
+        [name, f"{fixed.params[name]:,}", *(cell.format(*stats.loc[(name, n)]) for n in lengths)]
+        for name in ranking(results)
+    ]
+    lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     where = f"{here['gpu'] or here['cpu']}, torch {here['torch']}, commit {(here['commit'] or 'unknown')[:12]}"
-    lines += ["", f"{where}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    lines += [f"{where}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
     return "\n".join(lines) + "\n"
 
 
@@ -173,7 +172,8 @@ def plot(results: pd.DataFrame, trained: int, path: Path) -> None:
             axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
             axis.set_xlabel(label)
         axes[0].set_yscale("log")  # what lies close together matters, not how far the worst breaks down
-        shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if axes[0].get_ylim()[0] <= n <= axes[0].get_ylim()[1]]
+        low, high = axes[0].get_ylim()
+        shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
         axes[0].set_yticks(shown, [f"{n:g}" for n in shown])
         axes[0].minorticks_off()
         axes[0].set_ylabel(f"bits per byte (dotted: the trained length, {trained})")
@@ -189,8 +189,8 @@ def section(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shown = folder.resolve()
     where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
-    table = markdown(pd.read_csv(folder / "results.csv"), config)
-    return f"![Bits per byte by length and by position]({where}/lengths.png)\n\n{table}"
+    text = markdown(pd.read_csv(folder / "results.csv"), config)
+    return f"![Bits per byte by length and by position]({where}/lengths.png)\n\n{text}"
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -256,10 +256,10 @@ def report(
     if (folder / "results.csv").exists():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         results = pd.read_csv(folder / "results.csv")
-        table = markdown(results, config)
-        write(folder / "table.md", table)
+        text = markdown(results, config)
+        write(folder / "table.md", text)
         plot(results, config["settings"]["training"]["length"], folder / "lengths.png")
-        print(f"\n{table}")
+        print(f"\n{text}")
     elif readme is None:
         raise typer.BadParameter(f"FOLDER: expected runs/*.json or results.csv in {folder}, found neither")
     if readme is not None:

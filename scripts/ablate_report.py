@@ -12,8 +12,10 @@ import typer
 from scipy.stats import t as student
 
 from .ablate_tasks import TASKS, collect
+from .common import table
 from .folder import write
 from .plots import OKABE_ITO, STYLE, plt
+from .samples import write_comparison
 
 ROOT = Path(__file__).parents[1]
 KEYS = ["encoding", "attention"]
@@ -49,11 +51,6 @@ def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.
     return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
 
 
-def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
 def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
     columns: Any = sizes(results)
     groups: Any = results.groupby([*KEYS, "size"])["value"]
@@ -65,7 +62,8 @@ def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[st
         mean, std, count = stats.loc[key]
         return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if count > 1 else "")
 
-    return _rows([*KEYS, *columns], [[*key, *(cell((*key, size)) for size in columns)] for key in ranking])
+    lines = [[*key, *(cell((*key, size)) for size in columns)] for key in ranking]
+    return table([*KEYS, *columns], lines, len(KEYS))
 
 
 def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digits: int) -> list[str]:
@@ -83,7 +81,8 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     lines = []
     for positions in POSITIONS:
         rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
-        lines += ["", f"Positions {positions}:", "", *_rows([*KEYS, *columns], [row for row in rows if any(row[2:])])]
+        shown = [row for row in rows if any(row[2:])]
+        lines += [f"Positions {positions}:", "", *table([*KEYS, *columns], shown, len(KEYS))]
     return lines
 
 
@@ -103,7 +102,7 @@ def _cost(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
              cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
         )  # fmt: skip
     head = [*KEYS, "parameters", "ms a step", "million tokens a second", "peak memory, GiB", "s a training"]
-    return _rows(head, rows)
+    return table(head, rows, len(KEYS))
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
@@ -114,20 +113,23 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     trained = results[results["size"] == sizes(results)[0]]
     means: Any = trained.groupby(KEYS)["value"].mean()
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
-    seeds = results.seed.nunique()
-    scheme = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    groups: Any = results.groupby(KEYS)["seed"]
+    fewest, seeds = groups.nunique().min(), groups.nunique().max()
+    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
     measure = task.measure[0].upper() + task.measure[1:]
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
         f"{training['steps']:,} steps of {training['batch']}, {precision}{', compiled' * training['compile']}. "
         "Other sizes were never seen in training.",
+        "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += ["", f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
+        lines += [f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
     if ABSOLUTE[settings["task"]]:
-        lines += ["", ABSOLUTE[settings["task"]]]
+        lines += [ABSOLUTE[settings["task"]], ""]
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
         what = "with the same attention, paired over the seeds"
         if seeds > 1:
@@ -135,10 +137,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
                 ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
                 "comparisons, of which one in twenty excludes it by chance"
             )
-        lines += ["", f"Difference to {baseline} {what}.", *_differences(results, ranking, baseline, digits)]
-    lines += ["", "What they cost; medians.", "", *_cost(results, ranking)]
+        lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+    lines += ["What they cost; medians.", "", *_cost(results, ranking)]
     where = f"{here['gpu'] or here['cpu']}, torch {here['torch']}, commit {(here['commit'] or 'unknown')[:12]}"
-    return "\n".join([*lines, "", f"{where}."]) + "\n"
+    return "\n".join([*lines, f"{where}."]) + "\n"
 
 
 def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
@@ -180,7 +182,8 @@ def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
 
 
 def write_report(folder: Path, baseline: str) -> None:
-    """results.csv of the runs in a folder, table.md and sizes.png; of results.csv alone where there are no runs."""
+    """results.csv of the runs in a folder, table.md and sizes.png, and samples.png where trainings of the first seed
+    have kept samples; of results.csv alone where there are no runs."""
     files = sorted(folder.glob("runs/*.json"))
     if files:
         write(folder / "results.csv", collect(files).to_csv(index=False))
@@ -190,10 +193,18 @@ def write_report(folder: Path, baseline: str) -> None:
     if config["settings"].get("task") not in TASKS:
         raise typer.BadParameter(f"FOLDER: expected one of `ablate run`, got {folder}, of something else")
     results = pd.read_csv(folder / "results.csv")
-    table = markdown(results, config, baseline)
-    write(folder / "table.md", table)
+    text = markdown(results, config, baseline)
+    write(folder / "table.md", text)
     plot(results, config, folder / "sizes.png")
-    print(f"\n{table}")
+    samples = {
+        f"{name}, {attention}": file
+        for attention, names in config["settings"]["encodings"].items()
+        for name in names
+        if (file := folder / "runs" / f"{name}-{attention}-0.samples.npz").exists()
+    }
+    if samples:
+        write_comparison(folder / "samples.png", samples)
+    print(f"\n{text}")
 
 
 def committed(task: str) -> Path:
@@ -205,10 +216,11 @@ def markers(task: str) -> tuple[str, str]:
 
 
 def section(task: str, folder: Path) -> str:
-    """What the README shows of a folder with table.md and sizes.png."""
+    """What the README shows of a folder with table.md and sizes.png, and samples.png where there is one."""
     if not (folder / "table.md").exists():
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
     shown = folder.resolve()
     where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
-    table = (folder / "table.md").read_text(encoding="utf-8")
-    return f"![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{table}"
+    text = (folder / "table.md").read_text(encoding="utf-8")
+    samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
+    return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"

@@ -34,6 +34,7 @@ class Task:
         smoke: a tiny one, for a CPU.
         values: from what ``run`` returns.
         measure: what they are; higher: whether more is better.
+        kept: files of a training's folder that the report shows.
     """
 
     config: type[Training]
@@ -45,6 +46,7 @@ class Task:
     values: Callable[[dict[str, Any]], Values]
     measure: str
     higher: bool
+    kept: tuple[str, ...] = ()
 
 
 def _held_out(result: dict[str, Any]) -> Values:
@@ -102,7 +104,7 @@ TASKS = {
             **TINY, "compile": False, "dim": 32, "heads": 2, "size": 8, "test_size": 12, "text_dim": 16,
             "text_depth": 1, "parts": 4, "sample_steps": 1, "samples": 2, "test_samples": 2,
         },
-        _held_out, "held-out loss", False,
+        _held_out, "held-out loss", False, ("samples.npz",),
     ),
 }  # fmt: skip
 
@@ -174,12 +176,14 @@ def train(comparison: Comparison, file: Path, encoding: str, attention: str, see
     with contextlib.redirect_stdout(io.StringIO()):
         result = task.run(comparison.config(folder, encoding, attention, seed))
     result = {**result, "values": task.values(result)}
+    for name in task.kept:
+        shutil.copy(folder / name, file.with_suffix(f".{name}"))
     write(file, json.dumps(result))
     (folder / "checkpoint.pt").unlink()
     return result
 
 
-COLUMNS = ("encoding", "attention", "seed", "params", "train_seconds", "step_ms", "peak_mib", "tokens")
+COLUMNS = ("encoding", "attention", "seed", "params", "loss", "train_seconds", "step_ms", "peak_mib", "tokens")
 
 
 def collect(files: Iterable[Path]) -> pd.DataFrame:

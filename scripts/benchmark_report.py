@@ -2,8 +2,8 @@
 
     make readme-tables            or python -m scripts.benchmark_report [FOLDER] [--readme FILE] [--gpu NAME]
 
-Every number is a cell of scripts/results/benchmark-*.csv, where, of several files that measured the same, the latest
-counts, or of training.csv and backbones.csv beside them.
+All is from scripts/results/benchmark-*.csv, training.csv and backbones.csv. Of several files that measured the same,
+the latest counts.
 """
 
 from __future__ import annotations

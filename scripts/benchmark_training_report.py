@@ -15,7 +15,8 @@ HOW = "medians of interleaved steps in bfloat16; (host): issuing a step takes th
 
 def read(file: Path) -> pd.DataFrame:
     """The latest row of each model, mode and encoding."""
-    return pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
+    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
+    return rows.fillna({"commit": "unknown"})
 
 
 def where(rows: pd.DataFrame) -> str:

@@ -22,6 +22,7 @@ from models.vit import Context, LrpeAttention, adapt
 
 from . import train_diffusion, train_image, train_video
 from .caption_data import Captioned
+from .common import sent
 from .image_data import Images, Labelled
 from .training import Training, order
 from .video_data import Footage, Segment
@@ -181,7 +182,7 @@ class Backbone:
         return self.script.loss(model, inputs)
 
     def tokens(self, model: Any, batch: int) -> int:
-        return self.script.tokens(replace(self.config, batch=batch))
+        return self.script.patches(replace(self.config, batch=batch))
 
 
 class ImageBackbone(Backbone):
@@ -207,7 +208,7 @@ class VideoBackbone(Backbone):
         span = config.frames * config.every
         frames = random_bytes(num + span - 1, 3, config.size, config.size).to(device)
         footage = Footage(frames, (Segment(0, len(frames), False),))
-        return footage, torch.from_numpy(footage.starts(span, held_out=False)).to(device)
+        return footage, sent(footage.starts(span, held_out=False), device)
 
 
 class DiffusionBackbone(Backbone):

@@ -70,7 +70,7 @@ def fill(text: str, begin: str, end: str, section: str) -> str:
     return f"{before}{begin}\n{section}{end}{rest.split(end)[1]}"
 
 
-def table(head: list[str], lines: list[list[str]]) -> list[str]:
-    """Lines of markdown, an empty one behind them; the first column is text, the others numbers."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
+def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
+    """Lines of markdown, an empty one behind them; the first columns are words, the others numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]

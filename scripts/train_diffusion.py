@@ -3,9 +3,9 @@
     python -m scripts.train_diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
     torchrun --nproc-per-node 4 -m scripts.train_diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
-Writes checkpoint.pt, history.csv, result.json and samples.png to the folder of the run; the same command goes on where
-it was interrupted. Emoji with their names: ``npm pack emoji-datasource-google``, its folder img/google/64 beside a
-metadata.jsonl with file_name and text.
+Writes checkpoint.pt, history.csv, result.json, samples.npz and samples.png to the folder of the run; the same command
+goes on where it was interrupted. Emoji with their names: ``npm pack emoji-datasource-google``, its folder
+img/google/64 beside a metadata.jsonl with file_name and text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .caption_data import Captioned, load_captioned
 from .common import choose, sent
 from .folder import save_whole
 from .outcome import timed, write_result
-from .plots import plt
+from .samples import HELD_OUT, keep, pixels, write_sheet
 from .training import Trainer, Training, begin, command, option, settings_of
 
 # Name → arguments of the model.
@@ -154,7 +154,7 @@ def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: n
     return x, drop_text(tokens, dropped)
 
 
-def tokens(config: DiffusionTraining) -> int:
+def patches(config: DiffusionTraining) -> int:
     """Patches of a step."""
     return config.batch * (config.size // config.patch) ** 2
 
@@ -210,7 +210,7 @@ def draw(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> tuple[lis
         torch.from_numpy(np.linspace(0, len(pairs.held_out) - 1, min(config.samples, len(pairs.held_out))).astype(int))
     ]
     x, tokens = pairs(chosen, config.test_size)
-    columns = {"held out": x}
+    columns = {HELD_OUT: x}
     for name, size, model.reference in conditions(config):
         noise = torch.randn(len(chosen), 3, size, size, generator=torch.Generator().manual_seed(0)).to(x.device)
         with trainer.accelerator.autocast():
@@ -220,24 +220,6 @@ def draw(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> tuple[lis
             )  # fmt: skip
     model.reference = None
     return [pairs.captions[i] for i in chosen.tolist()], columns
-
-
-def write_sheet(path: Path, captions: list[str], columns: dict[str, Tensor]) -> None:
-    """Images (rows, 3, H, W) in [-1, 1] by column, with the caption at the left of each row, as a PNG."""
-    shape = len(captions), len(columns)
-    figure, axes = plt.subplots(*shape, figsize=(1.4 * shape[1] + 1.6, 1.4 * shape[0] + 0.3), squeeze=False)
-    for j, (name, images) in enumerate(columns.items()):
-        shown = images.float().clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 1).cpu().numpy()
-        axes[0, j].set_title(name, fontsize=7)
-        for i, image in enumerate(shown):
-            axes[i, j].imshow(image, interpolation="nearest")
-            axes[i, j].set(xticks=[], yticks=[])
-    for i, caption in enumerate(captions):
-        text = caption if len(caption) < 28 else f"{caption[:25]}.."
-        axes[i, 0].set_ylabel(text.replace("$", r"\$"), fontsize=7, rotation=0, ha="right", va="center")
-    figure.tight_layout(pad=0.3)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
 
 
 def run(config: DiffusionTraining) -> dict[str, Any]:
@@ -263,11 +245,13 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
     result = {
         "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
         "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train),
-        "tokens": tokens(config), **common,
+        "tokens": patches(config), **common,
     }  # fmt: skip
     captions, columns = draw(config, pairs, trainer)
     if accelerator.is_main_process:
-        save_whole(config.out / "samples.png", lambda part: write_sheet(part, captions, columns))
+        images = {name: pixels(column) for name, column in columns.items()}
+        save_whole(config.out / "samples.npz", lambda part: keep(part, captions, images))
+        save_whole(config.out / "samples.png", lambda part: write_sheet(part, captions, images))
     write_result(trainer, result)
     return result
 

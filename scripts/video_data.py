@@ -171,16 +171,17 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 
 
 @lru_cache(maxsize=1)
-def _decoded(paths: tuple[Path, ...], size: int) -> list[Tensor]:
-    """Once for all trainings of a process."""
-    return [decode(path, size) for path in paths]
+def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> list[Tensor]:
+    """Once for all trainings of a process, unless a file changes. videos: path, bytes and time of the last change."""
+    return [decode(path, size) for path, *_ in videos]
 
 
 def load_footage(
     paths: Sequence[Path], size: int, *, segment: int, parts: int, fold: int, gap: int, device: torch.device
 ) -> Footage:
     """Decode all videos and cut them."""
-    videos = _decoded(tuple(find_videos(paths)), size)
+    stats = [(path, path.stat()) for path in find_videos(paths)]
+    videos = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size)
     cut = segments([len(video) for video in videos], segment, parts, fold, gap)
     return Footage(torch.cat(videos).to(device), cut)
 

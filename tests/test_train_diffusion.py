@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
-from scripts import train_diffusion
+from scripts import samples, train_diffusion
 from scripts.caption_data import load_captioned
-from scripts.train_diffusion import DiffusionTraining, app, run, write_sheet
+from scripts.train_diffusion import DiffusionTraining, app, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -184,7 +184,12 @@ def test_a_run_lowers_the_loss_and_shows_samples(folder, tmp_path):
         assert sheet.format == "PNG"
         assert min(sheet.size) > 300
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.png"}
+    assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.npz", "samples.png"}
+    captions, columns = samples.load(tmp_path / "run" / "samples.npz")
+    assert list(columns) == ["held out", "8x8", "12x12 extrapolated", "12x12 rescaled"]
+    assert {images.shape[0] for images in columns.values()} == {len(captions)}
+    assert columns["8x8"].shape[1:] == (8, 8, 3)
+    assert not np.array_equal(columns["12x12 extrapolated"], columns["12x12 rescaled"])
 
 
 def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
@@ -285,8 +290,31 @@ def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
         assert model(torch.randn(1, 3, size, size), torch.rand(1)).shape == (1, 3, size, size)
 
 
+def test_trainings_side_by_side(tmp_path):
+    """Each row of the picture is one training, each caption a block of columns, the held-out image above it."""
+    solid = {"a": 40, "b": 200}
+    for name, value in solid.items():
+        columns = {column: np.full((3, 6, 6, 3), value, np.uint8) for column in ("8x8", "12x12 rescaled")}
+        columns["held out"] = np.full((3, 6, 6, 3), 120, np.uint8)
+        samples.keep(tmp_path / name, ["one", "$two", "three"], columns)
+    samples.write_comparison(tmp_path / "both.png", {name: tmp_path / name for name in solid}, captions=(0, 2, 7))
+    with Image.open(tmp_path / "both.png") as image:
+        assert image.mode == "P"
+        rows = np.asarray(image.convert("L")).astype(int)
+    height = rows.shape[0]
+    for value, top, bottom in ((120, 0, 0.45), (40, 0.3, 0.75), (200, 0.65, 1)):
+        count = (abs(rows - value) < 4).sum(axis=1)
+        found = np.flatnonzero(count > 20)
+        assert len(found), value
+        assert top * height < found.mean() < bottom * height, value
+    widths = [(abs(rows - value) < 4).sum(axis=1).max() for value in (120, 40)]
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.1)  # two captions, of two columns each, and one image above
+
+
 def test_the_sheet_takes_any_caption_and_size(tmp_path):
     columns = {"a": torch.rand(2, 3, 4, 4) * 2 - 1, "b": torch.full((2, 3, 8, 6), torch.nan)}
-    write_sheet(tmp_path / "sheet.part", ["$x_{", "long " * 20], columns)
+    pixels = {name: samples.pixels(images) for name, images in columns.items()}
+    assert pixels["a"][1, 2, 3].tolist() == ((columns["a"][1, :, 2, 3] + 1) * 127.5).round().tolist()
+    samples.write_sheet(tmp_path / "sheet.part", ["$x_{", "long " * 20], pixels)
     with Image.open(tmp_path / "sheet.part") as sheet:
         assert sheet.format == "PNG"

@@ -90,9 +90,8 @@ def test_cosine_without_a_phase_is_blind_to_direction(attention):
     for y in mirrored:  # in patches
         close(model(x), model(y))
     turned = build(encoding="cosine", encoding_kwargs={**kwargs, "phase": "k"}, **pooled)
-    with torch.no_grad():
-        for layer in turned.encoding:
-            layer.phase.uniform_(-1, 1)
+    for layer in turned.encoding:
+        layer.phase.uniform_(-1, 1)
     others = [turned, build(encoding="rotate", encoding_kwargs={"base": 10.0}, **pooled)]
     others.append(build(encoding="cosine", encoding_kwargs=kwargs, **{**pooled, "reg_tokens": 1}))
     for other in others:

@@ -224,6 +224,8 @@ def test_learned_frequencies():
     assert {"encoding.1.theta", "encoding.1.phase"} <= shared.no_weight_decay()
     shared(image()).square().sum().backward()
     assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one a head and layer
+    mixed = lrpe_vit(encoding="cosine", encoding_kwargs={"frequencies": "mixed", "phase": "k"})
+    assert not torch.equal(mixed.encoding[0].omega, mixed.encoding[1].omega)
     assert all(layer.theta.grad.abs().max() > 0 for layer in shared.encoding)
 
     from timm.optim import create_optimizer_v2

@@ -124,7 +124,7 @@ def counted(w):
 
 
 @triton.jit
-def nothing(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
+def nan_unless_finite(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
     """0 for each channel, NaN where one of its frequencies or its phase is not finite, which integers can't say."""
     zero = tl.zeros(o_c.shape, dtype=tl.float32)
     for j in tl.static_range(K):
@@ -162,9 +162,9 @@ def frequencies(
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
     if FIXED:
-        zero = nothing(p_omega, p_phase, o_c, m_c, K)
-        odd = tl.reshape((zero != zero).to(tl.int32), [zero.numel])
-        omega += (tl.max(odd, 0),)
+        zero = nan_unless_finite(p_omega, p_phase, o_c, m_c, K)
+        not_finite = tl.reshape((zero != zero).to(tl.int32), [zero.numel])
+        omega += (tl.max(not_finite, 0),)
     return omega
 
 
@@ -223,7 +223,7 @@ def angle(
         theta = (turn << 1).to(tl.float32) * HALF_TURN
         half = (turn + QUARTER) >> 31
         if omega[K if p_phase is None else K + 1] != 0:  # seldom; a register for each channel would be there always
-            zero = nothing(p_omega, p_phase, o_c, None if C % BLOCK_C == 0 else o_c < C, K)
+            zero = nan_unless_finite(p_omega, p_phase, o_c, None if C % BLOCK_C == 0 else o_c < C, K)
             theta += zero if len(zero.shape) == 2 else zero[None, :]
     else:
         for j in tl.static_range(K):
