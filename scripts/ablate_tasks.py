@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -16,7 +17,7 @@ import torch
 import typer
 
 from . import train_diffusion, train_image, train_video
-from .folder import write
+from .folder import save_whole, write
 from .training import Training, settings_of
 
 Values = dict[str, dict[str, float]]  # positions → size → what is measured, the trained size first
@@ -177,7 +178,7 @@ def train(comparison: Comparison, file: Path, encoding: str, attention: str, see
         result = task.run(comparison.config(folder, encoding, attention, seed))
     result = {**result, "values": task.values(result)}
     for name in task.kept:
-        shutil.copy(folder / name, file.with_suffix(f".{name}"))
+        save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))
     write(file, json.dumps(result))
     (folder / "checkpoint.pt").unlink()
     return result

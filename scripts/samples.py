@@ -23,8 +23,9 @@ def pixels(images: Tensor) -> np.ndarray:
 
 def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
     """Captions, and images (N, H, W, 3) by column, as an npz."""
+    arrays: Any = {"captions": np.array(captions), **columns}
     with path.open("wb") as file:
-        np.savez_compressed(file, captions=np.array(captions), **columns)
+        np.savez_compressed(file, **arrays)
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:

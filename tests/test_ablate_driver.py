@@ -140,6 +140,10 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
     if task == "video":
         assert (results[results.encoding == "none"].value == 100 / 24).all()  # at chance
+    kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
+    assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
+    assert (out / "samples.png").exists() == (task == "diffusion")
+    assert ("samples.png" in ablate_report.section(task, out)) == (task == "diffusion")
 
 
 def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapolated") -> pd.DataFrame:

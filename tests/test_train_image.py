@@ -285,14 +285,16 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-def test_bf16_on_a_gpu(data, tmp_path, compile):
+@pytest.mark.parametrize(("precision", "compile"), [("bf16", False), ("bf16", True), ("fp16", False)])
+def test_16_bits_on_a_gpu(data, tmp_path, precision, compile):
     from accelerate.state import AcceleratorState
 
     def losses(config):
         return [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
 
-    fast = {"device": "cuda", "precision": "bf16", "compile": compile}
+    fast = {"device": "cuda", "precision": precision, "compile": compile}
+    if precision == "fp16":  # scaled losses leave steps out, so that no other run is the same
+        fast["erase"] = 0.2
     try:
         for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):
             same = {"data": data, "encoding": name, **SMALL, "steps": 48, "accumulate": 2}
@@ -303,8 +305,10 @@ def test_bf16_on_a_gpu(data, tmp_path, compile):
             config = ImageTraining(out=tmp_path / name, **{**same, **fast})
             torch.compiler.reset()
             result = train_image.run(config)
-            assert losses(config) == pytest.approx(losses(slow), abs=0.05)
-            if name == "rotate":  # the others need longer to see where a bright half is
+            assert losses(config)[-1] < losses(config)[0]
+            if precision == "bf16":
+                assert losses(config) == pytest.approx(losses(slow), abs=0.05)
+            if name == "rotate" and precision == "bf16":  # others need longer to see where a bright half is
                 assert result["accuracy"]["extrapolated"]["8x8"] > 90
             assert result["peak_mib"] > 1
             assert result["step_ms"] > 0
