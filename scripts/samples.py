@@ -61,7 +61,9 @@ def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[
     chosen = [i for i in captions if i < len(words)] or [0]
     conditions = [name for name in first if name != HELD_OUT]
     shape = 1 + len(loaded), len(chosen) * len(conditions)
-    figure, axes = plt.subplots(*shape, figsize=(0.8 * shape[1] + 1.7, 0.8 * shape[0] + 0.4), squeeze=False)
+    figure, axes = plt.subplots(
+        *shape, figsize=(0.8 * shape[1] + 1.5, 0.8 * shape[0] + 0.4), squeeze=False, layout="constrained"
+    )
     for axis in axes[0]:
         axis.axis("off")
     for block, i in enumerate(chosen):
@@ -75,7 +77,8 @@ def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[
                 _show(row, columns[condition][i])
     for row, name in zip(axes[1:, 0], loaded, strict=True):
         row.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
-    figure.tight_layout(pad=0.2)
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.02, h_pad=0.01, wspace=0, hspace=0)
     canvas: Any = figure.canvas
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
