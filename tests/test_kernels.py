@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lrpe_md import Grid, cosine, launch
+from lrpe_md import Grid, cosine, launch, plans
 from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
@@ -87,13 +87,13 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(
     "cut",
-    [launch.Plan(2, 8, 4, None, 1, 64), launch.Plan(1, 8, 4, None, 3, 1), launch.Plan(2, 16, 4, None, 2, 4)],
+    [plans.Plan(2, 8, 4, None, 1, 64), plans.Plan(1, 8, 4, None, 3, 1), plans.Plan(2, 16, 4, None, 2, 4)],
     ids=["token loop", "parts", "all"],
 )
 def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
     """Programs that loop over blocks of tokens, samples and heads, with parts that don't divide evenly."""
 
-    def plan(map: str, direction: str, num_tokens: int, *_: int) -> launch.Plan:
+    def plan(map: str, direction: str, num_tokens: int, *_: int) -> plans.Plan:
         one_tile = cut._replace(token_programs=-(-num_tokens // cut.block_n), per=cut.block_r)
         return cut if direction == "dtheta" else one_tile
 
@@ -225,19 +225,18 @@ def test_a_frequency_that_is_not_finite_shows(bad):
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
-def test_plans_for_a_gpu(monkeypatch, direction, num_tokens, rows):
+def test_plans_for_a_gpu(direction, num_tokens, rows):
     """What the interpreter does not run: empty calls, and coordinates by sample, whose programs stay one wave."""
-    monkeypatch.setattr(launch, "INTERPRETING", False)
     for map in ("cosine", "rotate"):
         for samples, step in ((1, 1), (256, 1), (1, 9)):
             rows_each = rows // samples
-            chosen = launch.plan(map, direction, num_tokens, 1, rows_each, 12, 64, 2, samples, step)
+            chosen = plans.plan(map, direction, num_tokens, 1, rows_each, 12, 64, 2, samples, step)
             assert chosen.per % chosen.block_r == 0
             assert chosen.per >= chosen.block_r
             if direction == "dtheta":
                 assert chosen.token_programs % step == 0
-                programs = samples * chosen.token_programs * math.prod(launch._parts(rows_each, 12, chosen.per))
-                assert programs <= max(samples, launch.NUM_SM * 16)
+                programs = samples * chosen.token_programs * math.prod(plans.parts(rows_each, 12, chosen.per))
+                assert programs <= max(samples, plans.NUM_SM * 16)
 
 
 @given(
@@ -252,14 +251,14 @@ def test_a_cut_has_the_shortest_walk(token_blocks, samples, heads, block_r, prog
     rows = samples * heads
 
     def fits(across, per):
-        return across * math.prod(launch._parts(rows, heads, per)) <= programs
+        return across * math.prod(plans.parts(rows, heads, per)) <= programs
 
     def walk(across, per):
-        return -(-token_blocks // across) * (launch.NEW_TOKENS + per // block_r)
+        return -(-token_blocks // across) * (plans.NEW_TOKENS + per // block_r)
 
-    across, per = launch.cut(token_blocks, rows, heads, block_r, programs, step)
+    across, per = plans.cut(token_blocks, rows, heads, block_r, programs, step)
     assert across % step == per % block_r == 0
-    assert per * math.prod(launch._parts(rows, heads, per)) >= rows
+    assert per * math.prod(plans.parts(rows, heads, per)) >= rows
     every = [
         (t, p)
         for p in range(block_r, rows + block_r, block_r)
