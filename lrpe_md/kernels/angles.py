@@ -186,7 +186,7 @@ def _of_tokens(hi, lo):
 
 @triton.jit
 def angle(
-    omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
+    omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def angle(
         theta = (turn << 1).to(tl.float32) * HALF_TURN
         half = (turn + QUARTER) >> 31
         if omega[K if p_phase is None else K + 1] != 0:  # seldom; a register for each channel would be there always
-            zero = nan_unless_finite(p_omega, p_phase, o_c, None if C % BLOCK_C == 0 else o_c < C, K)
+            zero = nan_unless_finite(p_omega, p_phase, o_c, m_c, K)
             theta += zero if len(zero.shape) == 2 else zero[None, :]
     else:
         for j in tl.static_range(K):

@@ -232,7 +232,7 @@ def _fetch(
 @triton.jit
 def _angles(
     omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid,
-    o_n, o_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
+    o_n, o_c, m_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
     LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -245,12 +245,12 @@ def _angles(
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
-        omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
+        omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
         C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
     if p_amplitude is not None:
-        amplitude = load_channels(p_amplitude + o_c, None if C % BLOCK_C == 0 else o_c < C).to(cos.dtype)
+        amplitude = load_channels(p_amplitude + o_c, m_c).to(cos.dtype)
         gain = tl.where(m_g[:, None], amplitude if FLAT else amplitude[None, :], 1.0)
         cos *= gain
         sin *= gain
@@ -425,7 +425,7 @@ def lrpe_kernel(
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
             omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
-            start - prefix, num_grid, o_n, o_c, grid,
+            start - prefix, num_grid, o_n, o_c, m_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
         _map(
@@ -446,7 +446,7 @@ def lrpe_kernel(
                 n0 = block * BLOCK_N
             cos, sin, o_g, m_g = _angles(
                 omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
-                start - prefix, num_grid, o_n, o_c, grid,
+                start - prefix, num_grid, o_n, o_c, m_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
