@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ Pairs = Literal["half", "interleaved"] | Sequence[int]
 Order = Literal["cos_sin", "sin_cos"]
 Positions = Grid | Coordinates | Tensor
 
-ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softplus", "softmax")
+ACTIVATIONS, IMPLS, ORDERS = get_args(Act), get_args(Impl), get_args(Order)
 PAIRS = ("half", "interleaved")
-ORDERS = ("cos_sin", "sin_cos")
-IMPLS = ("auto", "triton", "reference")
 
 
 def prepare(

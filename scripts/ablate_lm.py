@@ -26,7 +26,7 @@ from rich.console import Console
 from models.lm import LmConfig
 
 from .common import choose, choose_device, fill, table
-from .folder import environment, missing, open_folder, parse_shard, write
+from .folder import ROOT, environment, from_root, in_words, missing, open_folder, parse_shard, write
 from .lm_data import Text, check_lengths, load_text
 from .plots import OKABE_ITO, STYLE, plt
 from .train_lm import ENCODINGS, EVAL_BYTES, LENGTHS, SCALINGS, SIZES, Config, fit, measure
@@ -36,7 +36,6 @@ TRAINING = {"length": 512, "batch": 64, "steps": 1000, "warmup": 100, "lr": 1e-3
 SMOKE = {"length": 16, "batch": 4, "steps": 4, "warmup": 1, "lr": 5e-3}
 SMOKE_LENGTHS = (16, 32, 64)
 BEGIN, END = "<!-- lm:begin -->", "<!-- lm:end -->"
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results" / "ablate-lm"
 
 
@@ -142,8 +141,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any]) -> str:
         for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
-    where = f"{here['gpu'] or here['cpu']}, torch {here['torch']}, commit {(here['commit'] or 'unknown')[:12]}"
-    lines += [f"{where}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    lines += [f"{in_words(here)}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
     return "\n".join(lines) + "\n"
 
 
@@ -187,10 +185,8 @@ def section(folder: Path) -> str:
     if not (folder / "results.csv").exists():
         return "(No results yet: `python -m scripts.ablate_lm run TEXT`, then `report`.)\n"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shown = folder.resolve()
-    where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
     text = markdown(pd.read_csv(folder / "results.csv"), config)
-    return f"![Bits per byte by length and by position]({where}/lengths.png)\n\n{text}"
+    return f"![Bits per byte by length and by position]({from_root(folder)}/lengths.png)\n\n{text}"
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ from scipy.stats import t as student
 
 from .ablate_tasks import TASKS, collect
 from .common import table
-from .folder import write
+from .folder import ROOT, from_root, in_words, write
 from .plots import OKABE_ITO, STYLE, plt
 from .samples import write_comparison
 
-ROOT = Path(__file__).parents[1]
 KEYS = ["encoding", "attention"]
 POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
 ABSOLUTE = {
@@ -139,8 +138,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
             )
         lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += ["What they cost; medians.", "", *_cost(results, ranking)]
-    where = f"{here['gpu'] or here['cpu']}, torch {here['torch']}, commit {(here['commit'] or 'unknown')[:12]}"
-    return "\n".join([*lines, f"{where}."]) + "\n"
+    return "\n".join([*lines, f"{in_words(here)}."]) + "\n"
 
 
 def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
@@ -219,8 +217,7 @@ def section(task: str, folder: Path) -> str:
     """What the README shows of a folder with table.md and sizes.png, and samples.png where there is one."""
     if not (folder / "table.md").exists():
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
-    shown = folder.resolve()
-    where = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
+    where = from_root(folder)
     text = (folder / "table.md").read_text(encoding="utf-8")
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
     return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"

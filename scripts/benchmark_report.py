@@ -22,9 +22,9 @@ from .benchmark_modes import SMALL
 from .benchmark_peers import OURS, PEERS
 from .benchmark_training_report import BACKBONES, backbones, training
 from .common import fill, table
+from .folder import ROOT
 from .plots import OKABE_ITO, STYLE, plt
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 PASS_NAMES: dict[str, str] = dict(

@@ -176,7 +176,7 @@ class Backbone:
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         """``num`` random samples, as the script's batch takes them."""
-        raise NotImplementedError
+        raise NotImplementedError  # each script's own
 
     def loss(self, model: Any, *inputs: Tensor) -> Tensor:
         return self.script.loss(model, inputs)

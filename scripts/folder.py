@@ -14,6 +14,7 @@ import typer
 
 from .common import git_commit, gpu_name, versions
 
+ROOT = Path(__file__).parents[1]
 T = TypeVar("T")
 
 
@@ -30,6 +31,17 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
 
 def write(path: Path, text: str) -> None:
     save_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """An environment, for a report."""
+    return f"{found['gpu'] or found['cpu']}, torch {found['torch']}, commit {(found['commit'] or 'unknown')[:12]}"
+
+
+def from_root(folder: Path) -> Path:
+    """As the README refers to it."""
+    shown = folder.resolve()
+    return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
 
 
 def parse_shard(shard: str) -> tuple[int, int]:

@@ -171,9 +171,13 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 
 
 @lru_cache(maxsize=1)
-def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> list[Tensor]:
-    """Once for all trainings of a process, unless a file changes. videos: path, bytes and time of the last change."""
-    return [decode(path, size) for path, *_ in videos]
+def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> tuple[Tensor, list[int]]:
+    """All frames, and how many of each video; once for all trainings of a process, unless a file changes.
+
+    videos: path, bytes and time of the last change.
+    """
+    frames = [decode(path, size) for path, *_ in videos]
+    return torch.cat(frames), [len(each) for each in frames]
 
 
 def load_footage(
@@ -181,9 +185,8 @@ def load_footage(
 ) -> Footage:
     """Decode all videos and cut them."""
     stats = [(path, path.stat()) for path in find_videos(paths)]
-    videos = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size)
-    cut = segments([len(video) for video in videos], segment, parts, fold, gap)
-    return Footage(torch.cat(videos).to(device), cut)
+    frames, lengths = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size)
+    return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

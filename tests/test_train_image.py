@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_train_video import flags
 from typer.testing import CliRunner
 
 from lrpe_md import CosineMd, Grid
@@ -262,11 +263,7 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
         assert result.exit_code == 2, result.output
         return result.output
 
-    run = ["--data", str(data), "--out", str(tmp_path / "run"), "--no-tensorboard"]
-    for name, value in SMALL.items():
-        if name != "tensorboard":
-            run += [f"--{name.replace('_', '-')}", str(value)]
-    run += ["--steps", "1"]
+    run = ["--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
     assert "unknown 'rope'" in said(*run, "--encoding", "rope")
     assert "multiple of 4" in said(*run, "--size", "10")
     assert "multiples of 4" in said(*run, "--test-sizes", "10")

@@ -65,6 +65,17 @@ SMALL = {
 }  # fmt: skip
 
 
+def flags(options: dict) -> list[str]:
+    """As they are on a command line."""
+    given = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        given += (
+            [f"--{option if value else f'no-{option}'}"] if isinstance(value, bool) else [f"--{option}", str(value)]
+        )
+    return given
+
+
 # --- footage ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +167,25 @@ def test_tasks_show_each_clip_in_the_order_of_its_label():
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
+def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
+    calls = []
+
+    def decode(path, size):
+        calls.append(path.name)
+        return torch.full((len(path.read_bytes()), 3, size, size), len(calls), dtype=torch.uint8)
+
+    monkeypatch.setattr(video_data, "decode", decode)
+    for name, length in (("a.mp4", 40), ("b.mp4", 50)):
+        (tmp_path / name).write_bytes(bytes(length))
+    cut = {"segment": 20, "parts": 2, "fold": 0, "gap": 2, "device": torch.device("cpu")}
+    first, again = (video_data.load_footage([tmp_path], 4, **cut) for _ in range(2))
+    assert calls == ["a.mp4", "b.mp4"]
+    assert first.frames[:, 0, 0, 0].tolist() == [1] * 40 + [2] * 50
+    assert (again.digest, again.segments) == (first.digest, first.segments)
+    (tmp_path / "a.mp4").write_bytes(bytes(30))
+    assert video_data.load_footage([tmp_path], 4, **cut).frames[:, 0, 0, 0].tolist() == [3] * 30 + [4] * 50
+
+
 @needs_decoder
 def test_the_loss_falls_and_the_arrow_of_time_is_seen(footage, tmp_path):
     config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
@@ -199,11 +229,7 @@ def test_the_command_line_says_what_is_wrong(footage, tmp_path):
         assert result.exit_code == 2, result.output
         return result.output
 
-    run = ["--data", str(footage), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    for name, value in SMALL.items():
-        if name not in ("device", "tensorboard", "motion"):
-            run += [f"--{name.replace('_', '-')}", str(value)]
-    run += ["--no-tensorboard", "--no-motion", "--steps", "2"]
+    run = ["--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
     assert "unknown 'rope'" in said(*run, "--encoding", "rope")
     assert "multiple of 4" in said(*run, "--size", "10")
     assert "expected a multiple of 3" in said(*run, "--accumulate", "3")
