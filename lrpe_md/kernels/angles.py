@@ -25,8 +25,8 @@ def divide(o, magic, shift):
 
 
 @triton.jit
-def index(o_g, m_g, grid, j: tl.constexpr, K: tl.constexpr):
-    """Index on axis j, int32, of the tokens with index o_g on the grid; 0 for those off it (m_g False)."""
+def index(o_g, grid, j: tl.constexpr, K: tl.constexpr):
+    """Index on axis j, int32, of the tokens with index o_g on the grid."""
     n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
     FASTER: tl.constexpr = K - 1 - j
     s = o_g
@@ -43,7 +43,7 @@ def index(o_g, m_g, grid, j: tl.constexpr, K: tl.constexpr):
             s = s - divide(s, magic2, shift2) * n2
         else:
             s = s - divide(s, magic3, shift3) * n3
-    return tl.where(m_g, s, 0)
+    return s
 
 
 @triton.jit
@@ -51,11 +51,11 @@ def coordinate(
     o_g, m_g, p_coords, p_affine, grid,
     j: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False)."""
+    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0)."""
     if EXPLICIT:
         s = tl.load(p_coords + o_g.to(tl.int64) * K + j, mask=m_g, other=0)
     else:
-        s = index(o_g, m_g, grid, j, K)
+        s = index(o_g, grid, j, K)
         if p_coords is not None:  # the grid's origin
             s = tl.where(m_g, s + tl.load(p_coords + j).to(tl.int64), 0)
         if AFFINE:
@@ -124,14 +124,14 @@ def counted(w):
 
 
 @triton.jit
-def nan_unless_finite(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
-    """0 for each channel, NaN where one of its frequencies or its phase is not finite, which integers can't say."""
+def not_finite(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
+    """1 for each channel that has a frequency or a phase that is not finite, which integers can't say; otherwise 0."""
     zero = tl.zeros(o_c.shape, dtype=tl.float32)
     for j in tl.static_range(K):
         zero += load_channels(p_omega + o_c * K + j, m_c).to(tl.float32) * 0.0
     if p_phase is not None:
         zero += load_channels(p_phase + o_c, m_c).to(tl.float32) * 0.0
-    return zero
+    return (zero != zero).to(tl.uint32)
 
 
 @triton.jit
@@ -140,8 +140,9 @@ def frequencies(
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE. If FIXED fixed point of turns for both, and then whether a frequency is not finite. o_c:
-    the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are, None: all.
+    float64 radians if WIDE. If FIXED fixed point of turns for both; the lowest bit of the first says whether one of
+    them is not finite. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are,
+    None: all.
     """
     omega = ()
     for j in tl.static_range(K):
@@ -150,6 +151,8 @@ def frequencies(
             hi, lo = w.to(tl.float64), w
         elif FIXED:
             hi, lo = counted(w)
+            if j == 0:
+                lo = (lo & 0xFFFFFFFE) | not_finite(p_omega, p_phase, o_c, m_c, K)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
         omega += (_of_tokens(hi, lo),)
@@ -161,10 +164,6 @@ def frequencies(
             hi = phase.to(tl.float64 if WIDE else tl.float32)
             lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
-    if FIXED:
-        zero = nan_unless_finite(p_omega, p_phase, o_c, m_c, K)
-        not_finite = tl.reshape((zero != zero).to(tl.int32), [zero.numel])
-        omega += (tl.max(not_finite, 0),)
     return omega
 
 
@@ -186,7 +185,7 @@ def _of_tokens(hi, lo):
 
 @triton.jit
 def angle(
-    omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, m_c, grid,
+    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
     C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
     WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -215,16 +214,16 @@ def angle(
     elif FIXED:
         turn = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
         for j in tl.static_range(K):
-            s = index(o_g, m_g, grid, j, K)[:, None]
+            s = index(o_g, grid, j, K)[:, None]
             w_hi, w_lo = omega[j]
             turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
         if p_phase is not None:  # one more axis: position 1 on the grid and 0 off it, frequency φ
             turn += m_g.to(tl.int32)[:, None] * omega[K][0]
         theta = (turn << 1).to(tl.float32) * HALF_TURN
         half = (turn + QUARTER) >> 31
-        if omega[K if p_phase is None else K + 1] != 0:  # seldom; a register for each channel would be there always
-            zero = nan_unless_finite(p_omega, p_phase, o_c, m_c, K)
-            theta += zero if len(zero.shape) == 2 else zero[None, :]
+        # All ones are a NaN. A bit: what is not finite would take a register for each channel, or a branch.
+        marked = (omega[0][1] << 31).to(tl.int32, bitcast=True) >> 31
+        theta = (theta.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
     else:
         for j in tl.static_range(K):
             s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
-from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs
+from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs, upcast
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def _cosine(
     m_n = o_n < num
     dtheta = cos
     if LOAD_X:
-        x = x.to(ACC)
+        x = upcast(x, ACC, PTX)
         if DIM == -1:
             e = masked_exp(x, masked_max(x, D, BLOCK_C), D, PTX, BLOCK_C)
             x_bar = e * reciprocal(tl.sum(e, axis=1), PTX)[:, None]
@@ -40,8 +40,8 @@ def _cosine(
         else:
             x_bar = activate(x, ACT, PTX)
     if BACKWARD:
-        dy_cos = dy_cos.to(ACC)
-        dy_sin = dy_sin.to(ACC)
+        dy_cos = upcast(dy_cos, ACC, PTX)
+        dy_sin = upcast(dy_sin, ACC, PTX)
         dx = dy_cos * cos + dy_sin * sin
         if NEED_DTHETA:
             dtheta = x_bar * (dy_sin * cos - dy_cos * sin)
@@ -74,13 +74,11 @@ def _rotate(
     m_n = o_n < num
     dtheta = cos
     if LOAD_X:
-        xa, xb = apart(xa, xb, INTERLEAVED, BLOCK_N, BLOCK_C)
-        xa = xa.to(ACC)
-        xb = xb.to(ACC)
+        xa, xb = apart(upcast(xa, ACC, PTX), upcast(xb, ACC, PTX), INTERLEAVED, BLOCK_N, BLOCK_C)
         if BLOCK_HEAD > 0:
-            xh = load(x_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            xh = upcast(load(x_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD), ACC, PTX)
         if BLOCK_TAIL > 0:
-            xt = load(x_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            xt = upcast(load(x_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL), ACC, PTX)
         if DIM == -1:
             top = tl.maximum(masked_max(xa, C, BLOCK_C), masked_max(xb, C, BLOCK_C))
             if BLOCK_HEAD > 0:
@@ -122,17 +120,15 @@ def _rotate(
             if BLOCK_TAIL > 0:
                 t_bar = activate(xt, ACT, PTX)
     if BACKWARD:
-        ga, gb = apart(ga, gb, INTERLEAVED, BLOCK_N, BLOCK_C)
-        ga = ga.to(ACC)
-        gb = gb.to(ACC)
+        ga, gb = apart(upcast(ga, ACC, PTX), upcast(gb, ACC, PTX), INTERLEAVED, BLOCK_N, BLOCK_C)
         a = ga * cos + gb * sin
         b = gb * cos - ga * sin
         if NEED_DTHETA:
             dtheta = a_bar * b - b_bar * a
         if BLOCK_HEAD > 0:
-            h = load(dy_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD).to(ACC)
+            h = upcast(load(dy_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD), ACC, PTX)
         if BLOCK_TAIL > 0:
-            t = load(dy_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL).to(ACC)
+            t = upcast(load(dy_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL), ACC, PTX)
         if DIM == -1:
             dot = tl.sum(a_bar * a + b_bar * b, axis=1)
             if BLOCK_HEAD > 0:
@@ -239,13 +235,13 @@ def _angles(
     """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
     m_n = n0 + o_n < N
     o_g = n0 + o_n + first_index
-    m_g = m_n & (o_g >= 0) & (o_g < num_grid)
-    o_g = tl.where(m_g, o_g, 0)
+    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
+    o_g = tl.where(m_g, o_g, 0)
     o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
     theta, half = angle(
-        omega, p_omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, m_c, grid,
+        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
         C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
     )  # fmt: skip
     cos, sin = cos_sin(theta, half, WIDE, FAST)
