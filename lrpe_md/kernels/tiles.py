@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _step(o, stride, LONG: tl.constexpr):
-    """o · stride in 64 bits, neither negative; of unsigned 32-bit factors that is one instruction, of signed ones four."""
+    """o · stride in 64 bits, neither of them negative; of unsigned 32-bit factors that is one instruction."""
     if LONG:
         return tl.cast(o, tl.int64) * stride
     else:
@@ -101,9 +101,11 @@ def store(
 
 @triton.jit
 def upcast(x, ACC: tl.constexpr, PTX: tl.constexpr):
-    """To the dtype of the arithmetic. A bfloat16 is the upper half of a float32: the compiler takes three instructions
-    for two that were loaded in one register."""
-    if PTX and x.dtype == tl.bfloat16 and ACC == tl.float32:
+    """To the dtype of the arithmetic.
+
+    A bfloat16 is the upper half of a float32; the compiler takes three instructions for two of them in one register.
+    """
+    if PTX and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
         )
