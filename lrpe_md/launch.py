@@ -188,8 +188,12 @@ def _numbers(
         flat = channels // block_c
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
-    activated = spec.act != "none" or bool(spec.dim)
-    direction = "dtheta" if need_dtheta else "backward" if dys else "activated" if activated else "forward"
+    if dys:
+        direction = "dtheta" if need_dtheta else "backward"
+    elif spec.act != "none" or spec.dim:
+        direction = "activated"
+    else:
+        direction = "forward" if layout.sizes else "coordinates"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
     step = flat if flat and need_dtheta else 1  # each thread stays with its channels
