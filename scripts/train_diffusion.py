@@ -63,10 +63,12 @@ class DiffusionTraining(Training):
 
     Command: python -m scripts.train_diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
-    Cost: 20.9 M parameters, 256 patches an image at 32×32; made for one GPU.
+    Cost: 20.9 M parameters, 256 patches an image at 32×32: 2,500 steps are three to five minutes on an H200 that five
+    share.
 
-    Expect: a loss of 1 + the images' mean square at first, since the model begins at zero: 1.66 for emoji. The held-out
-    loss is at the same times and noise for every encoding.
+    Expect: a loss of 1 + the images' mean square at first, since the model begins at zero: 1.66 for emoji. At the end
+    0.142 to 0.146 on held-out captions (linear attention 0.171 to 0.177, without positions 0.303). The held-out loss is
+    at the same times and noise for every encoding.
     """
 
     steps: int = option(2500, "Steps of the optimiser.")

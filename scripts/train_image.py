@@ -86,7 +86,7 @@ class ImageTraining(Training):
     Cost: 1,200 steps of 256 images of 14×14 patches are five epochs of Fashion-MNIST; 3.6 M parameters, 1.3e15
     floating-point operations: about a minute on an H200 that five or six trainings share, hours on a CPU.
 
-    Expect: on Fashion-MNIST 82.7% at the trained size with the default rotation, 72 to 90% with the others; less at
+    Expect: on Fashion-MNIST 82.8% at the trained size with the default rotation, 72 to 90% with the others; less at
     other sizes.
     """
 
