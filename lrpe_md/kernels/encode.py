@@ -227,7 +227,7 @@ def _fetch(
 
 @triton.jit
 def _angles(
-    omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid,
+    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid,
     o_n, o_c, m_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
     LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
@@ -420,7 +420,7 @@ def lrpe_kernel(
         )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
-            omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
+            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
             start - prefix, num_grid, o_n, o_c, m_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
@@ -441,7 +441,7 @@ def lrpe_kernel(
             else:
                 n0 = block * BLOCK_N
             cos, sin, o_g, m_g = _angles(
-                omega, p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
+                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
                 start - prefix, num_grid, o_n, o_c, m_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
