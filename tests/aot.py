@@ -199,6 +199,9 @@ def call(case: SimpleNamespace) -> None:
     launch.backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need, need and case.phase)
 
 
+ZEROS = {"0f00000000", "0f80000000"}
+
+
 def findings(ptx: str) -> dict[str, Any]:
     """What the tests read in PTX.
 
@@ -210,18 +213,27 @@ def findings(ptx: str) -> dict[str, Any]:
     for line in ptx.splitlines():
         if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
             definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
+
+    def is_zero(value: str) -> bool:
+        return value in ZEROS or definitions.get(value, ("", [""]))[1][0] in ZEROS
+
+    def unsigned(value: str) -> str:
+        op, operands = definitions.get(value, ("", [value]))
+        return operands[-1] if op == "neg.f32" or (op == "sub.f32" and is_zero(operands[0])) else value
+
     exact, residues = set(), set()
     for op, operands in definitions.values():
-        if op != "fma.rn.f32":
+        if op != "fma.rn.f32" or is_zero(operands[2]):
             continue
         *factors, addend = operands
-        op, (addend, *_) = definitions.get(addend, ("", [addend]))
-        if op == "neg.f32":
-            op, operands = definitions.get(addend, ("", []))
-            if op.startswith("cvt.rmi") or "0fCB400000" in operands:  # floor, or less 1.5 · 2^23
-                exact.add(tuple(sorted(factors)))
-            elif op.startswith("mul") and sorted(operands) == sorted(factors):
-                residues.add(tuple(sorted(factors)))
+        op, operands = definitions.get(unsigned(addend), ("", []))
+        negative = unsigned(addend) != addend
+        if negative and (op.startswith("cvt.rmi") or "0fCB400000" in operands):  # floor, or less 1.5 · 2^23
+            exact.add(tuple(sorted(factors)))
+            continue
+        product = op.startswith("mul") or (op == "fma.rn.f32" and is_zero(operands[2]))
+        if product and sorted(map(unsigned, operands[:2])) == sorted(factors):
+            residues.add(tuple(sorted(factors)))
     narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
     counted = "0f2F800000" in ptx  # 2^-32
     twice = len(exact & residues)
