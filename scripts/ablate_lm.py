@@ -120,7 +120,7 @@ def ranking(results: Any) -> list[str]:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any]) -> str:
-    settings, here = config["settings"], config["environments"][0]
+    settings = config["settings"]
     trained, seeds = settings["training"]["length"], settings["seeds"]
     results = results.assign(name=names(results))
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
@@ -141,7 +141,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any]) -> str:
         for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
-    lines += [f"{in_words(here)}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    lines += [f"{in_words(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
     return "\n".join(lines) + "\n"
 
 

@@ -24,6 +24,7 @@ ABSOLUTE = {
     "video": "A learned table is resampled to the grid of the clip in both tables.",
     "diffusion": "",
 }
+DIFFERENCE, COST = "Difference to ", "What they cost"  # tables that the README leaves out begin so
 COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
 MARKERS = "osD^vPX*"
 
@@ -106,7 +107,7 @@ def _cost(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """The tables, best at the trained size first."""
-    settings, here = config["settings"], config["environments"][0]
+    settings = config["settings"]
     task, training = TASKS[settings["task"]], settings["training"]
     digits = 1 if task.higher else 4
     trained = results[results["size"] == sizes(results)[0]]
@@ -136,9 +137,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
                 ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
                 "comparisons, of which one in twenty excludes it by chance"
             )
-        lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
-    lines += ["What they cost; medians.", "", *_cost(results, ranking)]
-    return "\n".join([*lines, f"{in_words(here)}."]) + "\n"
+        lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+    lines += [f"{COST}; medians.", "", *_cost(results, ranking)]
+    return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
 
 
 def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
@@ -214,10 +215,14 @@ def markers(task: str) -> tuple[str, str]:
 
 
 def section(task: str, folder: Path) -> str:
-    """What the README shows of a folder with table.md and sizes.png, and samples.png where there is one."""
+    """What the README shows of a folder with table.md, which it has the first tables of, and sizes.png, and samples.png
+    where there is one."""
     if not (folder / "table.md").exists():
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
     where = from_root(folder)
     text = (folder / "table.md").read_text(encoding="utf-8")
+    start = min((at for begin in (DIFFERENCE, COST) if (at := text.find(f"\n{begin}")) >= 0), default=len(text))
+    if start < len(text):
+        text = f"{text[:start]}\n[Paired differences, and what the trainings cost]({where}/table.md)\n"
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
     return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"

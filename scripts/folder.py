@@ -33,9 +33,11 @@ def write(path: Path, text: str) -> None:
     save_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def in_words(found: dict[str, Any]) -> str:
-    """An environment, for a report."""
-    return f"{found['gpu'] or found['cpu']}, torch {found['torch']}, commit {(found['commit'] or 'unknown')[:12]}"
+def in_words(environments: list[dict[str, Any]]) -> str:
+    """Environments, for a report: machines and versions, and commits."""
+    where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
+    commits = dict.fromkeys((found["commit"] or "unknown")[:12] for found in environments)
+    return f"{' and '.join(where)}, commit {', '.join(commits)}"
 
 
 def from_root(folder: Path) -> Path:

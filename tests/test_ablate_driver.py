@@ -261,11 +261,13 @@ def test_the_readme_is_filled_in(tmp_path, monkeypatch):
     readme.write_text(text)
     folder = tmp_path / "ablate-image"
     folder.mkdir()
-    (folder / "table.md").write_text("the table\n")
+    (folder / "table.md").write_text(f"the table\n\n{ablate_report.DIFFERENCE}rotate.\n\nthe details\n")
     monkeypatch.setattr(ablate_driver, "committed", lambda task: tmp_path / f"ablate-{task}")
     monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
     assert invoke("report", "--readme", str(readme)).exit_code == 0
     filled = readme.read_text()
     assert "old" not in filled
     assert "the table" in filled
+    assert "the details" not in filled
+    assert "ablate-image/table.md)" in filled
     assert filled.count("No results yet") == len(TASKS) - 1
