@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,8 @@ def section(task: str, folder: Path) -> str:
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
     where = from_root(folder)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    start = min((at for begin in (DIFFERENCE, COST) if (at := text.find(f"\n{begin}")) >= 0), default=len(text))
-    if start < len(text):
-        text = f"{text[:start]}\n[Paired differences, and what the trainings cost]({where}/table.md)\n"
+    text, *details = re.split(f"^(?:{DIFFERENCE}|{COST})", text, maxsplit=1, flags=re.MULTILINE)
+    if details:
+        text += f"[Paired differences, and what the trainings cost]({where}/table.md)\n"
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
     return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"

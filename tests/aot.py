@@ -215,7 +215,8 @@ def findings(ptx: str) -> dict[str, Any]:
             definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
 
     def is_zero(value: str) -> bool:
-        return value in ZEROS or definitions.get(value, ("", [""]))[1][0] in ZEROS
+        op, operands = definitions.get(value, ("mov", [value]))
+        return op.startswith("mov") and operands[0] in ZEROS
 
     def unsigned(value: str) -> str:
         op, operands = definitions.get(value, ("", [value]))
@@ -226,9 +227,9 @@ def findings(ptx: str) -> dict[str, Any]:
         if op != "fma.rn.f32" or is_zero(operands[2]):
             continue
         *factors, addend = operands
-        op, operands = definitions.get(unsigned(addend), ("", []))
-        negative = unsigned(addend) != addend
-        if negative and (op.startswith("cvt.rmi") or "0fCB400000" in operands):  # floor, or less 1.5 · 2^23
+        value = unsigned(addend)
+        op, operands = definitions.get(value, ("", []))
+        if value != addend and (op.startswith("cvt.rmi") or "0fCB400000" in operands):  # floor, or less 1.5 · 2^23
             exact.add(tuple(sorted(factors)))
             continue
         product = op.startswith("mul") or (op == "fma.rn.f32" and is_zero(operands[2]))

@@ -420,8 +420,8 @@ def lrpe_kernel(
         )  # fmt: skip
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
-            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
-            start - prefix, num_grid, o_n, o_c, m_c, grid,
+            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
+            num_grid, o_n, o_c, m_c, grid,
             C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
         )  # fmt: skip
         _map(
@@ -441,8 +441,8 @@ def lrpe_kernel(
             else:
                 n0 = block * BLOCK_N
             cos, sin, o_g, m_g = _angles(
-                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N,
-                start - prefix, num_grid, o_n, o_c, m_c, grid,
+                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
+                num_grid, o_n, o_c, m_c, grid,
                 C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
             )  # fmt: skip
             dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
