@@ -188,9 +188,10 @@ def _numbers(
         flat = channels // block_c
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
+    activated = spec.act != "none" or bool(spec.dim)
     if dys:
-        direction = "dtheta" if need_dtheta else "backward"
-    elif spec.act != "none" or spec.dim:
+        direction = "backward" if not need_dtheta else "dtheta activated" if activated else "dtheta"
+    elif activated:
         direction = "activated"
     else:
         direction = "forward" if layout.sizes else "coordinates"

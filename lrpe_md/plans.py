@@ -35,11 +35,13 @@ TILES = {
     (2, "cosine", "coordinates"): (_FEW, _FEW, _16),
     (2, "cosine", "activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
-    (2, "cosine", "dtheta"): ((2, 256, 1, 128), (2, 256, 1, 128), (2, 1024, 4, 128)),
+    (2, "cosine", "dtheta"): ((2, 512, 2, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
+    (2, "cosine", "dtheta activated"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
     (2, "rotate", "forward"): (_MANY, _16, _16),
     (2, "rotate", "activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
     (2, "rotate", "dtheta"): ((2, 512, 1, 168), (2, 512, 1, 168), (2, 1024, 2, 168)),
+    (2, "rotate", "dtheta activated"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
     (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None), (1, 512, 1, None)),
     (4, "cosine", "backward"): ((2, 128, 1, None), (2, 128, 1, None), (2, 128, 1, None)),
     (4, "cosine", "dtheta"): ((2, 1024, 4, 168), (2, 1024, 4, 168), (2, 1024, 4, 168)),
@@ -47,6 +49,8 @@ TILES = {
     (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
     (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
 }
+# Of passes that share the tiles of another where they have none of their own.
+PLAIN = {"activated": "forward", "coordinates": "forward", "dtheta activated": "dtheta"}
 _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
@@ -58,10 +62,11 @@ NEW_TOKENS = 8
 
 def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
     """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
+    plain = PLAIN.get(direction, direction)
     if itemsize == 8:
-        rows, elements, num_warps, max_registers = (*_64[:3], 255) if direction == "dtheta" else _64
+        rows, elements, num_warps, max_registers = (*_64[:3], 255) if plain == "dtheta" else _64
     else:
-        tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, "forward"]
+        tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, plain]
         rows, elements, num_warps, max_registers = tiles[(width > 8) + (width > 64)]
     return rows, max(1, elements // width), num_warps, max_registers
 
@@ -74,7 +79,8 @@ def plan(
 
     Args:
         direction: "forward", "activated" where that has an activation, "coordinates" where it reads positions instead
-            of a grid's, "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient.
+            of a grid's, "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient, and
+            "dtheta activated" where it has an activation.
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.

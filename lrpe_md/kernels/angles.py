@@ -124,13 +124,11 @@ def counted(w):
 
 
 @triton.jit
-def not_finite(p_omega, p_phase, o_c, m_c, K: tl.constexpr):
+def not_finite(loaded):
     """1 for each channel that has a frequency or a phase that is not finite, which integers can't say; otherwise 0."""
-    zero = tl.zeros(o_c.shape, dtype=tl.float32)
-    for j in tl.static_range(K):
-        zero += load_channels(p_omega + o_c * K + j, m_c).to(tl.float32) * 0.0
-    if p_phase is not None:
-        zero += load_channels(p_phase + o_c, m_c).to(tl.float32) * 0.0
+    zero = loaded[0].to(tl.float32) * 0.0
+    for i in tl.static_range(1, len(loaded)):
+        zero += loaded[i].to(tl.float32) * 0.0
     return (zero != zero).to(tl.uint32)
 
 
@@ -144,25 +142,23 @@ def frequencies(
     them is not finite. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are,
     None: all.
     """
-    omega = ()
+    loaded = ()
     for j in tl.static_range(K):
-        w = load_channels(p_omega + o_c * K + j, m_c)
-        if WIDE:
-            hi, lo = w.to(tl.float64), w
-        elif FIXED:
+        loaded += (load_channels(p_omega + o_c * K + j, m_c),)
+    if p_phase is not None:
+        loaded += (load_channels(p_phase + o_c, m_c),)
+    omega = ()
+    for j in tl.static_range(len(loaded)):
+        w = loaded[j]
+        if FIXED:
             hi, lo = counted(w)
             if j == 0:
-                lo = (lo & 0xFFFFFFFE) | not_finite(p_omega, p_phase, o_c, m_c, K)
+                lo = (lo & 0xFFFFFFFE) | not_finite(loaded)
+        elif WIDE or j == K:
+            hi = w.to(tl.float64 if WIDE else tl.float32)
+            lo = (w - hi.to(w.dtype)).to(hi.dtype)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
-        omega += (_of_tokens(hi, lo),)
-    if p_phase is not None:
-        phase = load_channels(p_phase + o_c, m_c)
-        if FIXED:
-            hi, lo = counted(phase)
-        else:
-            hi = phase.to(tl.float64 if WIDE else tl.float32)
-            lo = (phase - hi.to(phase.dtype)).to(hi.dtype)
         omega += (_of_tokens(hi, lo),)
     return omega
 
