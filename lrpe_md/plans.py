@@ -25,9 +25,10 @@ class Plan(NamedTuple):
 # Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 4% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, with dω as for 64. "activated" is a
-# forward that has an activation to hide, "coordinates" one that reads its positions: both want more on their way
-# (coordinates 0.91 of the copy's speed with two rows a tile, 0.86 with one, 64×64). float64 is not tuned.
+# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. With silu and dω
+# ("dtheta activated") within 5%; 8 wide as for 64. "activated" is a forward with an activation to hide, "coordinates"
+# one that reads its positions: both want more on their way (coordinates 0.91 of the copy's speed with two rows a tile,
+# 0.86 with one, 64×64). float64 is not tuned.
 _16 = (2, 512, 1, None)
 _ONE, _FEW, _MANY = (1, 512, 1, None), (2, 256, 1, None), (4, 256, 1, None)
 TILES = {
@@ -35,16 +36,16 @@ TILES = {
     (2, "cosine", "coordinates"): (_FEW, _FEW, _16),
     (2, "cosine", "activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
-    (2, "cosine", "dtheta"): ((2, 512, 2, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
+    (2, "cosine", "dtheta"): ((4, 512, 4, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
     (2, "cosine", "dtheta activated"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
     (2, "rotate", "forward"): (_MANY, _16, _16),
     (2, "rotate", "activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
-    (2, "rotate", "dtheta"): ((2, 512, 1, 168), (2, 512, 1, 168), (2, 1024, 2, 168)),
+    (2, "rotate", "dtheta"): ((2, 1024, 4, 128), (2, 512, 1, 168), (2, 1024, 2, 168)),
     (2, "rotate", "dtheta activated"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
     (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None), (1, 512, 1, None)),
     (4, "cosine", "backward"): ((2, 128, 1, None), (2, 128, 1, None), (2, 128, 1, None)),
-    (4, "cosine", "dtheta"): ((2, 1024, 4, 168), (2, 1024, 4, 168), (2, 1024, 4, 168)),
+    (4, "cosine", "dtheta"): ((2, 512, 4, 96), (2, 512, 4, 96), (2, 512, 4, 96)),
     (4, "rotate", "forward"): (_FEW, _FEW, _FEW),
     (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
     (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),

@@ -92,7 +92,6 @@ class ImageTraining(Training):
 
     steps: int = option(1200, "Steps of the optimiser.")
     batch: int = option(256, "Images a step, over all processes and micro-batches.")
-    lr: float = option(2e-3, "Learning rate after the warm-up; a cosine takes it to 0.")
     warmup: int = option(120, "Steps of the warm-up.")
     data: Path = field(metadata={"help": "Folder of images; see the top of the file.", "free": True})
     dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
