@@ -66,7 +66,7 @@ class VideoTraining(Training):
     Expect: --encoding none and space-only at chance (50% for arrow, 4.2% for order), exactly but for ties, at any
     length, since nothing tells them the order of frames. Cosine without a phase is at chance for arrow, too: its q·k is
     even in the distance, so that a clip and its reverse are the same to it. For order 3,000 steps take the others to
-    30 to 58% or leave them at chance, where they stay for some hundred to some thousand steps before they take off.
+    20 to 60% or leave them at chance, where they stay for some hundred to some thousand steps before they take off.
     Eleven minutes of footage are learned by heart for arrow (43 to 54% on other minutes of them). What compression does
     to frames between key frames can betray the direction as well as motion does; small sizes hide most of it.
     """
