@@ -25,7 +25,7 @@ ABSOLUTE = {
     "video": "A learned table is resampled to the grid of the clip in both tables.",
     "diffusion": "",
 }
-DIFFERENCE, COST = "Difference to ", "What they cost"  # tables that the README leaves out begin so
+DIFFERENCE, TRAININGS = "Difference to ", "The trainings"  # tables that the README leaves out begin so
 COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
 MARKERS = "osD^vPX*"
 
@@ -87,10 +87,12 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     return lines
 
 
-def _cost(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Parameters, and medians over the seeds of the step, the speed and the memory."""
+def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
+    """Over the seeds the largest rise of the loss, and medians of what else the trainings say of themselves."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
-    found = runs.groupby(KEYS)[["params", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
+    groups: Any = runs.groupby(KEYS)
+    found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
+    found["loss_rise"] = groups["loss_rise"].max()
 
     def cell(value: float, form: str) -> str:
         return "" if pd.isna(value) else format(value, form)
@@ -99,10 +101,13 @@ def _cost(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     for key in ranking:
         row: Any = found.loc[key]
         rows.append(
-            [*key, f"{row.params:,.0f}", cell(row.step_ms, ".1f"), cell(row.tokens / row.step_ms / 1000, ".2f"),
-             cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
+            [*key, f"{row.params:,.0f}", f"{row.loss:.3f}", cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
+             cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
         )  # fmt: skip
-    head = [*KEYS, "parameters", "ms a step", "million tokens a second", "peak memory, GiB", "s a training"]
+    head = [
+        *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
+        "s a training",
+    ]  # fmt: skip
     return table(head, rows, len(KEYS))
 
 
@@ -139,7 +144,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
                 "comparisons, of which one in twenty excludes it by chance"
             )
         lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
-    lines += [f"{COST}; medians.", "", *_cost(results, ranking)]
+    lines += [
+        f"{TRAININGS}: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
+        "above the others' it says that the learning rate was too high for that encoding.",
+        "",
+        *_trainings(results, ranking),
+    ]
     return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
 
 
@@ -222,8 +232,8 @@ def section(task: str, folder: Path) -> str:
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
     where = from_root(folder)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    text, *details = re.split(f"^(?:{DIFFERENCE}|{COST})", text, maxsplit=1, flags=re.MULTILINE)
+    text, *details = re.split(f"^(?:{DIFFERENCE}|{TRAININGS})", text, maxsplit=1, flags=re.MULTILINE)
     if details:
-        text += f"[Paired differences, and what the trainings cost]({where}/table.md)\n"
+        text += f"[Paired differences, and the trainings: loss, time, memory]({where}/table.md)\n"
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
     return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"

@@ -184,7 +184,9 @@ def train(comparison: Comparison, file: Path, encoding: str, attention: str, see
     return result
 
 
-COLUMNS = ("encoding", "attention", "seed", "params", "loss", "train_seconds", "step_ms", "peak_mib", "tokens")
+COLUMNS = (
+    "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
+)  # fmt: skip
 
 
 def collect(files: Iterable[Path]) -> pd.DataFrame:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .common import git_commit, gpu_name, versions
 from .folder import save_whole, write
@@ -20,11 +22,17 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
     fit()
     seconds, accelerator = time.perf_counter() - since, trainer.accelerator
     return {
-        "loss": trainer.history[-1]["loss"], "params": sum(p.numel() for p in trainer.raw.parameters()),
+        "loss": trainer.history[-1]["loss"], "loss_rise": largest_rise([row["loss"] for row in trainer.history]),
+        "params": sum(p.numel() for p in trainer.raw.parameters()),
         "train_steps_timed": trainer.config.steps - first, "train_seconds": round(seconds, 1), **trainer.cost(),
         "processes": accelerator.num_processes, "gpu": gpu_name(accelerator.device), "commit": git_commit() or None,
         **versions("torch", "timm", "accelerate"),
     }  # fmt: skip
+
+
+def largest_rise(losses: Sequence[float]) -> float:
+    """Of a loss over an earlier one: far above its noise where the learning rate was too high. NaN where one is."""
+    return float(np.max(losses - np.minimum.accumulate(losses)))
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from scripts import ablate, ablate_driver, ablate_report, ablate_tasks
 from scripts.ablate_tasks import TASKS, Comparison, overrides
 from scripts.common import fill
+from scripts.outcome import largest_rise
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--set", "size=8", "--set", "patch=4", "--set", "test_sizes=12,8x12", "--set", "dim=24"]
@@ -146,10 +147,20 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     assert ("samples.png" in ablate_report.section(task, out)) == (task == "diffusion")
 
 
+def test_the_largest_rise_of_a_loss():
+    assert largest_rise([3.0, 2.0, 1.0]) == 0
+    assert largest_rise([3.0, 1.0, 2.0, 1.5, 0.5, 1.0]) == 1
+    assert np.isnan(largest_rise([3.0, float("nan"), 1.0]))
+
+
 def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapolated") -> pd.DataFrame:
     rows = [
-        {"encoding": name, "attention": "softmax", "seed": seed, "params": 1000, "train_seconds": 30.0, "step_ms": 4.0,
-         "peak_mib": 2048.0, "tokens": 8000, "positions": positions, "size": size, "value": value}
+        {
+            "encoding": name, "attention": "softmax", "seed": seed, "params": 1000, "loss": 0.5,
+            "loss_rise": 0.01 * seed, "train_seconds": 30.0, "step_ms": 4.0, "peak_mib": 2048.0, "tokens": 8000,
+            "positions": positions,
+            "size": size, "value": value,
+        }
         for (name, size), each in values.items() for seed, value in enumerate(each)
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -189,7 +200,7 @@ def test_numbers_of_the_table(task, tmp_path):
     line = next(line for line in table.splitlines() if line.startswith("| cosine | softmax | **"))
     assert line.startswith(f"| cosine | softmax | **-1.{'0' * digits} ± 0.")  # 1 ± 0.248: not zero
     assert f"| {-19 / 3 + 19 / 3 + 1 / 3:+.{digits}f} ± " in line  # 20x20: not told apart
-    assert "| cosine | softmax | 1,000 | 4.0 | 2.00 | 2.00 | 30 |" in table
+    assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     assert "2,000 steps of 64, bf16, compiled" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
