@@ -158,8 +158,7 @@ def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapol
         {
             "encoding": name, "attention": "softmax", "seed": seed, "params": 1000, "loss": 0.5,
             "loss_rise": 0.01 * seed, "train_seconds": 30.0, "step_ms": 4.0, "peak_mib": 2048.0, "tokens": 8000,
-            "positions": positions,
-            "size": size, "value": value,
+            "positions": positions, "size": size, "value": value,
         }
         for (name, size), each in values.items() for seed, value in enumerate(each)
     ]  # fmt: skip
