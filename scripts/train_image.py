@@ -105,6 +105,7 @@ class ImageTraining(Training):
     dim: int = option(192, "Of the embedding.")
     depth: int = option(8, "Blocks.")
     heads: int = option(3, "Of attention.")
+    qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
     shift: int = option(2, "Images are moved by up to so many pixels each way.")
     flip: bool = option(True, "Half of the images are mirrored.")
     erase: float = option(0.0, "Probability of timm's random erasing.")
@@ -135,8 +136,9 @@ class ImageTraining(Training):
 def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
     return {
         "img_size": config.size, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
-        "num_heads": config.heads, "class_token": False, "global_pool": "avg", "in_chans": data.train.images.shape[1],
-        "num_classes": data.num_classes, **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
+        "num_heads": config.heads, "qk_norm": config.qk_norm, "class_token": False, "global_pool": "avg",
+        "in_chans": data.train.images.shape[1], "num_classes": data.num_classes,
+        **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
     }  # fmt: skip
 
 

@@ -88,6 +88,7 @@ class VideoTraining(Training):
     dim: int = option(192, "Of the embedding.")
     depth: int = option(6, "Blocks.")
     heads: int = option(4, "Of attention; three eighths of a head's pairs must be whole for a split.")
+    qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
     drop: float = option(0.0, "Share of places that is dropped in training, in all frames alike.")
     segment: int = option(240, "Frames of a segment of time; a clip lies in one, training and test clips in different.")
     parts: int = option(5, "Every how many segments one is held out.")
@@ -115,7 +116,7 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
-        "num_classes": TASKS[config.task].num_classes, "space_time": config.space_time,
+        "qk_norm": config.qk_norm, "num_classes": TASKS[config.task].num_classes, "space_time": config.space_time,
         "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
         **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
     }  # fmt: skip

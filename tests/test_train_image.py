@@ -5,12 +5,14 @@ import json
 import struct
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from test_train_video import flags
+from torch import nn
 from typer.testing import CliRunner
 
 from lrpe_md import CosineMd, Grid
@@ -223,6 +225,16 @@ def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, mo
         weights.append(torch.load(config.out / "checkpoint.pt")["average"])
     for other in weights[1:]:
         assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+def test_norms_of_q_and_k(attention, data, tmp_path):
+    images = load_images(data, 8)
+    for qk_norm, kind in ((True, nn.LayerNorm), (False, nn.Identity)):
+        config = ImageTraining(data=data, out=tmp_path, attention=attention, qk_norm=qk_norm, **SMALL)
+        block: Any = train_image.build(config, train_image.model_arguments(config, images)).blocks[0]
+        assert isinstance(block.attn.q_norm, kind)
+        assert isinstance(block.attn.k_norm, kind)
 
 
 @pytest.mark.parametrize("attention", train_image.ATTENTIONS)

@@ -7,6 +7,7 @@ import socket
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,9 +218,15 @@ def test_without_time_a_model_is_exactly_at_chance(footage, tmp_path, encoding, 
 @pytest.mark.parametrize("attention", train_video.ATTENTIONS)
 def test_every_encoding_can_be_built(attention, tmp_path):
     for encoding in train_video.ENCODINGS:
-        config = VideoTraining(data=[], out=tmp_path, encoding=encoding, attention=attention, depth=1)
-        model = train_video.lrpe_video_tiny_patch16_224(**train_video.model_arguments(config))
-        assert model.num_classes == 2
+        for qk_norm, kind in ((False, nn.Identity), (True, nn.LayerNorm)):
+            config = VideoTraining(
+                data=[], out=tmp_path, encoding=encoding, attention=attention, depth=1, qk_norm=qk_norm
+            )
+            model = train_video.lrpe_video_tiny_patch16_224(**train_video.model_arguments(config))
+            assert model.num_classes == 2
+            block: Any = model.blocks[0]
+            assert isinstance(block.attn.q_norm, kind)
+            assert isinstance(block.attn.k_norm, kind)
 
 
 @needs_decoder
