@@ -92,7 +92,7 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
-    found["loss_rise"] = groups["loss_rise"].max()
+    found["loss_rise"] = groups["loss_rise"].agg(lambda each: each.max(skipna=False))
 
     def cell(value: float, form: str) -> str:
         return "" if pd.isna(value) else format(value, form)
