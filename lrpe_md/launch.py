@@ -189,10 +189,12 @@ def _numbers(
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
     activated = spec.act != "none" or bool(spec.dim)
-    if dys:
-        direction = "backward" if not need_dtheta else "dtheta activated" if activated else "dtheta"
+    if need_dtheta:
+        direction = "dtheta activated" if activated else "dtheta"
+    elif dys:
+        direction = "backward"
     elif activated:
-        direction = "activated"
+        direction = "forward activated"
     else:
         direction = "forward" if layout.sizes else "coordinates"
     num_rows = num_tokens * max(1, flat)

@@ -25,21 +25,21 @@ class Plan(NamedTuple):
 # Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. With silu and dω
-# ("dtheta activated") within 5%; 8 wide as for 64. "activated" is a forward with an activation to hide, "coordinates"
-# one that reads its positions: both want more on their way (coordinates 0.91 of the copy's speed with two rows a tile,
-# 0.86 with one, 64×64). float64 is not tuned.
+# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. "activated":
+# with an activation to hide; with dω chosen for silu, within 5%, and 8 wide as for 64. "coordinates" is a forward that
+# reads its positions, and like "forward activated" wants more on its way (0.91 of the copy's speed with two rows a
+# tile, 0.86 with one, 64×64). float64 is not tuned.
 _16 = (2, 512, 1, None)
 _ONE, _FEW, _MANY = (1, 512, 1, None), (2, 256, 1, None), (4, 256, 1, None)
 TILES = {
     (2, "cosine", "forward"): (_FEW, _ONE, _16),
     (2, "cosine", "coordinates"): (_FEW, _FEW, _16),
-    (2, "cosine", "activated"): (_MANY, _MANY, _16),
+    (2, "cosine", "forward activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
     (2, "cosine", "dtheta"): ((4, 512, 4, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
     (2, "cosine", "dtheta activated"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
     (2, "rotate", "forward"): (_MANY, _16, _16),
-    (2, "rotate", "activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
+    (2, "rotate", "forward activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
     (2, "rotate", "dtheta"): ((2, 1024, 4, 128), (2, 512, 1, 168), (2, 1024, 2, 168)),
     (2, "rotate", "dtheta activated"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
@@ -51,7 +51,7 @@ TILES = {
     (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
 }
 # Of passes that share the tiles of another where they have none of their own.
-PLAIN = {"activated": "forward", "coordinates": "forward", "dtheta activated": "dtheta"}
+PLAIN = {"forward activated": "forward", "coordinates": "forward", "dtheta activated": "dtheta"}
 _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
@@ -79,9 +79,9 @@ def plan(
     """Cut the work.
 
     Args:
-        direction: "forward", "activated" where that has an activation, "coordinates" where it reads positions instead
-            of a grid's, "backward", or "dtheta" for a backward with the frequencies' or the phase's gradient, and
-            "dtheta activated" where it has an activation.
+        direction: "forward", "coordinates" where that reads positions instead of a grid's, "backward", or "dtheta" for
+            a backward with the frequencies' or the phase's gradient; "forward activated" and "dtheta activated" where
+            these have an activation.
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.
