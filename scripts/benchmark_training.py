@@ -19,7 +19,8 @@ same model without it. vit_b and vit_s (timm's ViTs) and video (a layer of a vid
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
 image, video_model and dit are the models of `scripts.train_image`, `train_video` and `train_diffusion`, of their
-default sizes and with their losses, on random data; they have their scripts' encodings, compared with none.
+default sizes and with their losses, on random data, at eight times their batches, which keep a GPU busy; they have
+their scripts' encodings, compared with none.
 
 Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
 its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a

@@ -218,7 +218,7 @@ def test_backbones_train(name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = pd.read_csv(out)
     assert list(rows.encoding) == [e for e in BACKBONES[name].baselines if e in BACKBONES[name].default]
     assert (rows.baseline == "none").all()
-    assert (rows.batch == 3).all()
+    assert (rows.batch == 8 * 3).all()
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
