@@ -419,31 +419,40 @@ def test_host_time_against_a_raw_launch(map, requires_grad, bound):
     assert ratio <= bound, f"{ours:.1f} µs against {theirs:.1f}"
 
 
-class Empty(nn.Module):
-    def forward(self, *xs: Tensor, positions: Grid) -> Tensor:
-        return xs[0]
+class Plain(nn.Module):
+    """What one would write without ours."""
+
+    def __init__(self, function: Callable[..., Tensor], omega: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("omega", omega)
+
+    def forward(self, x: Tensor, positions: Grid) -> Tensor:
+        return self.function(x, omega=self.omega, positions=positions)
 
 
 @pytest.mark.parametrize("map", MAPS)
 def test_the_module_adds_little(map):
-    """3 µs, of which an empty module takes two thirds; on a host too slow for that, half as much again as it takes."""
+    """3 µs; on a host too slow for that, no more than a plain module around the function."""
     inputs = small_inputs(map)
     (x,), grid = inputs.xs, inputs.positions
-    module, empty = (CosineMd if map == "cosine" else RotateMd)(64, 2, device="cuda"), Empty()
-    omega, function = module.get_omega(), MAPS[map]
+    module, function = (CosineMd if map == "cosine" else RotateMd)(64, 2, device="cuda"), MAPS[map]
+    omega = module.get_omega()
+    plain = Plain(function, omega)
     found = []
     for _ in range(REPEATS):
-        through, direct, least = host_us(
+        through, around, direct = host_us(
             lambda: module(x, positions=grid),
+            lambda: plain(x, positions=grid),
             lambda: function(x, omega=omega, positions=grid),
-            lambda: empty(x, positions=grid),
         )
-        found.append((through - direct - max(3, 1.5 * least), through - direct, least))
+        added, least = through - direct, around - direct
+        found.append((added - max(3, least), added, least))
         if found[-1][0] <= 0:
             break
     over, added, least = min(found)
-    print(f"{map}: the module adds {added:.2f} µs; an empty one takes {least:.2f}")
-    assert over <= 0, f"{added:.2f} µs; an empty module takes {least:.2f}"
+    print(f"{map}: the module adds {added:.2f} µs, a plain one {least:.2f}")
+    assert over <= 0, f"{added:.2f} µs; a plain module adds {least:.2f}"
 
 
 @pytest.mark.parametrize("offset", ["by sample", "shared"])
