@@ -190,7 +190,7 @@ def _numbers(
     span = (group0 + group1) * (1 if by_sample else batch)
     activated = spec.act != "none" or bool(spec.dim)
     if need_dtheta:
-        direction = "dtheta activated" if activated else "dtheta"
+        direction = f"dtheta {spec.act}" if activated else "dtheta"
     elif dys:
         direction = "backward"
     elif activated:

@@ -25,10 +25,12 @@ class Plan(NamedTuple):
 # Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. "activated":
-# with an activation to hide; with dω chosen for silu, within 5%, and 8 wide as for 64. "coordinates" is a forward that
-# reads its positions, and like "forward activated" wants more on its way (0.91 of the copy's speed with two rows a
-# tile, 0.86 with one, 64×64). float64 is not tuned.
+# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. float64 is not
+# tuned. "coordinates" is a forward that reads its positions, and like one with an activation wants more on its way: 0.91
+# of the copy's speed with two rows a tile, 0.86 with one (64×64).
+# With dω and an activation the compiler decides: where registers run out it asks for some rows late. Cosine with silu
+# 0.83 with these and 0.75 with the plain ones (64×64), but relu 0.72 and 0.89, softplus 0.73 and 0.80, softmax 0.67 and
+# 0.71; rotate with silu 0.81 and 0.72, softplus 0.72 and 0.65, relu 0.85 and 0.89, softmax 0.72 and 0.74.
 _16 = (2, 512, 1, None)
 _ONE, _FEW, _MANY = (1, 512, 1, None), (2, 256, 1, None), (4, 256, 1, None)
 TILES = {
@@ -37,12 +39,13 @@ TILES = {
     (2, "cosine", "forward activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
     (2, "cosine", "dtheta"): ((4, 512, 4, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
-    (2, "cosine", "dtheta activated"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
+    (2, "cosine", "dtheta silu"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
     (2, "rotate", "forward"): (_MANY, _16, _16),
     (2, "rotate", "forward activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
     (2, "rotate", "dtheta"): ((2, 1024, 4, 128), (2, 512, 1, 168), (2, 1024, 2, 168)),
-    (2, "rotate", "dtheta activated"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
+    (2, "rotate", "dtheta silu"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
+    (2, "rotate", "dtheta softplus"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
     (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None), (1, 512, 1, None)),
     (4, "cosine", "backward"): ((2, 128, 1, None), (2, 128, 1, None), (2, 128, 1, None)),
     (4, "cosine", "dtheta"): ((2, 512, 4, 96), (2, 512, 4, 96), (2, 512, 4, 96)),
@@ -50,8 +53,8 @@ TILES = {
     (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
     (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
 }
-# Of passes that share the tiles of another where they have none of their own.
-PLAIN = {"forward activated": "forward", "coordinates": "forward", "dtheta activated": "dtheta"}
+# Passes that share the tiles of another where they have none of their own; so do those with an activation.
+PLAIN = {"coordinates": "forward"}
 _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
@@ -63,7 +66,7 @@ NEW_TOKENS = 8
 
 def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
     """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    plain = PLAIN.get(direction, direction)
+    plain = PLAIN.get(direction, direction.partition(" ")[0])
     if itemsize == 8:
         rows, elements, num_warps, max_registers = (*_64[:3], 255) if plain == "dtheta" else _64
     else:
@@ -80,8 +83,8 @@ def plan(
 
     Args:
         direction: "forward", "coordinates" where that reads positions instead of a grid's, "backward", or "dtheta" for
-            a backward with the frequencies' or the phase's gradient; "forward activated" and "dtheta activated" where
-            these have an activation.
+            a backward with the frequencies' or the phase's gradient. With an activation "forward activated", and
+            "dtheta silu" or another's name.
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.
