@@ -26,8 +26,8 @@ class Plan(NamedTuple):
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
 # found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. float64 is not
-# tuned. "coordinates" is a forward that reads its positions, and like one with an activation wants more on its way: 0.91
-# of the copy's speed with two rows a tile, 0.86 with one (64×64).
+# tuned. "coordinates" is a forward that reads its positions, and like one with an activation wants more on its way:
+# 0.91 of the copy's speed with two rows a tile, 0.86 with one (64×64).
 # With dω and an activation the compiler decides: where registers run out it asks for some rows late. Cosine with silu
 # 0.83 with these and 0.75 with the plain ones (64×64), but relu 0.72 and 0.89, softplus 0.73 and 0.80, softmax 0.67 and
 # 0.71; rotate with silu 0.81 and 0.72, softplus 0.72 and 0.65, relu 0.85 and 0.89, softmax 0.72 and 0.74.
