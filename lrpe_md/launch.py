@@ -188,15 +188,14 @@ def _numbers(
         flat = channels // block_c
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
-    activated = spec.act != "none" or bool(spec.dim)
     if need_dtheta:
-        direction = f"dtheta {spec.act}" if activated else "dtheta"
+        direction = "dtheta" if spec.act == "none" else f"dtheta {spec.act}"
     elif dys:
         direction = "backward"
-    elif activated:
+    elif spec.act != "none" or spec.dim:
         direction = "forward activated"
     else:
-        direction = "forward" if layout.sizes else "coordinates"
+        direction = "forward" if layout.sizes else "forward coordinates"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
     step = flat if flat and need_dtheta else 1  # each thread stays with its channels

@@ -22,12 +22,13 @@ class Plan(NamedTuple):
     per: int  # rows a program, for which its angles serve
 
 
-# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide.
+# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide. A
+# pass of two words that is not here has the tiles of the first.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
 # found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. float64 is not
-# tuned. "coordinates" is a forward that reads its positions, and like one with an activation wants more on its way:
-# 0.91 of the copy's speed with two rows a tile, 0.86 with one (64×64).
+# tuned. A forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of the copy's speed
+# with two rows a tile, 0.86 with one (64×64).
 # With dω and an activation the compiler decides: where registers run out it asks for some rows late. Cosine with silu
 # 0.83 with these and 0.75 with the plain ones (64×64), but relu 0.72 and 0.89, softplus 0.73 and 0.80, softmax 0.67 and
 # 0.71; rotate with silu 0.81 and 0.72, softplus 0.72 and 0.65, relu 0.85 and 0.89, softmax 0.72 and 0.74.
@@ -35,7 +36,7 @@ _16 = (2, 512, 1, None)
 _ONE, _FEW, _MANY = (1, 512, 1, None), (2, 256, 1, None), (4, 256, 1, None)
 TILES = {
     (2, "cosine", "forward"): (_FEW, _ONE, _16),
-    (2, "cosine", "coordinates"): (_FEW, _FEW, _16),
+    (2, "cosine", "forward coordinates"): (_FEW, _FEW, _16),
     (2, "cosine", "forward activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
     (2, "cosine", "dtheta"): ((4, 512, 4, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
@@ -53,8 +54,6 @@ TILES = {
     (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
     (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
 }
-# Passes that share the tiles of another where they have none of their own; so do those with an activation.
-PLAIN = {"coordinates": "forward"}
 _64 = (1, 512, 4, None)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
@@ -66,7 +65,7 @@ NEW_TOKENS = 8
 
 def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
     """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
-    plain = PLAIN.get(direction, direction.partition(" ")[0])
+    plain = direction.partition(" ")[0]
     if itemsize == 8:
         rows, elements, num_warps, max_registers = (*_64[:3], 255) if plain == "dtheta" else _64
     else:
@@ -82,8 +81,8 @@ def plan(
     """Cut the work.
 
     Args:
-        direction: "forward", "coordinates" where that reads positions instead of a grid's, "backward", or "dtheta" for
-            a backward with the frequencies' or the phase's gradient. With an activation "forward activated", and
+        direction: "forward", "forward coordinates" where that reads positions instead of a grid's, "forward activated";
+            "backward"; "dtheta" for a backward with the frequencies' or the phase's gradient, with an activation
             "dtheta silu" or another's name.
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
