@@ -189,7 +189,7 @@ def _numbers(
     width = block_c if cosine else 2 * block_c
     span = (group0 + group1) * (1 if by_sample else batch)
     if need_dtheta:
-        direction = "dtheta" if spec.act == "none" else f"dtheta {spec.act}"
+        direction = "dtheta" if spec.act == "none" else "dtheta activated"
     elif dys:
         direction = "backward"
     elif spec.act != "none" or spec.dim:
@@ -250,7 +250,7 @@ def _numbers(
         "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-        "FLAT": flat, "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
+        "FLAT": flat, "STAGES": chosen.stages, "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
     }  # fmt: skip
     return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 

@@ -8,70 +8,75 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["TILES", "Plan", "cut", "parts", "plan", "tile"]
+__all__ = ["TILES", "Plan", "Tile", "cut", "parts", "plan", "tile"]
 
 
 class Plan(NamedTuple):
-    """How the work is cut. Everything that a compiled kernel depends on is in the first four."""
+    """How the work is cut. Everything that a compiled kernel depends on is in the first five."""
 
     block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
     num_warps: int
     max_registers: int | None  # a thread: fewer leave room for more warps
+    stages: int  # of the walk with dω: so many less one steps' rows are on their way
     token_programs: int  # T: each walks over every T-th block of tokens
     per: int  # rows a program, for which its angles serve
 
 
-# Bytes an element, map and pass -> rows, elements a row, warps and registers a tile: 8, up to 64, more channels wide. A
-# pass of two words that is not here has the tiles of the first.
+class Tile(NamedTuple):
+    rows: int
+    elements: int  # of a row: tokens times channels
+    num_warps: int
+    max_registers: int | None = None
+    stages: int = 1
+
+
+# Bytes an element, map and pass -> tiles 8, up to 64, more channels wide. A pass of two words that is not here has the
+# tiles of the first.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
 # found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. float64 is not
 # tuned. A forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of the copy's speed
 # with two rows a tile, 0.86 with one (64×64).
-# With dω and an activation the compiler decides: where registers run out it asks for some rows late. Cosine with silu
-# 0.83 with these and 0.75 with the plain ones (64×64), but relu 0.72 and 0.89, softplus 0.73 and 0.80, softmax 0.67 and
-# 0.71; rotate with silu 0.81 and 0.72, softplus 0.72 and 0.65, relu 0.85 and 0.89, softmax 0.72 and 0.74.
-_16 = (2, 512, 1, None)
-_ONE, _FEW, _MANY = (1, 512, 1, None), (2, 256, 1, None), (4, 256, 1, None)
+# With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
+# 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate without one is as fast without.
+_16 = Tile(2, 512, 1)
+_ONE, _FEW, _MANY = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1)
 TILES = {
     (2, "cosine", "forward"): (_FEW, _ONE, _16),
     (2, "cosine", "forward coordinates"): (_FEW, _FEW, _16),
     (2, "cosine", "forward activated"): (_MANY, _MANY, _16),
     (2, "cosine", "backward"): (_FEW, _FEW, _16),
-    (2, "cosine", "dtheta"): ((4, 512, 4, 128), (2, 512, 2, 128), (2, 512, 2, 168)),
-    (2, "cosine", "dtheta silu"): ((2, 512, 2, 168), (2, 512, 2, 168), (2, 512, 2, 168)),
+    (2, "cosine", "dtheta"): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
+    (2, "cosine", "dtheta activated"): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
     (2, "rotate", "forward"): (_MANY, _16, _16),
-    (2, "rotate", "forward activated"): (_MANY, (4, 512, 1, None), (4, 2048, 4, None)),
+    (2, "rotate", "forward activated"): (_MANY, Tile(4, 512, 1), Tile(4, 2048, 4)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
-    (2, "rotate", "dtheta"): ((2, 1024, 4, 128), (2, 512, 1, 168), (2, 1024, 2, 168)),
-    (2, "rotate", "dtheta silu"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
-    (2, "rotate", "dtheta softplus"): ((4, 512, 2, 128), (4, 512, 2, 128), (4, 512, 2, 128)),
-    (4, "cosine", "forward"): ((1, 256, 1, None), (1, 256, 1, None), (1, 512, 1, None)),
-    (4, "cosine", "backward"): ((2, 128, 1, None), (2, 128, 1, None), (2, 128, 1, None)),
-    (4, "cosine", "dtheta"): ((2, 512, 4, 96), (2, 512, 4, 96), (2, 512, 4, 96)),
+    (2, "rotate", "dtheta"): (Tile(2, 1024, 4, 128), Tile(2, 512, 1, 168), Tile(2, 512, 1, 168)),
+    (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3)),
+    (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), Tile(1, 512, 1)),
+    (4, "cosine", "backward"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
+    (4, "cosine", "dtheta"): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
     (4, "rotate", "forward"): (_FEW, _FEW, _FEW),
-    (4, "rotate", "backward"): ((1, 512, 1, None), (1, 512, 1, None), _FEW),
-    (4, "rotate", "dtheta"): ((2, 1024, 2, 255), (2, 1024, 2, 255), (2, 512, 2, 168)),
+    (4, "rotate", "backward"): (Tile(1, 512, 1), Tile(1, 512, 1), _FEW),
+    (4, "rotate", "dtheta"): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
 }
-_64 = (1, 512, 4, None)
+_64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
-# What a new block of tokens costs, in blocks of rows: the angles are half to one of them, but the rows must come, too.
-# Measured on an H200: cosine on 14×14 tokens with ω by head took 89 µs with 25 × 2 programs a head, and 91 with 13 × 5,
-# which 1 would choose; rotate on 8,192 tokens in one axis 0.82 of the copy's speed with 512 × 1, 0.95 with 264 × 3.
+# What a new block of tokens costs, in blocks of rows: the angles are half to one of them, and where programs share
+# blocks they read less side by side. Measured on an H200: 2 makes cosine on 14×14 tokens with ω by head 1% slower
+# (22 × 4 programs a head instead of 25 × 3) and changes nothing else.
 NEW_TOKENS = 8
 
 
-def tile(map: str, direction: str, width: int, itemsize: int) -> tuple[int, int, int, int | None]:
-    """Rows, tokens, warps and registers a tile, ``width`` channels wide. Sizes never choose another compiled kernel."""
+def tile(map: str, direction: str, width: int, itemsize: int) -> Tile:
+    """For tiles ``width`` channels wide. Sizes never choose another compiled kernel."""
     plain = direction.partition(" ")[0]
     if itemsize == 8:
-        rows, elements, num_warps, max_registers = (*_64[:3], 255) if plain == "dtheta" else _64
-    else:
-        tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, plain]
-        rows, elements, num_warps, max_registers = tiles[(width > 8) + (width > 64)]
-    return rows, max(1, elements // width), num_warps, max_registers
+        return _64._replace(max_registers=255) if plain == "dtheta" else _64
+    tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, plain]
+    return tiles[(width > 8) + (width > 64)]
 
 
 def plan(
@@ -82,34 +87,35 @@ def plan(
 
     Args:
         direction: "forward", "forward coordinates" where that reads positions instead of a grid's, "forward activated";
-            "backward"; "dtheta" for a backward with the frequencies' or the phase's gradient, with an activation
-            "dtheta silu" or another's name.
+            "backward"; "dtheta" for a backward with the frequencies' or the phase's gradient, "dtheta activated".
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.
         interpreting: for Triton's interpreter.
     """
-    block_r, block_n, num_warps, max_registers = tile(map, direction, width, itemsize)
+    block_r, elements, num_warps, max_registers, stages = tile(map, direction, width, itemsize)
+    block_n = max(1, elements // width)
     if interpreting:  # the cost is by program and row, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
         block_r = max(1, min(rows, 8 if max_registers is None else 2))
     if max_registers is None:
-        return Plan(block_r, block_n, num_warps, None, triton.cdiv(num_tokens, block_n), block_r)
+        return Plan(block_r, block_n, num_warps, None, stages, triton.cdiv(num_tokens, block_n), block_r)
     if interpreting:
-        return Plan(block_r, block_n, num_warps, max_registers, step, max(1, rows))
+        return Plan(block_r, block_n, num_warps, max_registers, stages, step, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
     programs = max(1, programs // max(1, samples) // groups)
     token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs, step)
-    return Plan(block_r, block_n, num_warps, max_registers, token_programs, per)
+    return Plan(block_r, block_n, num_warps, max_registers, stages, token_programs, per)
 
 
 @lru_cache(maxsize=4096)
 def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
     """Programs along the tokens, and rows for each program, so that the longest walk is shortest.
 
-    A program walks over its share of the tokens' blocks, and at each forms the angles, waits for the first rows, and
-    goes through its rows. All run at once, unless not even ``step`` of them may.
+    A program forms the angles of a block of tokens and goes through its rows, at every ``token_programs``-th block in
+    as many rounds as are full, and through a share of the rows of the blocks that are left. All run at once, unless not
+    even ``step`` of them may.
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf
@@ -118,7 +124,8 @@ def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, s
         blocks = -(-row_blocks // wanted)
         number = math.prod(parts(rows, heads, blocks * block_r))
         token_programs = max(step, min(token_blocks, programs // max(1, number)) // step * step)
-        walk = -(-token_blocks // token_programs) * (NEW_TOKENS + blocks)
+        rounds, left = divmod(token_blocks, token_programs)
+        walk = rounds * (NEW_TOKENS + blocks) + (NEW_TOKENS + -(-left * blocks // token_programs) if left else 0)
         if token_programs * number <= programs and walk < shortest:
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:

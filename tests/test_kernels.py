@@ -87,11 +87,27 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(
     "cut",
-    [plans.Plan(2, 8, 4, None, 1, 64), plans.Plan(1, 8, 4, None, 3, 1), plans.Plan(2, 16, 4, None, 2, 4)],
-    ids=["token loop", "parts", "all"],
+    [
+        plans.Plan(2, 8, 4, None, 1, 1, 64),
+        plans.Plan(1, 8, 4, None, 1, 3, 1),
+        plans.Plan(2, 16, 4, None, 1, 2, 4),
+        plans.Plan(2, 8, 4, None, 1, 2, 64),
+        plans.Plan(2, 4, 4, None, 1, 4, 6),
+        plans.Plan(1, 8, 4, None, 1, 5, 64),
+        plans.Plan(4, 8, 4, None, 1, 40, 64),
+    ],
+    ids=[
+        "token loop",
+        "parts",
+        "all",
+        "a block shared",
+        "parts of blocks shared",
+        "no round",
+        "programs without a row",
+    ],
 )
 def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
-    """Programs that loop over blocks of tokens, samples and heads, with parts that don't divide evenly."""
+    """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
 
     def plan(map: str, direction: str, num_tokens: int, *_: int) -> plans.Plan:
         one_tile = cut._replace(token_programs=-(-num_tokens // cut.block_n), per=cut.block_r)
@@ -123,6 +139,29 @@ def test_channels_that_are_no_power_of_two(monkeypatch, case):
     blocks = {(numbers.options["FLAT"], numbers.options["BLOCK_C"]) for numbers in launch._known.values()}
     width = 4 if case.channels % 8 else 8
     assert blocks == {(case.channels // width, width)}
+
+
+@pytest.mark.parametrize(
+    "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=80, phase=True)], ids=str
+)
+def test_shared_blocks_of_channels(monkeypatch, case):
+    """Programs of the same channels share what is left after full rounds."""
+    walks = []
+
+    def plan(*args) -> plans.Plan:
+        chosen = uncut(*args)
+        if args[1] != "dtheta":
+            return chosen
+        step = args[-2]
+        blocks = -(-args[2] // 8)
+        walks.append(divmod(blocks, 4 * step))
+        return chosen._replace(block_n=8, block_r=1, token_programs=4 * step)
+
+    uncut = plans.plan
+    monkeypatch.setattr(launch, "plan", plan)
+    monkeypatch.setattr(launch, "_known", {})
+    assert not violations(case)
+    assert all(rounds and left for rounds, left in walks), walks
 
 
 @pytest.mark.parametrize(
@@ -254,7 +293,9 @@ def test_a_cut_has_the_shortest_walk(token_blocks, samples, heads, block_r, prog
         return across * math.prod(plans.parts(rows, heads, per)) <= programs
 
     def walk(across, per):
-        return -(-token_blocks // across) * (plans.NEW_TOKENS + per // block_r)
+        rounds, left = divmod(token_blocks, across)
+        steps = per // block_r
+        return rounds * (plans.NEW_TOKENS + steps) + (plans.NEW_TOKENS + -(-left * steps // across) if left else 0)
 
     across, per = plans.cut(token_blocks, rows, heads, block_r, programs, step)
     assert across % step == per % block_r == 0

@@ -2,7 +2,8 @@
 
 A program owns a block of tokens and BLOCK_R rows (heads of samples, of q and then of k) that share frequencies. It asks
 for its rows, forms the angles of the block while they are on their way, and maps row after row with cos Θ and sin Θ in
-registers. Where the frequencies need a gradient, programs are few and walk over many blocks and rows.
+registers. Where the frequencies need a gradient, programs are few and walk over many blocks and rows: in one loop, so
+that the rows of a next block can be on their way, too.
 
 The rows are unrolled: as a dimension of the tile they would be spread over threads, which then form the same angles.
 """
@@ -308,6 +309,28 @@ def _weights(
     return weights
 
 
+@triton.jit
+def _walk(t, T, num_blocks, r_lo, r_hi, EVERY: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Program t's walk through all rows of a block of tokens, then those of the next: steps of BLOCK_R rows.
+
+    In as many rounds as are full it has every T-th block to itself, side by side with its neighbours; what is left is
+    shared evenly by the programs with the same channels (every EVERY-th). Returns the steps alone, all steps, and the
+    block and the row where its share begins.
+    """
+    first = t % EVERY
+    walkers = T // EVERY
+    blocks = (num_blocks - first + EVERY - 1) // EVERY
+    rounds = blocks // walkers
+    row_blocks = tl.maximum(r_hi - r_lo + BLOCK_R - 1, 0) // BLOCK_R
+    left = (blocks - rounds * walkers) * row_blocks
+    share = (left + walkers - 1) // walkers
+    begin = tl.minimum(t // EVERY * share, left)
+    skipped = begin // tl.maximum(row_blocks, 1)
+    alone = rounds * row_blocks
+    steps = alone + tl.minimum(share, left - begin)
+    return alone, steps, first + rounds * T + skipped * EVERY, r_lo + (begin - skipped * row_blocks) * BLOCK_R
+
+
 # --- the kernel ----------------------------------------------------------------------------------------------
 
 _POINTERS = [
@@ -348,7 +371,7 @@ def lrpe_kernel(
     AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -413,7 +436,7 @@ def lrpe_kernel(
         rows = n0 + o_n
         n0 = 0
         o_n = rows // FLAT
-        c0 = (rows % FLAT * BLOCK_C)[:, None]  # also of the blocks to come: T is a multiple of FLAT
+        c0 = (rows % FLAT * BLOCK_C)[:, None]  # also of every FLAT-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if C % BLOCK_C == 0 else o_c < C
     if not NEED_DTHETA:
@@ -435,54 +458,55 @@ def lrpe_kernel(
         )  # fmt: skip
     else:
         J: tl.constexpr = K if p_phase is None else K + 1
-        # A block's first rows come while its angles are computed. Two copies of the loop's body: too long for q and k,
-        # which lose 1 to 4% by it; one tensor gains 13% where only two rows share an angle.
-        AHEAD: tl.constexpr = COSINE
+        EVERY: tl.constexpr = FLAT if FLAT else 1  # blocks with the same channels
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         total = ()
         for _ in tl.static_range(J):
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
-        for block in range(t, num_blocks, T):
+        # What a block's first step sets.
+        cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if WIDE else tl.float32)
+        sin = cos
+        dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+        o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
+        m_g = o_g > 0
+        alone, steps, shared_block, shared_r0 = _walk(t, T, num_blocks, r_lo, r_hi, EVERY, BLOCK_R)
+        block = tl.where(alone > 0, t, shared_block)
+        r0 = tl.where(alone > 0, r_lo, shared_r0)
+        for i in tl.range(0, steps, num_stages=STAGES):
             if FLAT:
                 o_n = (block * BLOCK_N + tl.arange(0, BLOCK_N)) // FLAT
             else:
                 n0 = block * BLOCK_N
-            if AHEAD:
-                fetched = _fetch(
-                    x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-                    BLOCK_R, BLOCK_C,
-                )  # fmt: skip
-            cos, sin, o_g, m_g = _angles(
-                omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
-                num_grid, o_n, o_c, m_c, grid,
-                C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
+            fetched = _fetch(
+                x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
+                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
+                BLOCK_R, BLOCK_C,
             )  # fmt: skip
-            dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            if AHEAD:
-                dtheta = _map(
-                    fetched, cos, sin, o_n, c0, dtheta,
-                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
-                    ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            if (r0 == r_lo) | (i == alone):
+                cos, sin, o_g, m_g = _angles(
+                    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
+                    num_grid, o_n, o_c, m_c, grid,
+                    C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
                 )  # fmt: skip
-            for r0 in range(r_lo + (BLOCK_R if AHEAD else 0), r_hi, BLOCK_R):
-                more = _fetch(
-                    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-                    BLOCK_R, BLOCK_C,
-                )  # fmt: skip
-                dtheta = _map(
-                    more, cos, sin, o_n, c0, dtheta,
-                    D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
-                    ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-                )  # fmt: skip
-            if DIM == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
-                dtheta = tl.where(m_g[:, None], dtheta, 0.0)
-            weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE)
-            added = ()
-            for j in tl.static_range(J):
-                added += (total[j] + weights[j][:, None] * dtheta,)
-            total = added
+                dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+            dtheta = _map(
+                fetched, cos, sin, o_n, c0, dtheta,
+                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
+                ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
+            )  # fmt: skip
+            r0 += BLOCK_R
+            done = r0 >= r_hi
+            if done | (i == steps - 1):
+                if DIM == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
+                    dtheta = tl.where(m_g[:, None], dtheta, 0.0)
+                weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE)
+                added = ()
+                for j in tl.static_range(J):
+                    added += (total[j] + weights[j][:, None] * dtheta,)
+                total = added
+            next_block = tl.where(i + 1 == alone, shared_block, block + tl.where(i < alone, T, EVERY))
+            block = tl.where(done, next_block, block)
+            r0 = tl.where(done, tl.where(i + 1 == alone, shared_r0, r_lo), r0)
         p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
         for j in tl.static_range(J):
             if FLAT:
