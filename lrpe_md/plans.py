@@ -31,13 +31,14 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# Bytes an element, map and pass -> tiles 8, up to 64, more channels wide. A pass of two words that is not here has the
-# tiles of the first.
+# Bytes an element, map and pass -> tiles up to 16, up to 64, more channels wide. A pass of two words that is not here
+# has the tiles of the first.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 3% with dω. Tiles 8 wide: on 64×64 with head_dim 72 and 80, within 7% with dω. float64 is not
-# tuned. A forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of the copy's speed
-# with two rows a tile, 0.86 with one (64×64).
+# found for each, within 3% with dω. Tiles up to 16 wide are of blocks of channels: on 64×64 with head_dim 72 and 80
+# (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head. float64 is not tuned. A
+# forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of the copy's speed with two
+# rows a tile, 0.86 with one (64×64).
 # With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
 # 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate without one is as fast without.
 _16 = Tile(2, 512, 1)
@@ -52,8 +53,8 @@ TILES = {
     (2, "rotate", "forward"): (_MANY, _16, _16),
     (2, "rotate", "forward activated"): (_MANY, Tile(4, 512, 1), Tile(4, 2048, 4)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
-    (2, "rotate", "dtheta"): (Tile(2, 1024, 4, 128), Tile(2, 512, 1, 168), Tile(2, 512, 1, 168)),
-    (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3)),
+    (2, "rotate", "dtheta"): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 1, 168)),
+    (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
     (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), Tile(1, 512, 1)),
     (4, "cosine", "backward"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
     (4, "cosine", "dtheta"): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
@@ -76,7 +77,7 @@ def tile(map: str, direction: str, width: int, itemsize: int) -> Tile:
     if itemsize == 8:
         return _64._replace(max_registers=255) if plain == "dtheta" else _64
     tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, plain]
-    return tiles[(width > 8) + (width > 64)]
+    return tiles[(width > 16) + (width > 64)]
 
 
 def plan(
