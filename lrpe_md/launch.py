@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -250,7 +250,8 @@ def _numbers(
         "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-        "FLAT": flat, "STAGES": chosen.stages, "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
+        "FLAT": flat, "STAGES": chosen.stages, "EARLY": need_dtheta and _early(),
+        "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
     }  # fmt: skip
     return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 
@@ -279,6 +280,14 @@ def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
 def _is_fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
     """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
     return dtype.itemsize == 2 and not need_dtheta and _has_ptx(dtype)
+
+
+@cache
+def _early() -> bool:
+    """A kernel can be launched while the one before it runs, and wait for it (CUDA's programmatic dependent launch)."""
+    if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return all(torch.cuda.get_device_capability(i) >= (9, 0) for i in range(torch.cuda.device_count()))
 
 
 def _has_ptx(dtype: torch.dtype) -> bool:
@@ -356,9 +365,11 @@ def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call:
     phase_heads = 0 if dphase is None else dphase.shape[0]
     # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
+    early = _early()
     reduce_partial_kernel[((omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c),)](
         partial, domega, dphase, rows, groups, omega_heads, phase_heads,
-        C=channels, K=num_axes, J=slots, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,
+        C=channels, K=num_axes, J=slots, EARLY=early, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ TILES = {
     (2, "rotate", "forward"): (_MANY, _16, _16),
     (2, "rotate", "forward activated"): (_MANY, Tile(4, 512, 1), Tile(4, 2048, 4)),
     (2, "rotate", "backward"): (_MANY, _16, _16),
-    (2, "rotate", "dtheta"): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 1, 168)),
+    (2, "rotate", "dtheta"): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
     (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
     (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), Tile(1, 512, 1)),
     (4, "cosine", "backward"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),

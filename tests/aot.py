@@ -123,7 +123,7 @@ class Recorder:
     def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
         found = []
         for args, kwargs in self.calls:
-            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg")}
+            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl")}
             values = dict(zip(self.fn.arg_names, args, strict=False))
             values |= {k: v for k, v in kwargs.items() if k not in options}
             signature, constexprs = {}, {}
@@ -147,13 +147,14 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch._has_ptx = launch._has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
+    early, launch._early = launch._early, lambda: case.early
     launch._known.clear()
     try:
         for name, recorder in recorders.items():
             setattr(launch, name, recorder)
         call(case)
     finally:
-        launch._has_ptx, launch._registers = has_ptx, registers
+        launch._has_ptx, launch._registers, launch._early = has_ptx, registers, early
         launch._known.clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)
@@ -207,7 +208,8 @@ def findings(ptx: str) -> dict[str, Any]:
 
     remainders: products s·w whose whole turns go by fma(s, w, -n), n whole. counted_twice: those of them whose rounding
     error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
-    are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element.
+    are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
+    launch while the kernel before it runs.
     """
     definitions = {}
     for line in ptx.splitlines():
@@ -238,7 +240,8 @@ def findings(ptx: str) -> dict[str, Any]:
     narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
     counted = "0f2F800000" in ptx  # 2^-32
     twice = len(exact & residues)
-    return {"remainders": len(exact), "counted_twice": twice, "counted": counted, "narrow": narrow}
+    early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
+    return {"remainders": len(exact), "counted_twice": twice, "counted": counted, "narrow": narrow, "early": early}
 
 
 @triton.jit
@@ -268,7 +271,7 @@ def main() -> None:
     launch.INTERPRETING = False
     unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
     for case in cases():
-        case.cuda = target.backend == "cuda"
+        case.cuda, case.early = target.backend == "cuda", target.arch == 90
         for name, source, options in record(case):
             unique.setdefault(source.hash() + str(options), (name, source, options, case))
     index, parts = map(int, args.part.split("/"))

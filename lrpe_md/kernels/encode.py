@@ -10,6 +10,7 @@ The rows are unrolled: as a dimension of the tile they would be spread over thre
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
@@ -372,6 +373,7 @@ def lrpe_kernel(
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -387,6 +389,7 @@ def lrpe_kernel(
 
     FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
     channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
+    EARLY: the second pass of dω may be launched as soon as all programs of this one run.
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
@@ -457,6 +460,8 @@ def lrpe_kernel(
             LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
         )  # fmt: skip
     else:
+        if EARLY:
+            gdc_launch_dependents()
         J: tl.constexpr = K if p_phase is None else K + 1
         EVERY: tl.constexpr = FLAT if FLAT else 1  # blocks with the same channels
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .activations import exp, softmax_sequence
 from .tiles import load, origin, row_at, store
@@ -13,12 +14,13 @@ from .tiles import load, origin, row_at, store
 )
 def reduce_partial_kernel(
     p_partial, p_domega, p_dphase, rows: "i32", G: "i32", omega_heads: "i32", phase_heads: "i32",
-    C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum partial (rows, G, J, C) to dω (omega_heads, C, K) and dφ (phase_heads, C), in a fixed order.
 
     One program for BLOCK_C channels of each row j of each head of dω, then of each head of dφ. Shared frequencies (one
-    head) sum over the groups too.
+    head) sum over the groups too. EARLY: launched before the first pass has ended.
     """
     NUM_C: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0) // NUM_C
@@ -35,6 +37,8 @@ def reduce_partial_kernel(
     o_r = tl.arange(0, BLOCK_R)
     p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
     total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
+    if EARLY:
+        gdc_wait()
     for r in range(0, num, BLOCK_R):
         mask = (r + o_r < num)[:, None] & (o_c < C)[None, :]
         total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
