@@ -94,6 +94,24 @@ def test_frequency_gradient_is_deterministic(map):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize("map", [cosine, rotate])
+def test_frequency_gradients_in_a_row(map):
+    """The second pass is launched while the first runs, and waits for it: the memory holds another gradient's sums."""
+    x = torch.randn(64, 16, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    omega = torch.rand(1, 64 if map is cosine else 32, 2, device="cuda", requires_grad=True)
+    y = map(x, omega=omega, positions=Grid((32, 32)))
+    dy = torch.randn_like(y)
+    grads = [dy, 2 * dy]
+    expected = []
+    for g in grads:
+        expected += torch.autograd.grad(y, omega, g, retain_graph=True)
+        torch.cuda.synchronize()
+    assert torch.equal(expected[1], 2 * expected[0])
+    torch.cuda._sleep(50_000_000)  # until all are queued
+    found = [torch.autograd.grad(y, omega, grads[i % 2], retain_graph=True)[0] for i in range(8)]
+    assert all(torch.equal(domega, expected[i % 2]) for i, domega in enumerate(found))
+
+
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_large_tensor(map):
     """More than 2^31 elements: the last rows equal those of a small call."""
