@@ -35,10 +35,10 @@ class Tile(NamedTuple):
 # has the tiles of the first.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 3% with dω. Tiles up to 16 wide are of blocks of channels: on 64×64 with head_dim 72 and 80
-# (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head. float64 is not tuned. A
-# forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of the copy's speed with two
-# rows a tile, 0.86 with one (64×64).
+# found for each, within 4% with dω and an activation. Tiles up to 16 wide are of blocks of channels: on 64×64 with
+# head_dim 72 and 80 (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head.
+# float64 is not tuned. A forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of
+# the copy's speed with two rows a tile, 0.86 with one (64×64).
 # With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
 # 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate without one is as fast without.
 _16 = Tile(2, 512, 1)
