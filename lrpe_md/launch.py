@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -187,6 +189,11 @@ def _numbers(
         block_c = min(8, channels & -channels)
         flat = channels // block_c
     width = block_c if cosine else 2 * block_c
+    tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
+    block_head = triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0
+    block_tail = triton.next_power_of_2(tail) if tail else 0
+    if need_dtheta:  # what is not rotated waits with the rest
+        width = triton.next_power_of_2(width + block_head + block_tail)
     span = (group0 + group1) * (1 if by_sample else batch)
     if need_dtheta:
         direction = "dtheta" if spec.act == "none" else "dtheta activated"
@@ -223,7 +230,6 @@ def _numbers(
     (magic_first, shift_first), (magic_second, shift_second) = _magic(first), _magic(second)
     (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
     (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
-    tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
     scalars = (
         *strides,
         coords.stride(0) if coords is not None and by_sample else 0,
@@ -248,8 +254,7 @@ def _numbers(
         "WIDE": dtype == torch.float64,
         "FAST": _is_fast(dtype, need_dtheta), "PTX": _has_ptx(dtype),
         "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
-        "BLOCK_HEAD": triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0,
-        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "BLOCK_HEAD": block_head, "BLOCK_TAIL": block_tail,
         "FLAT": flat, "STAGES": chosen.stages, "EARLY": need_dtheta and _early(),
         "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
     }  # fmt: skip
@@ -284,10 +289,19 @@ def _is_fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
 
 @cache
 def _early() -> bool:
-    """A kernel can be launched while the one before it runs, and wait for it (CUDA's programmatic dependent launch)."""
+    """A kernel can be launched while the one before it runs, and wait for it.
+
+    CUDA's programmatic dependent launch: from compute capability 9 on; graphs capture it since CUDA 12.3.
+    """
     if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
         return False
-    return all(torch.cuda.get_device_capability(i) >= (9, 0) for i in range(torch.cuda.device_count()))
+    driver = ctypes.c_int()
+    try:
+        ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    except OSError:
+        return False
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return driver.value >= 12030 and min(capabilities) >= (9, 0)
 
 
 def _has_ptx(dtype: torch.dtype) -> bool:
@@ -365,7 +379,7 @@ def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call:
     phase_heads = 0 if dphase is None else dphase.shape[0]
     # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
-    early = _early()
+    early = _early() and rows > 0  # behind a first pass
     reduce_partial_kernel[((omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c),)](
         partial, domega, dphase, rows, groups, omega_heads, phase_heads,
         C=channels, K=num_axes, J=slots, EARLY=early, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,

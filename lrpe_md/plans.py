@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     num_warps: int
     max_registers: int | None  # a thread: fewer leave room for more warps
     stages: int  # of the walk with dω: so many less one steps' rows are on their way
-    token_programs: int  # T: each walks over every T-th block of tokens
+    token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
     per: int  # rows a program, for which its angles serve
 
 
@@ -35,12 +35,13 @@ class Tile(NamedTuple):
 # has the tiles of the first.
 # Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 4% with dω and an activation. Tiles up to 16 wide are of blocks of channels: on 64×64 with
+# found for each, within 4% with dω and an activation. Tiles up to 16 wide, mostly of blocks of channels: on 64×64 with
 # head_dim 72 and 80 (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head.
-# float64 is not tuned. A forward that reads coordinates, like one with an activation, wants more on its way: 0.91 of
-# the copy's speed with two rows a tile, 0.86 with one (64×64).
+# float64 is not tuned, nor partial rotation. A forward that reads coordinates, like one with an activation, wants more
+# on its way: 0.91 of the copy's speed with two rows a tile, 0.86 with one (64×64).
 # With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
-# 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate without one is as fast without.
+# 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate in 16 bits, up to 64 wide, is as
+# fast without stages.
 _16 = Tile(2, 512, 1)
 _ONE, _FEW, _MANY = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1)
 TILES = {
@@ -67,7 +68,7 @@ NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in th
 REGISTERS = 65536  # an SM
 # What a new block of tokens costs, in blocks of rows: the angles are half to one of them, and where programs share
 # blocks they read less side by side. Measured on an H200: 2 makes cosine on 14×14 tokens with ω by head 1% slower
-# (22 × 4 programs a head instead of 25 × 3) and changes nothing else.
+# (44 × 4 programs a head instead of 50 × 3), and the others differ by less than their medians do.
 NEW_TOKENS = 8
 
 
@@ -103,7 +104,8 @@ def plan(
         return Plan(block_r, block_n, num_warps, None, stages, triton.cdiv(num_tokens, block_n), block_r)
     if interpreting:
         return Plan(block_r, block_n, num_warps, max_registers, stages, step, max(1, rows))
-    # As many programs as run at once: they walk far, since their partial sums are written and read once more.
+    # As many programs as run at once: they walk far, since their partial sums are written and read once more. Registers
+    # decide: tests/test_aot.py checks that shared memory leaves room.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
     programs = max(1, programs // max(1, samples) // groups)
     token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs, step)

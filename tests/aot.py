@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrpe_md import Coordinates, Grid, arguments, launch, ops
+from lrpe_md import Coordinates, Grid, arguments, launch, ops, plans
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -92,7 +92,8 @@ def cases() -> list[SimpleNamespace]:
         found.append(SimpleNamespace(**{name: best[name] for name in names}))
     # Grids with an origin, which the axes leave out: what they share with scaled grids is compiled above.
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
-    found.append(SimpleNamespace(**{**first, "run": "backward omega", "axes": 3, "positions": "origin"}))
+    wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
+    found.append(SimpleNamespace(**{**first, **wide}))
     return found
 
 
@@ -278,13 +279,16 @@ def main() -> None:
     work = list(unique.values())[index::parts]
     for name, source, options, case in work:
         begin = time.perf_counter()
-        error, text = None, ""
+        error, text, resident = None, "", 0
         try:
             kernel = triton.compile(source, target=target, options=options)
             text = kernel.asm.get("ptx", "")
+            if "maxnreg" in options:
+                programs = plans.REGISTERS // (32 * options["num_warps"] * options["maxnreg"])
+                resident = programs * (kernel.metadata.shared + 1024)  # CUDA keeps 1 KiB a program
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
-        row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error,
+        row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
                "seconds": round(time.perf_counter() - begin, 2), **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 

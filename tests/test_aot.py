@@ -36,6 +36,7 @@ def test_compiles(target):
         if target == "sm_90" and row["case"]["run"] == "backward omega":
             early = {"lrpe_kernel": ["launch_dependents"], "reduce_partial_kernel": ["wait"]}.get(row["kernel"], [])
         assert row["early"] == early, row
+        assert row["resident"] <= 100 * 1024, "programs planned to run at once need more shared memory than an SM has"
     if target.startswith("sm"):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
         angles = [row for row in angles if row["case"]["cache"] == "False" or row["case"]["run"] == "forward"]

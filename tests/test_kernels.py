@@ -154,14 +154,15 @@ def test_shared_blocks_of_channels(monkeypatch, case):
             return chosen
         step = args[-2]
         blocks = -(-args[2] // 8)
-        walks.append(divmod(blocks, 4 * step))
+        walks.append((step, *divmod(blocks, 4 * step)))
         return chosen._replace(block_n=8, block_r=1, token_programs=4 * step)
 
     uncut = plans.plan
     monkeypatch.setattr(launch, "plan", plan)
     monkeypatch.setattr(launch, "_known", {})
     assert not violations(case)
-    assert all(rounds and left for rounds, left in walks), walks
+    assert walks
+    assert all(step > 1 and rounds and left for step, rounds, left in walks), walks
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,34 @@ def test_a_frequency_that_is_not_finite_shows(bad):
     assert torch.equal(y[0, :, :, :24].isnan().all(1), expected)
     (domega,) = torch.autograd.grad(y.sum(), omega)
     assert torch.equal(domega.isnan().any(-1), expected)
+
+
+@pytest.mark.parametrize(
+    ("driver", "capabilities", "early"),
+    [
+        (12030, [(9, 0)], True),
+        (13000, [(9, 0), (10, 0)], True),
+        (13000, [(9, 0), (8, 0)], False),
+        (12020, [(9, 0)], False),
+        (None, [(9, 0)], False),
+    ],
+)
+def test_where_the_second_pass_is_launched_early(monkeypatch, driver, capabilities, early):
+    class Driver:
+        def __init__(self, name):
+            if driver is None:
+                raise OSError(name)
+
+        def cuDriverGetVersion(self, found):
+            found._obj.value = driver
+
+    monkeypatch.setattr(launch, "INTERPRETING", False)
+    monkeypatch.setattr(launch.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert launch._early.__wrapped__() is early
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])
