@@ -10,10 +10,10 @@ The rows are unrolled: as a dimension of the tile they would be spread over thre
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
+from .sums import launch_second_pass
 from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs, upcast
 
 # --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
@@ -461,7 +461,7 @@ def lrpe_kernel(
         )  # fmt: skip
     else:
         if EARLY:
-            gdc_launch_dependents()
+            launch_second_pass()
         J: tl.constexpr = K if p_phase is None else K + 1
         EVERY: tl.constexpr = FLAT if FLAT else 1  # blocks with the same channels
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)

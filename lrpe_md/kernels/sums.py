@@ -2,10 +2,23 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from .activations import exp, softmax_sequence
 from .tiles import load, origin, row_at, store
+
+# Of CUDA's programmatic dependent launch. Triton has both, in a module that other backends may lack.
+
+
+@triton.jit
+def launch_second_pass():
+    """Once all programs have said so, the next kernel on the stream may be launched."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def wait_for_first_pass():
+    """Until the kernel before has ended and what it wrote can be read."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit(
@@ -38,7 +51,7 @@ def reduce_partial_kernel(
     p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
     total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
     if EARLY:
-        gdc_wait()
+        wait_for_first_pass()
     for r in range(0, num, BLOCK_R):
         mask = (r + o_r < num)[:, None] & (o_c < C)[None, :]
         total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
