@@ -83,31 +83,25 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
     assert not violations(Case("rotate", pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=True))
 
 
-@pytest.mark.parametrize("coords", ["grid", "by_sample"])
+CUTS = {
+    "token loop": plans.Plan(2, 8, 4, None, 1, 1, 64),
+    "parts": plans.Plan(1, 8, 4, None, 1, 3, 1),
+    "all": plans.Plan(2, 16, 4, None, 1, 2, 4),
+    "a block shared": plans.Plan(2, 8, 4, None, 1, 2, 64),
+    "parts of blocks shared": plans.Plan(2, 4, 4, None, 1, 4, 6),
+    "no round": plans.Plan(1, 8, 4, None, 1, 5, 64),
+    "programs without a row": plans.Plan(4, 8, 4, None, 1, 40, 64),
+}
+
+
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(
-    "cut",
-    [
-        plans.Plan(2, 8, 4, None, 1, 1, 64),
-        plans.Plan(1, 8, 4, None, 1, 3, 1),
-        plans.Plan(2, 16, 4, None, 1, 2, 4),
-        plans.Plan(2, 8, 4, None, 1, 2, 64),
-        plans.Plan(2, 4, 4, None, 1, 4, 6),
-        plans.Plan(1, 8, 4, None, 1, 5, 64),
-        plans.Plan(4, 8, 4, None, 1, 40, 64),
-    ],
-    ids=[
-        "token loop",
-        "parts",
-        "all",
-        "a block shared",
-        "parts of blocks shared",
-        "no round",
-        "programs without a row",
-    ],
+    ("coords", "name"),
+    [*(("grid", name) for name in CUTS), *(("by_sample", name) for name in ("parts", "a block shared", "no round"))],
 )
-def test_every_way_to_cut_the_work(monkeypatch, map, coords, cut):
+def test_every_way_to_cut_the_work(monkeypatch, map, coords, name):
     """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
+    cut = CUTS[name]
 
     def plan(map: str, direction: str, num_tokens: int, *_: int) -> plans.Plan:
         one_tile = cut._replace(token_programs=-(-num_tokens // cut.block_n), per=cut.block_r)
@@ -142,7 +136,7 @@ def test_channels_that_are_no_power_of_two(monkeypatch, case):
 
 
 @pytest.mark.parametrize(
-    "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=80, phase=True)], ids=str
+    "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
 def test_shared_blocks_of_channels(monkeypatch, case):
     """Programs of the same channels share what is left after full rounds."""
