@@ -95,10 +95,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
-@pytest.mark.parametrize(
-    ("coords", "name"),
-    [*(("grid", name) for name in CUTS), *(("by_sample", name) for name in ("parts", "a block shared", "no round"))],
-)
+@pytest.mark.parametrize("coords", ["grid", "by_sample"])
+@pytest.mark.parametrize("name", CUTS)
 def test_every_way_to_cut_the_work(monkeypatch, map, coords, name):
     """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
     cut = CUTS[name]
