@@ -199,10 +199,8 @@ def _numbers(
         direction = "dtheta" if spec.act == "none" else "dtheta activated"
     elif dys:
         direction = "backward"
-    elif spec.act != "none" or spec.dim:
-        direction = "forward activated"
     else:
-        direction = "forward" if layout.sizes else "forward coordinates"
+        direction = "forward" if spec.act == "none" and not spec.dim else "forward activated"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
     step = flat if flat and need_dtheta else 1  # each thread stays with its channels
@@ -219,30 +217,33 @@ def _numbers(
     slots = num_axes + (phase_heads > 0)
 
     unit = 8 if aligned else 1
-    strides = []
-    for i in range(2):
-        for group, with_last in ((in_strides, True), (dy_strides, True), (out_strides, False)):
-            b, h, n, d = group[i] if i < len(group) else (0, 0, 0, 0)
-            strides += [b // unit, h // unit, n // unit, *([d] if with_last else [])]
+    numbers: dict[str, int] = {}
+    for name, group in (("x", in_strides), ("dy", dy_strides), ("o", out_strides)):
+        for k in range(2):
+            b, h, n, d = group[k] if k < len(group) else (0, 0, 0, 0)
+            numbers |= {
+                f"{name}{k}_b": b // unit, f"{name}{k}_h": h // unit, f"{name}{k}_n": n // unit, f"{name}{k}_d": d
+            }  # fmt: skip
 
     sizes = layout.sizes[::-1]  # fastest first: n1, n2, n3
     n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
-    (magic_first, shift_first), (magic_second, shift_second) = _magic(first), _magic(second)
-    (magic_g, shift_g), (magic_p, shift_p), (magic_h, shift_h) = _magic(groups), _magic(outer), _magic(group0 + group1)
-    (magic1, shift1), (magic2, shift2), (magic3, shift3) = _magic(n1), _magic(n2), _magic(n3)
-    scalars = (
-        *strides,
-        coords.stride(0) if coords is not None and by_sample else 0,
-        channels * num_axes if omega_heads > 1 else 0,
-        channels if phase_heads > 1 else 0,
-        channels if amplitude_heads > 1 else 0,
-        rotated.stride(0) if rotated is not None and by_sample else 0,
-        batch, heads0, heads1, num_tokens, layout.prefix, layout.num_grid_tokens, layout.start, n1, n2, n3,
-        magic1, magic2, magic3, shift1, shift2, shift3,
-        num_blocks, int(tokens_first), first, second, groups, in_sample, outer, span, chosen.per, group0, group1,
-        magic_first, magic_second, magic_g, magic_p, magic_h,
-        shift_first, shift_second, shift_g, shift_p, shift_h,
-    )  # fmt: skip
+    numbers |= {
+        "coords_b": coords.stride(0) if coords is not None and by_sample else 0,
+        "omega_h": channels * num_axes if omega_heads > 1 else 0,
+        "phase_h": channels if phase_heads > 1 else 0,
+        "amplitude_h": channels if amplitude_heads > 1 else 0,
+        "rotated_b": rotated.stride(0) if rotated is not None and by_sample else 0,
+        "B": batch, "H0": heads0, "H1": heads1, "N": num_tokens,
+        "prefix": layout.prefix, "num_grid": layout.num_grid_tokens, "start": layout.start,
+        "n1": n1, "n2": n2, "n3": n3, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
+        "first": first, "second": second, "G": groups, "M": in_sample, "P": outer, "span": span, "per": chosen.per,
+        "group0": group0, "group1": group1,
+    }  # fmt: skip
+    divisors = {
+        "1": n1, "2": n2, "3": n3, "_first": first, "_second": second, "_g": groups, "_p": outer, "_h": group0 + group1
+    }  # fmt: skip
+    for name, divisor in divisors.items():
+        numbers[f"magic{name}"], numbers[f"shift{name}"] = _magic(divisor)
     options = {
         "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
         "COSINE": cosine, "SIN_FIRST": spec.order == "sin_cos",
@@ -255,9 +256,10 @@ def _numbers(
         "FAST": _is_fast(dtype, need_dtheta), "PTX": _has_ptx(dtype),
         "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
         "BLOCK_HEAD": block_head, "BLOCK_TAIL": block_tail,
-        "FLAT": flat, "STAGES": chosen.stages, "EARLY": need_dtheta and _early(),
+        "FLAT": flat, "STAGES": chosen.stages, "EARLY": need_dtheta and _early(), "ROWS_FIRST": chosen.rows_first,
         "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
     }  # fmt: skip
+    scalars = tuple(numbers[name] for name in kernels.lrpe_kernel.arg_names if name in numbers)
     return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
 
 

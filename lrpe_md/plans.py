@@ -12,13 +12,14 @@ __all__ = ["TILES", "Plan", "Tile", "cut", "parts", "plan", "tile"]
 
 
 class Plan(NamedTuple):
-    """How the work is cut. Everything that a compiled kernel depends on is in the first five."""
+    """How the work is cut. Everything that a compiled kernel depends on is in the first six."""
 
     block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
     num_warps: int
     max_registers: int | None  # a thread: fewer leave room for more warps
     stages: int  # of the walk with dω: so many less one steps' rows are on their way
+    rows_first: bool  # no arithmetic before a tile's rows are asked for
     token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
     per: int  # rows a program, for which its angles serve
 
@@ -29,6 +30,7 @@ class Tile(NamedTuple):
     num_warps: int
     max_registers: int | None = None
     stages: int = 1
+    rows_first: bool = False
 
 
 # Bytes an element, map and pass -> tiles up to 16, up to 64, more channels wide. A pass of two words that is not here
@@ -37,32 +39,35 @@ class Tile(NamedTuple):
 # workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
 # found for each, within 4% with dω and an activation. Tiles up to 16 wide, mostly of blocks of channels: on 64×64 with
 # head_dim 72 and 80 (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head.
-# float64 is not tuned, nor partial rotation. A forward that reads coordinates, like one with an activation, wants more
-# on its way: 0.91 of the copy's speed with two rows a tile, 0.86 with one (64×64).
+# float64 is not tuned, nor partial rotation.
+# The compiler asks for rows late, after the frequencies have come, where their addresses take long to compute.
+# rows_first holds it back: rotate 0.2 to 0.5% faster, and 1% where it reads coordinates or activates; cosine 1% with
+# head_dim 72 and 128, but 0.3% slower with 64.
 # With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
 # 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate in 16 bits, up to 64 wide, is as
 # fast without stages.
-_16 = Tile(2, 512, 1)
-_ONE, _FEW, _MANY = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1)
+_ONE, _FEW, _MANY, _16 = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1), Tile(2, 512, 1)
+_FEW_FIRST, _MANY_FIRST, _16_FIRST = (t._replace(rows_first=True) for t in (_FEW, _MANY, _16))
 TILES = {
-    (2, "cosine", "forward"): (_FEW, _ONE, _16),
-    (2, "cosine", "forward coordinates"): (_FEW, _FEW, _16),
-    (2, "cosine", "forward activated"): (_MANY, _MANY, _16),
-    (2, "cosine", "backward"): (_FEW, _FEW, _16),
+    (2, "cosine", "forward"): (_FEW_FIRST, _FEW, _FEW),
+    (2, "cosine", "forward activated"): (_MANY_FIRST, _FEW, _16_FIRST),
+    (2, "cosine", "backward"): (_FEW, _FEW, _16_FIRST),
     (2, "cosine", "dtheta"): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
     (2, "cosine", "dtheta activated"): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
-    (2, "rotate", "forward"): (_MANY, _16, _16),
-    (2, "rotate", "forward activated"): (_MANY, Tile(4, 512, 1), Tile(4, 2048, 4)),
-    (2, "rotate", "backward"): (_MANY, _16, _16),
+    (2, "rotate", "forward"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
+    (2, "rotate", "forward activated"): (
+        _MANY_FIRST, Tile(4, 512, 1, rows_first=True), Tile(4, 2048, 4, rows_first=True)
+    ),
+    (2, "rotate", "backward"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
     (2, "rotate", "dtheta"): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
     (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
-    (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), Tile(1, 512, 1)),
+    (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
     (4, "cosine", "backward"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
     (4, "cosine", "dtheta"): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
     (4, "rotate", "forward"): (_FEW, _FEW, _FEW),
-    (4, "rotate", "backward"): (Tile(1, 512, 1), Tile(1, 512, 1), _FEW),
+    (4, "rotate", "backward"): (_ONE, _ONE, _FEW),
     (4, "rotate", "dtheta"): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
-}
+}  # fmt: skip
 _64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
@@ -88,28 +93,28 @@ def plan(
     """Cut the work.
 
     Args:
-        direction: "forward", "forward coordinates" where that reads positions instead of a grid's, "forward activated";
-            "backward"; "dtheta" for a backward with the frequencies' or the phase's gradient, "dtheta activated".
+        direction: "forward", "forward activated"; "backward"; "dtheta" for a backward with the frequencies' or the
+            phase's gradient, "dtheta activated".
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.
         interpreting: for Triton's interpreter.
     """
-    block_r, elements, num_warps, max_registers, stages = tile(map, direction, width, itemsize)
+    block_r, elements, num_warps, max_registers, stages, rows_first = tile(map, direction, width, itemsize)
     block_n = max(1, elements // width)
     if interpreting:  # the cost is by program and row, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
         block_r = max(1, min(rows, 8 if max_registers is None else 2))
     if max_registers is None:
-        return Plan(block_r, block_n, num_warps, None, stages, triton.cdiv(num_tokens, block_n), block_r)
+        return Plan(block_r, block_n, num_warps, None, stages, rows_first, triton.cdiv(num_tokens, block_n), block_r)
     if interpreting:
-        return Plan(block_r, block_n, num_warps, max_registers, stages, step, max(1, rows))
+        return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, step, max(1, rows))
     # As many programs as run at once: they walk far, since their partial sums are written and read once more. Registers
     # decide: tests/test_aot.py checks that shared memory leaves room.
     programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
     programs = max(1, programs // max(1, samples) // groups)
     token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs, step)
-    return Plan(block_r, block_n, num_warps, max_registers, stages, token_programs, per)
+    return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
 
 
 @lru_cache(maxsize=4096)

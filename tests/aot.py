@@ -210,7 +210,7 @@ def findings(ptx: str) -> dict[str, Any]:
     remainders: products s·w whose whole turns go by fma(s, w, -n), n whole. counted_twice: those of them whose rounding
     error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
     are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
-    launch while the kernel before it runs.
+    launch while the kernel before it runs. split: loads before the first barrier, and after it.
     """
     definitions = {}
     for line in ptx.splitlines():
@@ -242,7 +242,9 @@ def findings(ptx: str) -> dict[str, Any]:
     counted = "0f2F800000" in ptx  # 2^-32
     twice = len(exact & residues)
     early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
-    return {"remainders": len(exact), "counted_twice": twice, "counted": counted, "narrow": narrow, "early": early}
+    split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
+    found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
+    return {"remainders": len(exact), **found}
 
 
 @triton.jit
@@ -280,6 +282,8 @@ def main() -> None:
     for name, source, options, case in work:
         begin = time.perf_counter()
         error, text, resident = None, "", 0
+        names = source.fn.arg_names
+        rows_first = "ROWS_FIRST" in names and source.constants[names.index("ROWS_FIRST"),]
         try:
             kernel = triton.compile(source, target=target, options=options)
             text = kernel.asm.get("ptx", "")
@@ -289,7 +293,7 @@ def main() -> None:
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
-               "seconds": round(time.perf_counter() - begin, 2), **findings(text)}  # fmt: skip
+               "rows_first": rows_first, "seconds": round(time.perf_counter() - begin, 2), **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 
 

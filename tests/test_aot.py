@@ -41,6 +41,9 @@ def test_compiles(target):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
         angles = [row for row in angles if row["case"]["cache"] == "False" or row["case"]["run"] == "forward"]
         assert len(angles) > 10
+        ordered = [row for row in angles if row["rows_first"] and row["case"]["rotary"] == "all"]
+        assert len(ordered) >= 4
+        assert all(min(row["split"]) > 0 for row in ordered), "frequencies are read before the rows"
         integers = 0
         for row in angles:
             case = row["case"]

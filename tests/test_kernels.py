@@ -84,13 +84,13 @@ def test_partial_rotation(pairs, rotary_dim, act, dim):
 
 
 CUTS = {
-    "token loop": plans.Plan(2, 8, 4, None, 1, 1, 64),
-    "parts": plans.Plan(1, 8, 4, None, 1, 3, 1),
-    "all": plans.Plan(2, 16, 4, None, 1, 2, 4),
-    "a block shared": plans.Plan(2, 8, 4, None, 1, 2, 64),
-    "parts of blocks shared": plans.Plan(2, 4, 4, None, 1, 4, 6),
-    "no round": plans.Plan(1, 8, 4, None, 1, 5, 64),
-    "programs without a row": plans.Plan(4, 8, 4, None, 1, 40, 64),
+    "token loop": plans.Plan(2, 8, 4, None, 1, False, 1, 64),
+    "parts": plans.Plan(1, 8, 4, None, 1, False, 3, 1),
+    "all": plans.Plan(2, 16, 4, None, 1, False, 2, 4),
+    "a block shared": plans.Plan(2, 8, 4, None, 1, False, 2, 64),
+    "parts of blocks shared": plans.Plan(2, 4, 4, None, 1, False, 4, 6),
+    "no round": plans.Plan(1, 8, 4, None, 1, False, 5, 64),
+    "programs without a row": plans.Plan(4, 8, 4, None, 1, False, 40, 64),
 }
 
 

@@ -338,33 +338,31 @@ _POINTERS = [
     "p_x0", "p_dy0", "p_o0", "p_stat0", "p_x1", "p_dy1", "p_o1", "p_stat1",
     "p_omega", "p_phase", "p_coords", "p_affine", "p_rotated", "p_amplitude", "p_theta", "p_partial",
 ]  # fmt: skip
-_STRIDES = [
-    f"{name}{i}_{axis}" for i in (0, 1) for name, axes in (("x", "bhnd"), ("dy", "bhnd"), ("o", "bhn")) for axis in axes
-]
-_SIZES = [
-    "coords_b", "omega_h", "phase_h", "amplitude_h", "rotated_b", "B", "H0", "H1", "N", "prefix", "num_grid", "start",
-    "n1", "n2", "n3", "magic1", "magic2", "magic3", "shift1", "shift2", "shift3",
-    "num_blocks", "tokens_first", "first", "second", "G", "M", "P", "span", "per", "group0", "group1",
-    "magic_first", "magic_second", "magic_g", "magic_p", "magic_h",
-    "shift_first", "shift_second", "shift_g", "shift_p", "shift_h",
+# In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
+_NUMBERS = [
+    "x0_b", "x0_h", "x0_n", "x0_d", "o0_b", "o0_h", "o0_n", "N", "prefix", "num_grid", "start", "n1", "magic1",
+    "shift1", "omega_h", "tokens_first", "first", "second", "G", "M", "span", "per", "group0", "group1",
+    "magic_first", "magic_second", "magic_g", "magic_h", "shift_first", "shift_second", "shift_g", "shift_h",
+    "dy0_b", "dy0_h", "dy0_n", "dy0_d", "x1_b", "x1_h", "x1_n", "x1_d", "dy1_b", "dy1_h", "dy1_n", "dy1_d",
+    "o1_b", "o1_h", "o1_n", "n2", "n3", "magic2", "magic3", "shift2", "shift3", "num_blocks",
+    "phase_h", "amplitude_h", "coords_b", "rotated_b", "P", "magic_p", "shift_p", "B", "H0", "H1",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_STRIDES + _SIZES, do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
     p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
-    x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64",
-    o0_b: "i64", o0_h: "i64", o0_n: "i64",
-    x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64", dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64",
-    o1_b: "i64", o1_h: "i64", o1_n: "i64",
-    coords_b: "i64", omega_h: "i32", phase_h: "i32", amplitude_h: "i32", rotated_b: "i64", B: "i32", H0: "i32",
-    H1: "i32", N: "i32", prefix: "i32", num_grid: "i32", start: "i32", n1: "i32", n2: "i32", n3: "i32",
-    magic1: "u32", magic2: "u32", magic3: "u32", shift1: "i32", shift2: "i32", shift3: "i32",
-    num_blocks: "i32", tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", P: "i32",
-    span: "i32", per: "i32", group0: "i32", group1: "i32",
-    magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_p: "u32", magic_h: "u32",
-    shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_p: "i32", shift_h: "i32",
+    x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
+    N: "i32", prefix: "i32", num_grid: "i32", start: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
+    tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", span: "i32", per: "i32",
+    group0: "i32", group1: "i32", magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_h: "u32",
+    shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_h: "i32",
+    dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64", x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64",
+    dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64", o1_b: "i64", o1_h: "i64", o1_n: "i64",
+    n2: "i32", n3: "i32", magic2: "u32", magic3: "u32", shift2: "i32", shift3: "i32", num_blocks: "i32",
+    phase_h: "i32", amplitude_h: "i32", coords_b: "i64", rotated_b: "i64", P: "i32", magic_p: "u32", shift_p: "i32",
+    B: "i32", H0: "i32", H1: "i32",
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
     COSINE: tl.constexpr, SIN_FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECTIONS: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
@@ -373,7 +371,7 @@ def lrpe_kernel(
     ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
@@ -389,7 +387,8 @@ def lrpe_kernel(
 
     FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
     channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
-    EARLY: the second pass of dω may be launched as soon as all programs of this one run.
+    EARLY: the second pass of dω may be launched as soon as all programs of this one run. ROWS_FIRST: frequencies are
+    read after the rows.
     """
     NEED_DTHETA: tl.constexpr = p_partial is not None
     HAS_K: tl.constexpr = p_o1 is not None
@@ -448,6 +447,8 @@ def lrpe_kernel(
             D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
             BLOCK_R, BLOCK_C,
         )  # fmt: skip
+        if ROWS_FIRST:
+            tl.debug_barrier()  # which no load can be moved across
         omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
         cos, sin, _, _ = _angles(
             omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
