@@ -2,8 +2,8 @@
 
     make readme-tables            or python -m scripts.benchmark_report [FOLDER] [--readme FILE] [--gpu NAME]
 
-All is from scripts/results/benchmark-*.csv, training.csv and backbones.csv. Of several files that measured the same,
-the latest counts.
+All is from scripts/results: benchmark-*.csv, counters.csv, training.csv, backbones.csv. Of several files that measured
+the same, the latest counts.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def render(rows: pd.DataFrame) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def section(rows: pd.DataFrame, steps: Path) -> str:
+def section(rows: pd.DataFrame, folder: Path) -> str:
     """What is between the README's markers."""
-    return "\n".join(text for text in (render(rows), training(steps)) if text)
+    parts = render(rows), counters(folder / "counters.csv"), training(folder / "training.csv")
+    return "\n".join(text for text in parts if text)
 
 
 def pass_rows(rows: pd.DataFrame) -> Any:
@@ -228,6 +229,29 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
     return lines + table(["", *(f"{n:.0f} {'axis' if n == 1 else 'axes'}" for n in axes)], found)
 
 
+def counters(file: Path) -> str:
+    """What limits the kernels, empty where nothing was counted."""
+    if not file.exists():
+        return ""
+    found: Any = pd.read_csv(file)
+    lines = [
+        "The GPU's counters, each pass once with cold caches (`python -m scripts.benchmark_counters`): bytes read from "
+        "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
+        "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
+        f"{found.gpu[0]}, {found.versions[0]}, commit {', '.join(ordered(found.commit))}.",
+        "",
+    ]
+    cells = []
+    for row in found.itertuples():
+        name = f"{row.workload}: {row.op}, {PASS_NAMES[row.mode]}"
+        shares = [f"{value:.0f}%" for value in (row.dram, row.l2, row.issue, row.warps)]
+        bytes_moved = (row.bytes_read + row.bytes_written) / row.floor_bytes
+        cells.append([f"**{name}**" if row.peer == OURS else f"{name}: {row.peer}", f"{row.ns / 1e3:.1f}",
+                      f"{bytes_moved:.2f}", *shares, f"{row.registers:.0f}"])  # fmt: skip
+    head = ["", "µs", "bytes", "memory", "L2", "instructions issued", "warps", "registers"]
+    return "\n".join([*lines, *table(head, cells)])
+
+
 def left_out(rows: pd.DataFrame) -> list[str]:
     """What is outside the budget, and what failed, in its own words."""
     wrong: Any = rows[rows.in_budget == "False"]
@@ -345,7 +369,7 @@ def main(
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):
             print(folder / name)
-    text = update(readme.read_text(encoding="utf-8"), section(rows, folder / "training.csv"))
+    text = update(readme.read_text(encoding="utf-8"), section(rows, folder))
     text = fill(text, *BACKBONES, backbones(folder / "backbones.csv"))
     readme.write_text(text, encoding="utf-8")
     print(f"{readme}: {len(rows)} measurements of {folder}")

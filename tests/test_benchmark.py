@@ -1,16 +1,29 @@
 """The benchmark end to end on tiny sizes: its rows, what it refuses to time, its helpers, and the README's tables."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lrpe_md.testing import Workload, bind
-from scripts import benchmark, benchmark_modes, benchmark_report
-from scripts.benchmark_measure import COLUMNS, COPY, HERE, Judge, floor_bytes, in_words, make_pass, scratch
+from scripts import benchmark, benchmark_counters, benchmark_modes, benchmark_report
+from scripts.benchmark_measure import (
+    COLUMNS,
+    COPY,
+    HERE,
+    Judge,
+    Session,
+    floor_bytes,
+    in_words,
+    make_pass,
+    scratch,
+    time_peer,
+)  # fmt: skip
 from scripts.benchmark_modes import custom_op, raw_launch
 from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
 
@@ -174,6 +187,33 @@ def test_host_times_take_turns():
     assert all(us > 0 for own in times for us in own)
 
 
+@pytest.mark.parametrize("overwrites", ["nothing", "all"])
+def test_calls_take_turns_with_tensors_of_their_own(tmp_path, monkeypatch, overwrites):
+    """A load that is to be evicted last keeps its tensor in the cache: the next call must not find it there."""
+    timed = []
+
+    def gpu_time(self, *fns):
+        seen.clear()  # what was checked before
+        timed.append([fn() for fn in fns])
+        return {"p50": 1.0, "unit": "ms"}
+
+    seen: list[torch.Tensor] = []
+
+    def build(inputs):
+        forward = kernels(inputs)
+        return lambda xs, omega: seen.extend(xs) or forward(xs, omega)
+
+    monkeypatch.setattr(Session, "gpu_time", gpu_time)
+    session = Session(tmp_path / "a.csv", CPU, time.monotonic() + 60, 1, False, {"copy_gbps": 1.0}, Console(quiet=True))
+    inputs = large_inputs(TINY.case("rotate"), CPU)
+    time_peer(session, ["fwd"], "tiny", "peer", Peer(build, overwrites=overwrites), inputs)
+    (results,) = timed
+    assert len(results) >= 3
+    assert len({x.data_ptr() for x in seen}) == 2 * len(results)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
 def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
     code = "import lrpe_md, os, sys\nprint(len(os.listdir(os.environ['TRITON_CACHE_DIR'])), *range(1, len(sys.argv)))"
     monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", code)
@@ -324,6 +364,48 @@ def test_report_on_made_numbers(tmp_path):
     assert readme.read_text() == text
 
 
+NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","{names}"
+"","","{units}"
+"0","lrpe_kernel","57,632","77,477,888","129276672","74.6","86.7","74.1","43.0","64"
+"1","lrpe_kernel","57152","77479424","128897536","75.1","86.2","55.1","43.7","51"
+"""
+
+
+def test_what_ncu_reports():
+    names = list(benchmark_counters.METRICS.values())
+    text = NCU.format(names='","'.join(names), units='","'.join(["x"] * len(names)))
+    first, second = benchmark_counters.parse(text)
+    assert first == {
+        "ns": 57632, "bytes_read": 77477888, "bytes_written": 129276672, "dram": 74.6, "l2": 86.7, "issue": 74.1,
+        "warps": 43, "registers": 64,
+    }  # fmt: skip
+    assert second["registers"] == 51
+    with pytest.raises(ValueError, match="lacks lts__throughput"):
+        benchmark_counters.parse(text.replace("lts__throughput", "lts"))
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        benchmark_counters.parse("==ERROR== ERR_NVGPUCTRPERM\n")
+
+
+def test_every_pass_is_counted(tmp_path, monkeypatch):
+    """On tiny inputs, and what the README shows of them."""
+    monkeypatch.setattr(benchmark_counters, "WORKLOADS", {"vit224": TINY, "img64": TINY})
+    monkeypatch.setattr(benchmark_counters, "PEERS", dict.fromkeys((OURS, benchmark_counters.TABLES), PEERS[OURS]))
+    found = [(key, fn()) for key, fn in benchmark_counters.passes(CPU)]
+    keys = [key for key, _ in found]
+    assert len({tuple(key.values()) for key in keys}) == len(keys) == 2 * 2 * 3 + 2 + 2
+    file = tmp_path / "counters.csv"
+    metrics = dict.fromkeys(benchmark_counters.METRICS, 50.0)
+    metrics |= {"ns": 2500.0}
+    where = {"gpu": "G", "versions": "torch 2", "commit": "c"}
+    pd.DataFrame([{**key, **metrics, **where} for key in keys]).to_csv(file, index=False)
+    text = benchmark_report.counters(file)
+    assert text.count("| 2.5 |") == len(keys)
+    assert "| **img64: rotate, backward with ω** | 2.5 |" in text
+    assert f"| vit224: cosine, forward: {COPY} | 2.5 |" in text
+    assert benchmark_report.counters(tmp_path / "none.csv") == ""
+
+
 def test_report_without_measurements(tmp_path):
     assert benchmark_report.render(benchmark_report.read(tmp_path)) == ""
     with pytest.raises(ValueError, match="once each"):
@@ -334,7 +416,7 @@ def test_readme_shows_what_was_measured():
     """`make readme-tables` after new measurements."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     folder = benchmark_report.RESULTS
-    section = benchmark_report.section(benchmark_report.read(folder), folder / "training.csv")
+    section = benchmark_report.section(benchmark_report.read(folder), folder)
     assert benchmark_report.update(readme, section) == readme
     for name in ("performance-passes.png", "performance-scaling.png"):
         assert (name not in section) or (benchmark_report.RESULTS / name).stat().st_size < 300_000
