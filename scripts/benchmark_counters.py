@@ -40,7 +40,7 @@ METRICS = {
     "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "registers": "launch__registers_per_thread",
 }
-KEY = ("op", "workload", "mode", "peer", "floor_bytes")
+KEY: tuple[str, ...] = ("op", "workload", "mode", "peer", "floor_bytes")
 COLUMNS = (*KEY, *METRICS, "gpu", "versions", "commit")
 KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # not dω's second pass
 RANGE = "counted"

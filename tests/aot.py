@@ -293,7 +293,8 @@ def main() -> None:
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
-               "rows_first": rows_first, "seconds": round(time.perf_counter() - begin, 2), **findings(text)}  # fmt: skip
+               "rows_first": rows_first, "seconds": round(time.perf_counter() - begin, 2),
+               **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 
 
