@@ -207,7 +207,7 @@ ZEROS = {"0f00000000", "0f80000000"}
 def findings(ptx: str) -> dict[str, Any]:
     """What the tests read in PTX.
 
-    remainders: products s·w whose whole turns go by fma(s, w, -n), n whole. counted_twice: those of them whose rounding
+    remainders: products s·w whose whole turns go by fma(s, w, n), -n whole. counted_twice: those of them whose rounding
     error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
     are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
     launch while the kernel before it runs. split: loads before the first barrier, and after it.
@@ -217,9 +217,12 @@ def findings(ptx: str) -> dict[str, Any]:
         if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
             definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
 
-    def is_zero(value: str) -> bool:
+    def constant(value: str) -> str:
         op, operands = definitions.get(value, ("mov", [value]))
-        return op.startswith("mov") and operands[0] in ZEROS
+        return operands[0] if op.startswith("mov") else value
+
+    def is_zero(value: str) -> bool:
+        return constant(value) in ZEROS
 
     def unsigned(value: str) -> str:
         op, operands = definitions.get(value, ("", [value]))
@@ -230,11 +233,14 @@ def findings(ptx: str) -> dict[str, Any]:
         if op != "fma.rn.f32" or is_zero(operands[2]):
             continue
         *factors, addend = operands
-        value = unsigned(addend)
-        op, operands = definitions.get(value, ("", []))
-        if value != addend and (op.startswith("cvt.rmi") or "0fCB400000" in operands):  # floor, or less 1.5 · 2^23
+        op, operands = definitions.get(addend, ("", []))
+        if op.startswith("cvt.rpi") or (
+            op == "sub.f32" and constant(operands[0]) == "0f4B400000"
+        ):  # ceil, or from 1.5 · 2^23
             exact.add(tuple(sorted(factors)))
             continue
+        value = unsigned(addend)
+        op, operands = definitions.get(value, ("", []))
         product = op.startswith("mul") or (op == "fma.rn.f32" and is_zero(operands[2]))
         if product and sorted(map(unsigned, operands[:2])) == sorted(factors):
             residues.add(tuple(sorted(factors)))
@@ -253,7 +259,7 @@ def subtracts_a_rounded_product(p_s, p_w, p_out):
     o = tl.arange(0, 128)
     s, w = tl.load(p_s + o), tl.load(p_w + o)
     product = s * w
-    tl.store(p_out + o, (product - tl.floor(product + 0.5)) + tl.fma(s, w, -product))
+    tl.store(p_out + o, (product + tl.ceil(-0.5 - product)) + tl.fma(s, w, -product))
 
 
 def main() -> None:

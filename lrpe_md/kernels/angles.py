@@ -81,12 +81,12 @@ def remainder(s, w, ANY_SIZE: tl.constexpr):
     the two.
     """
     if ANY_SIZE:
-        n = tl.floor(s * w + 0.5)
-        shifted = (n - 2.0 * tl.floor(n * 0.5)) + ROUND
+        less = tl.ceil(-0.5 - s * w)
+        shifted = (less - 2.0 * tl.floor(less * 0.5)) + ROUND
     else:
-        shifted = s * w + ROUND  # cheaper than floor, which is a conversion
-        n = shifted - ROUND
-    return tl.fma(s, w, -n), shifted.to(tl.int32, bitcast=True)
+        shifted = s * w + ROUND  # cheaper than ceil, which is a conversion
+        less = ROUND - shifted  # a minus sign would be one more subtraction, from 0
+    return tl.fma(s, w, less), shifted.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -138,9 +138,9 @@ def frequencies(
 ):  # fmt: skip
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE. If FIXED fixed point of turns for both; the lowest bit of the first says whether one of
-    them is not finite. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each; m_c: which there are,
-    None: all.
+    float64 radians if WIDE; lo in radians if FAST. If FIXED fixed point of turns for both; the lowest bit of the first
+    says whether one of them is not finite. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each;
+    m_c: which there are, None: all.
     """
     loaded = ()
     for j in tl.static_range(K):
@@ -159,6 +159,8 @@ def frequencies(
             lo = (w - hi.to(w.dtype)).to(hi.dtype)
         else:
             hi, lo = turns(w, 1.0 if FAST else 2.0)
+            if FAST:
+                lo *= TAU
         omega += (_of_tokens(hi, lo),)
     return omega
 
@@ -187,18 +189,19 @@ def angle(
 ):  # fmt: skip
     """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a half turn, which leaves small remainders to round. FAST: a turn, up to half of one an axis is left,
+    The unit is a half turn, which leaves small remainders to round. FAST: radians, up to half a turn an axis is left,
     and the lowest bit says nothing. WIDE: float64 radians, all in the remainder. FIXED, for the indices of a grid:
     turns are counted in integers, which drop the whole ones by themselves and lose 2^-32 of one an axis, anywhere.
     """
     UNIT: tl.constexpr = 1.0 if FAST else 2.0
+    LOW: tl.constexpr = TAU if FAST else 1.0  # the unit of what the float32 hi leave out
     ANY_SIZE: tl.constexpr = AFFINE or p_coords is not None
     half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
     if LOAD_THETA:
         theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & (o_c < C), other=0)
         if WIDE:
             theta = theta.to(tl.float64)
-        else:
+        elif not FAST:
             theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, False)
     elif WIDE:
         theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
@@ -235,17 +238,19 @@ def angle(
                 low += s * w_lo
             half += odd
             if ANY_SIZE:
-                low += s_lo[:, None] * w_hi
+                low += s_lo[:, None] * (w_hi * LOW)
         if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
             f_hi, f_lo = omega[K]
             one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
             a, odd = remainder(f_hi, one, True)
             on_grid = m_g[:, None]
             part += tl.where(on_grid, a, 0.0)
-            low += tl.where(on_grid, f_hi * (C_LO * UNIT) + f_lo * one, 0.0)
+            low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one) * LOW, 0.0)
             half += tl.where(on_grid, odd, 0)
-        theta = part + low
-        if not FAST:  # the hardware's functions bear a few turns more
+        if FAST:  # the hardware's functions bear a few turns more
+            theta = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
+        else:
+            theta = part + low
             shifted = theta + ROUND
             theta -= shifted - ROUND
             half += shifted.to(tl.int32, bitcast=True)
@@ -264,9 +269,8 @@ def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
         cos = tl.cos(theta)
         sin = tl.sin(theta)
     elif FAST:
-        x = theta * TAU
-        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
+        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
     else:
         z = theta * theta
         s = (
@@ -284,10 +288,8 @@ def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def radians(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
     """The angle in [-π, π] as float32, to be cached."""
-    if WIDE:
+    if WIDE or FAST:
         x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
-    elif FAST:
-        x = (theta - tl.floor(theta + 0.5)) * TAU
     else:
         x = tl.where((half & 1) != 0, tl.where(theta > 0.0, theta - 1.0, theta + 1.0), theta) * (TAU / 2.0)
     return x.to(tl.float32)
