@@ -199,10 +199,8 @@ def _numbers(
         direction = "dtheta" if spec.act == "none" else "dtheta activated"
     elif dys:
         direction = "backward"
-    elif spec.act != "none" or spec.dim:
-        direction = "forward activated"
     else:
-        direction = "forward" if layout.sizes else "forward coordinates"
+        direction = "forward" if spec.act == "none" and not spec.dim else "forward activated"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
     step = flat if flat and need_dtheta else 1  # each thread stays with its channels
