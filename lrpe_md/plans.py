@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     num_warps: int
     max_registers: int | None  # a thread: fewer leave room for more warps
     stages: int  # of the walk with dω: so many less one steps' rows are on their way
-    rows_first: bool  # no arithmetic before a tile's rows are asked for
+    rows_first: bool  # frequencies are read once a tile's rows are asked for
     token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
     per: int  # rows a program, for which its angles serve
 
