@@ -86,3 +86,21 @@ def test_another_triton_is_told(monkeypatch):
         changed.delattr(interpreter, "_patch_lang")
         with pytest.raises(AttributeError, match="_patch_lang"):
             quicken(changed)
+
+
+@triton.jit
+def _residues(p_x, p_y, p_out, p_count, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    x, y = tl.load(p_x + o), tl.load(p_y + o)
+    for _ in range(tl.load(p_count)):
+        tl.store(p_out + o, tl.fma(x, y, -(x * y)))
+
+
+def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
+    """Of Triton's own interpreter from 3.9 on."""
+    x, y = torch.rand(2, 64)
+    out = torch.full((64,), float("nan"))
+    _residues[(1,)](x, y, out, torch.tensor(1, dtype=torch.int32), BLOCK=64)
+    exact = x.double() * y.double() - (x * y).double()
+    assert exact.count_nonzero() > 32
+    assert torch.equal(out.double(), exact)
