@@ -42,8 +42,8 @@ def calls(monkeypatch):
     return found
 
 
-def library(name):
-    return pytest.importorskip(name, minversion=OLDEST[name])
+def library(name, version=None):
+    return pytest.importorskip(name, minversion=version or OLDEST[name])
 
 
 def randomize(model):
@@ -125,10 +125,14 @@ VITS = {  # model, its own arguments
 }
 
 
+NEWER = {"num_kv_heads", "rope_grid_indexing", "rope_type", "rope_shift_coords"}  # before 1.0.31 missing, or otherwise
+
+
 def timm_vit(name="axial", **kwargs):
     model, own = VITS[name]
+    version = "1.0.31" if NEWER & {*own, *kwargs} else None
     size = {"img_size": (16 * 5, 16 * 3) if "patch14" not in model else (14 * 5, 14 * 3)}
-    vit = library("timm").create_model(model, **{**TINY, **size, **own, **kwargs})
+    vit = library("timm", version).create_model(model, **{**TINY, **size, **own, **kwargs})
     if name == "gate":  # and another argument of the attentions that Eva does not pass on
         for block in vit.blocks:
             block.attn.qkv_bias_separate = True
@@ -237,6 +241,8 @@ def test_learned_frequencies_stay_the_models_own():
 
 @pytest.mark.parametrize("name", ["eva02", "mixed"])
 def test_casts(name):
+    if name == "mixed":
+        library("timm", "1.0.31")  # mixed rotation in bfloat16
     vit = timm_vit(name)
     adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
     expected = adapted.double()(x.double())
@@ -702,6 +708,15 @@ def test_a_model_that_does_not_fit_stays_as_it_was(name):
     with pytest.raises(error, match=message):
         adapt_rotary(model)
     assert {path: (type(part), set(vars(part))) for path, part in parts(model).items()} == before
+
+
+def test_an_older_timm_has_another_order_of_axes(monkeypatch):
+    model = timm_vit("shorter side")
+    monkeypatch.setattr(library("timm"), "__version__", "1.0.30")
+    with pytest.raises(ValueError, match=r"model\.rope: .*'xy' expects timm 1\.0\.31 or newer, got 1\.0\.30"):
+        adapt_rotary(model)
+    adapt_rotary(timm_vit("dinov3"))
+    adapt_rotary(timm_vit("perception encoder"))
 
 
 def test_argument_errors():

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import timm
 import torch
 from timm.layers.attention import AttentionRope
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 from timm.models.eva import Eva, EvaAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from lrpe_md import AugmentPositions, Grid, preset
 from lrpe_md.arguments import Impl
@@ -194,6 +196,8 @@ def _cat(path: str, rope: Any, options: dict[str, Any]) -> Step:
 def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
     if rope.min_period is not None or rope.temperature is None:
         raise ValueError(f"{path}.rope: expected periods from a temperature, got min_period={rope.min_period}")
+    if rope.grid_indexing == "xy" and TorchVersion(timm.__version__) < "1.0.31":  # which left the axes (height, width)
+        raise ValueError(f"{path}.rope: grid_indexing='xy' expects timm 1.0.31 or newer, got {timm.__version__}")
     return _axial(path, rope, "dinov3", LrpeRotaryEmbeddingDinoV3, options)
 
 
