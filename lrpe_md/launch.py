@@ -195,12 +195,9 @@ def _numbers(
     if need_dtheta:  # what is not rotated waits with the rest
         width = triton.next_power_of_2(width + block_head + block_tail)
     span = (group0 + group1) * (1 if by_sample else batch)
-    if need_dtheta:
-        direction = "dtheta" if spec.act == "none" else "dtheta activated"
-    elif dys:
-        direction = "backward"
-    else:
-        direction = "forward" if spec.act == "none" and not spec.dim else "forward activated"
+    direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
+    if spec.act != "none":
+        direction += " activated"
     num_rows = num_tokens * max(1, flat)
     heads, samples = group0 + group1, batch if by_sample else 1
     step = flat if flat and need_dtheta else 1  # each thread stays with its channels

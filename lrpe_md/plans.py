@@ -95,8 +95,8 @@ def plan(
     """Cut the work.
 
     Args:
-        direction: "forward", "forward activated"; "backward"; "dtheta" for a backward with the frequencies' or the
-            phase's gradient, "dtheta activated".
+        direction: "forward", "backward", "dtheta" for a backward with the frequencies' or the phase's gradient; with an
+            activation "forward activated" and so on.
         groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
         rows: of a group, heads of samples; heads: of a group in one sample.
         step: what the number of programs along the tokens must be divisible by.
@@ -107,15 +107,17 @@ def plan(
     if interpreting:  # the cost is by program and row, not by size
         block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
         block_r = max(1, min(rows, 8 if max_registers is None else 2))
+    token_blocks = triton.cdiv(num_tokens, block_n)
     if max_registers is None:
-        return Plan(block_r, block_n, num_warps, None, stages, rows_first, triton.cdiv(num_tokens, block_n), block_r)
-    if interpreting:
-        return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, step, max(1, rows))
-    # As many programs as run at once: they walk far, since their partial sums are written and read once more. Registers
-    # decide: tests/test_aot.py checks that shared memory leaves room.
-    programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
-    programs = max(1, programs // max(1, samples) // groups)
-    token_programs, per = cut(triton.cdiv(num_tokens, block_n), rows, heads, block_r, programs, step)
+        token_programs, per = token_blocks, block_r
+    elif interpreting:
+        token_programs, per = step, max(1, rows)
+    else:
+        # As many programs as run at once: they walk far, since their partial sums are written and read once more.
+        # Registers decide: tests/test_aot.py checks that shared memory leaves room.
+        programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
+        programs = max(1, programs // max(1, samples) // groups)
+        token_programs, per = cut(token_blocks, rows, heads, block_r, programs, step)
     return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
 
 

@@ -26,7 +26,7 @@ from lrpe_md.testing import WORKLOADS
 
 from .benchmark_measure import floor_bytes, make_pass
 from .benchmark_peers import OURS, PEERS, large_inputs
-from .common import git_commit, gpu_name, versions
+from .common import measured_on
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"
@@ -126,15 +126,12 @@ def main(
         raise SystemExit(
             f"expected one kernel for each of {len(known)} passes, ncu counted {len(rows)}:\n{text[-2000:]}"
         )
-    where = {
-        "gpu": gpu_name(torch.device("cuda")), "commit": commit or git_commit(12),
-        "versions": ", ".join(f"{k} {v}" for k, v in versions("torch", "triton").items()),
-    }  # fmt: skip
+    here = measured_on(torch.device("cuda"), commit)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**key, **row, **where} for key, row in zip(known, rows, strict=True))
+        writer.writerows({**key, **row, **here} for key, row in zip(known, rows, strict=True))
     print(f"{out}: {len(rows)} kernels")
 
 

@@ -283,16 +283,19 @@ def time_peer(
     judge: Judge | None = None, label: str | None = None,
 ) -> None:  # fmt: skip
     """All passes of one peer on one problem; what leaves the budget is listed with its violation instead."""
-    copies = [inputs, *(large_inputs(inputs.case, session.device) for _ in range(TURNS - 1))]
+    case = inputs.case
     if peer.adapt is not None:
-        copies, judge = [*map(peer.adapt, copies)], None
-        inputs = copies[0]
+        inputs, judge = peer.adapt(inputs), None
     modes = [mode for mode in modes if mode != "bwd_omega" or peer.omega_grad]
     if not modes:
         return
 
     def key(mode: str) -> dict[str, Any]:
         return describe(label or mode, workload, name, inputs, variant)
+
+    def copy() -> Inputs:
+        made = large_inputs(case, session.device)
+        return made if peer.adapt is None else peer.adapt(made)
 
     with session.attempt(**key(modes[0])):
         forward = peer.build(inputs)
@@ -301,6 +304,7 @@ def time_peer(
         wanted = {check for mode in modes for check in checks.get(mode, [mode])}
         wrong = {check: judge.violations(peer, forward, check) for check in sorted(wanted)}
         del judge
+        turns = [inputs, *(copy() for _ in range(TURNS - 1))]
         for mode in modes:
             found_wrong = [text for check in checks.get(mode, [mode]) for text in wrong[check]]
             note = "; ".join([*([peer.note] if peer.note else []), *found_wrong])
@@ -309,7 +313,7 @@ def time_peer(
                 session.add(**key(mode), in_budget=False, note=note)
                 continue
             with session.attempt(**key(mode)):
-                fns = [make_pass(mode, forward, scratch(peer, copy)) for copy in copies]
+                fns = [make_pass(mode, forward, scratch(peer, own)) for own in turns]
                 found = session.gpu_time(*fns)
                 del fns
                 share = session.share(found["p50"], floor_bytes(mode, inputs))

@@ -20,7 +20,7 @@ from lrpe_md.testing import WORKLOADS
 from .benchmark_measure import COLUMNS, HERE, KEY, PASSES
 from .benchmark_modes import SMALL
 from .benchmark_peers import OURS, PEERS
-from .benchmark_training_report import BACKBONES, backbones, training
+from .benchmark_training_report import BACKBONES, backbones, training, where
 from .common import fill, table
 from .folder import ROOT
 from .plots import OKABE_ITO, STYLE, plt
@@ -233,12 +233,12 @@ def counters(file: Path) -> str:
     """What limits the kernels, empty where nothing was counted."""
     if not file.exists():
         return ""
-    found: Any = pd.read_csv(file)
+    found: Any = pd.read_csv(file, dtype={"commit": str})
     lines = [
         "The GPU's counters, each pass once with cold caches (`python -m scripts.benchmark_counters`): bytes read from "
         "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
         "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
-        f"{found.gpu[0]}, {found.versions[0]}, commit {', '.join(ordered(found.commit))}.",
+        f"{where(found)}.",
         "",
     ]
     cells = []

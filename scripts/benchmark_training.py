@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import gc
 import math
-import platform
 import random
 import re
 import statistics
@@ -52,7 +51,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .benchmark_measure import device_events
 from .benchmark_workloads import MODELS, Workload
-from .common import choose, choose_device, git_commit, gpu_name, versions
+from .common import choose, choose_device, measured_on
 
 COMPILE: dict[str, dict[str, Any]] = {
     "compiled": {"dynamic": False},
@@ -188,16 +187,6 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
     return table.sort_values("ms", ascending=False, ignore_index=True).head(KERNELS)
 
 
-def environment(commit: str | None, device: torch.device) -> dict[str, Any]:
-    """Where the numbers come from."""
-    found = versions("torch", "triton", "timm").items()
-    return {
-        "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
-        "versions": ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in found),
-        "commit": git_commit() if commit is None else commit,
-    }
-
-
 def compare(
     workload: Workload, encodings: list[str], mode: str, batch: int, steps: int, limit: float, backend: str,
     profiling: bool, device: torch.device, console: Console,
@@ -302,7 +291,7 @@ def main(
     for model, names in todo.items():
         if not names:
             raise typer.BadParameter(f"--encodings: {model} has none of {encodings}")
-    here = environment(commit, on)
+    here = measured_on(on, commit)
     console = Console(soft_wrap=True)
     for model, names in todo.items():
         workload = MODELS[model]

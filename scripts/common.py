@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -60,6 +61,16 @@ def versions(*names: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = ""
     return found
+
+
+def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
+    """Where a row's numbers come from; commit: of files without their history."""
+    found = versions("torch", "triton", "timm").items()
+    return {
+        "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
+        "versions": ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in found),
+        "commit": git_commit() if commit is None else commit,
+    }
 
 
 def fill(text: str, begin: str, end: str, section: str) -> str:

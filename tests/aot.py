@@ -234,9 +234,8 @@ def findings(ptx: str) -> dict[str, Any]:
             continue
         *factors, addend = operands
         op, operands = definitions.get(addend, ("", []))
-        if op.startswith("cvt.rpi") or (
-            op == "sub.f32" and constant(operands[0]) == "0f4B400000"
-        ):  # ceil, or from 1.5 · 2^23
+        less = op == "sub.f32" and constant(operands[0]) == "0f4B400000"  # from 1.5 · 2^23
+        if less or op.startswith("cvt.rpi"):  # ceil
             exact.add(tuple(sorted(factors)))
             continue
         value = unsigned(addend)

@@ -23,7 +23,7 @@ from scripts.benchmark_measure import (
     make_pass,
     scratch,
     time_peer,
-)  # fmt: skip
+)
 from scripts.benchmark_modes import custom_op, raw_launch
 from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
 

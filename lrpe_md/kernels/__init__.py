@@ -1,5 +1,6 @@
 """Triton kernels. angles: a token's index to cos Θ and sin Θ. activations. tiles: loads and stores. encode: both maps,
-forward and backward. sums: the second pass of dω, and softmax over the sequence.
+forward and backward. sums: the second pass of dω, and softmax over the sequence. signature: what a kernel is compiled
+for.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; BLOCK_R rows (a row is a head of a sample), BLOCK_N tokens and BLOCK_C channels (cosine) or pairs

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
 from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
+from .signature import kernel
 from .sums import launch_second_pass
 from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs, upcast
 
@@ -334,25 +335,12 @@ def _walk(t, T, num_blocks, r_lo, r_hi, EVERY: tl.constexpr, BLOCK_R: tl.constex
 
 # --- the kernel ----------------------------------------------------------------------------------------------
 
-_POINTERS = [
-    "p_x0", "p_dy0", "p_o0", "p_stat0", "p_x1", "p_dy1", "p_o1", "p_stat1",
-    "p_omega", "p_phase", "p_coords", "p_affine", "p_rotated", "p_amplitude", "p_theta", "p_partial",
-]  # fmt: skip
-# In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
-_NUMBERS = [
-    "x0_b", "x0_h", "x0_n", "x0_d", "o0_b", "o0_h", "o0_n", "N", "prefix", "num_grid", "start", "n1", "magic1",
-    "shift1", "omega_h", "tokens_first", "first", "second", "G", "M", "span", "per", "group0", "group1",
-    "magic_first", "magic_second", "magic_g", "magic_h", "shift_first", "shift_second", "shift_g", "shift_h",
-    "dy0_b", "dy0_h", "dy0_n", "dy0_d", "x1_b", "x1_h", "x1_n", "x1_d", "dy1_b", "dy1_h", "dy1_n", "dy1_d",
-    "o1_b", "o1_h", "o1_n", "n2", "n3", "magic2", "magic3", "shift2", "shift3", "num_blocks",
-    "phase_h", "amplitude_h", "coords_b", "rotated_b", "P", "magic_p", "shift_p", "B", "H0", "H1",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+@kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
     p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
+    # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", prefix: "i32", num_grid: "i32", start: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
     tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", span: "i32", per: "i32",

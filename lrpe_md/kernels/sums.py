@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import exp, softmax_sequence
+from .signature import kernel
 from .tiles import load, origin, row_at, store
 
 # Of CUDA's programmatic dependent launch. Triton has both, in a module that other backends may lack.
@@ -21,10 +22,7 @@ def wait_for_first_pass():
     tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "G", "omega_heads", "phase_heads"],
-    do_not_specialize_on_alignment=["p_partial", "p_domega", "p_dphase"],
-)
+@kernel
 def reduce_partial_kernel(
     p_partial, p_domega, p_dphase, rows: "i32", G: "i32", omega_heads: "i32", phase_heads: "i32",
     C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -64,9 +62,6 @@ def reduce_partial_kernel(
             tl.store(p_dphase + head * C + o_c, total.to(p_dphase.dtype.element_ty), mask=o_c < C)
 
 
-_SEQUENCE_SIZES = ["x_b", "x_h", "x_n", "x_d", "g_b", "g_h", "g_n", "dx_b", "dx_h", "dx_n", "B", "H", "N"]
-
-
 @triton.jit
 def _at(p, strides, b, h, n0, ALIGNED: tl.constexpr, LONG: tl.constexpr):
     return row_at((p, strides, p, strides), False, b, h, n0, False, ALIGNED, LONG)
@@ -81,7 +76,7 @@ def _read(
     return x.to(tl.float64 if WIDE else tl.float32)
 
 
-@triton.jit(do_not_specialize=_SEQUENCE_SIZES, do_not_specialize_on_alignment=["p_x", "p_g", "p_dx", "p_stat"])
+@kernel
 def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
     dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32",
