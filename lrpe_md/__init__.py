@@ -1,58 +1,45 @@
 """Relative positions on any number of axes for vision and video transformers."""
 
-from .augment import AugmentPositions as AugmentPositions
-from .frequencies import axial_omega as axial_omega
-from .frequencies import dense_omega as dense_omega
-from .frequencies import geometric_theta as geometric_theta
-from .frequencies import golden_directions as golden_directions
-from .frequencies import head_bands_theta as head_bands_theta
-from .frequencies import log_linspace_theta as log_linspace_theta
-from .frequencies import mixed_omega as mixed_omega
-from .frequencies import period_theta as period_theta
-from .frequencies import plane_directions as plane_directions
-from .frequencies import random_directions as random_directions
-from .frequencies import sequence_omega as sequence_omega
-from .frequencies import simplex_directions as simplex_directions
-from .frequencies import split_channels as split_channels
+import importlib
+from pathlib import Path
+from typing import Any
+
+from .frequencies.axial import axial_omega as axial_omega
+from .frequencies.dense import dense_omega as dense_omega
+from .frequencies.rope_parameters import rope_frequencies as rope_frequencies
+from .frequencies.series import geometric_theta as geometric_theta
 from .functional import cosine as cosine
 from .functional import rotate as rotate
-from .lrpe import lrpe_cosine_md as lrpe_cosine_md
-from .lrpe import lrpe_cosine_md_bwd_triton as lrpe_cosine_md_bwd_triton
-from .lrpe import lrpe_cosine_md_cache_bwd_triton as lrpe_cosine_md_cache_bwd_triton
-from .lrpe import lrpe_cosine_md_cache_fwd_triton as lrpe_cosine_md_cache_fwd_triton
-from .lrpe import lrpe_cosine_md_cache_triton as lrpe_cosine_md_cache_triton
-from .lrpe import lrpe_cosine_md_fwd_triton as lrpe_cosine_md_fwd_triton
-from .lrpe import lrpe_cosine_md_torch as lrpe_cosine_md_torch
-from .lrpe import lrpe_cosine_md_triton as lrpe_cosine_md_triton
-from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d
-from .lrpe import lrpe_rotate_1d_bwd_triton as lrpe_rotate_1d_bwd_triton
-from .lrpe import lrpe_rotate_1d_fwd_triton as lrpe_rotate_1d_fwd_triton
-from .lrpe import lrpe_rotate_1d_torch as lrpe_rotate_1d_torch
-from .lrpe import lrpe_rotate_1d_triton as lrpe_rotate_1d_triton
-from .lrpe import lrpe_rotate_md as lrpe_rotate_md
 from .modules import CosineMd as CosineMd
 from .modules import PresetMd as PresetMd
 from .modules import Rotate1d as Rotate1d
 from .modules import RotateMd as RotateMd
 from .pairs import convert_pairs as convert_pairs
-from .positions import Coordinates as Coordinates
-from .positions import Grid as Grid
-from .positions import window_order as window_order
-from .presets import list_presets as list_presets
-from .presets import preset as preset
-from .rope_parameters import rope_frequencies as rope_frequencies
-from .scalings import dynamic_ntk_scaling as dynamic_ntk_scaling
-from .scalings import linear_scaling as linear_scaling
-from .scalings import llama3_scaling as llama3_scaling
-from .scalings import longrope_scaling as longrope_scaling
-from .scalings import ntk_scaling as ntk_scaling
-from .scalings import yarn_scaling as yarn_scaling
-from .schemes import Preset as Preset
-from .sequences import After as After
-from .sequences import Tokens as Tokens
-from .sequences import compose as compose
-from .sequences import pack as pack
-from .sequences import packed_positions as packed_positions
-from .sequences import pad as pad
+from .positions.augment import AugmentPositions as AugmentPositions
+from .positions.coordinates import Coordinates as Coordinates
+from .positions.grid import Grid as Grid
+from .positions.grid import window_order as window_order
+from .positions.sequences import After as After
+from .positions.sequences import Tokens as Tokens
+from .positions.sequences import compose as compose
+from .positions.sequences import pack as pack
+from .positions.sequences import pad as pad
+from .presets.registry import list_presets as list_presets
+from .presets.registry import preset as preset
 
 __version__ = "0.1.0"
+
+# In a checkout the backbones and the commands lie beside the package, as lrpe_md.models and lrpe_md.scripts; a wheel has
+# them inside.
+_ROOT = Path(__file__).resolve().parent.parent
+if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
+    __path__.append(str(_ROOT))
+
+_DOCUMENT = "lrpe_cosine_md", "lrpe_rotate_1d", "lrpe_rotate_md"
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the LRPE document, which most programs don't use."""
+    if name.startswith(_DOCUMENT):
+        return getattr(importlib.import_module(".document", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,10 +11,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from . import ops, sharding
-from .arguments import Act, Impl, Order, Pairs, Positions, check_impl, check_input, prepare
-from .ops import Layout, Spec, Tables
-from .positions import Coordinates, Grid
+from .engine import boundary, sharding
+from .engine.boundary import Layout, Spec, Tables
+from .engine.validate import Act, Impl, Order, Pairs, Positions, check_impl, check_input, prepare
+from .positions.grid import Coordinates, Grid
 
 __all__ = ["cosine", "encode", "rotate", "use_triton"]
 
@@ -167,10 +167,10 @@ def encode(
         ]
         groups = _groups(phase)
         return tuple(
-            _encode(call, (x,), omega, phi, impl, ops.is_direct(x, omega, phi), groups)[0]
+            _encode(call, (x,), omega, phi, impl, boundary.is_direct(x, omega, phi), groups)[0]
             for call, (_, phi, x) in zip(calls, each, strict=True)
         )
-    direct = ops.is_direct(*xs, omega, phase)
+    direct = boundary.is_direct(*xs, omega, phase)
     key = None
     if direct:
         key = _call_key(map, xs, omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order)
@@ -212,21 +212,21 @@ def _encode(
     if not direct and sharding.is_sharded(*xs, omega, phase):
         return sharding.encode(partial(_encode_shards, impl), call, xs, omega, phase)
     if use_triton(impl, xs, call[2]):
-        return ops.encode(*call, omega, phase, xs, direct)
-    return ops.encode_reference(*call, omega, phase, xs)
+        return boundary.encode(*call, omega, phase, xs, direct)
+    return boundary.encode_reference(*call, omega, phase, xs)
 
 
 def _encode_shards(
     impl: str, call: tuple[Spec, Layout, Tables], xs: tuple[Tensor, ...], omega: Tensor, phase: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _encode(call, xs, omega, phase, impl, ops.is_direct(*xs, omega, phase))
+    return _encode(call, xs, omega, phase, impl, boundary.is_direct(*xs, omega, phase))
 
 
 def _side_by_side(ys: tuple[Tensor, ...]) -> Tensor:
     """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
     if len(ys) == 1:
         return ys[0]
-    order = ops.memory_order(ys[0])
+    order = boundary.memory_order(ys[0])
     back = [order.index(i) for i in range(3)]
     return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
 
@@ -298,7 +298,7 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
             "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=5
         )
         return False
-    if ops.transforming():
+    if boundary.transforming():
         if asked:
             raise ValueError(
                 "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .arguments import Act, Impl, Order, Pairs, Positions, check_act, check_impl
-from .frequencies import AXIS_ORDERS, AxisOrder, axial_omega, geometric_theta, mixed_omega
+from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
+from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
+from .frequencies.dense import mixed_omega
+from .frequencies.series import geometric_theta
 from .functional import encode
 
 __all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]

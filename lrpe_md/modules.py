@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
-from .coordinates import Coordinates
-from .frequencies import AxisOrder, sequence_omega
+from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
+from .frequencies.axial import AxisOrder, sequence_omega
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
-from .positions import Grid
-from .schemes import Axial, Preset
-from .sequences import text_positions
+from .positions.coordinates import Coordinates
+from .positions.grid import Grid
+from .positions.sequences import text_positions
+from .presets.scheme import Axial, Preset
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 

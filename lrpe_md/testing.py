@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .arguments import Positions
+from .engine.validate import Positions
 from .functional import cosine, rotate
-from .positions import Coordinates, Grid
+from .positions.grid import Coordinates, Grid
 
 __all__ = [
     "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation",

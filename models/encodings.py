@@ -10,22 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lrpe_md import (
-    After,
-    Coordinates,
-    CosineMd,
-    Grid,
-    Preset,
-    PresetMd,
-    RotateMd,
-    Tokens,
-    compose,
-    list_presets,
-    preset,
-)
-from lrpe_md.arguments import check_act
+from lrpe_md import After, Coordinates, CosineMd, Grid, PresetMd, RotateMd, Tokens, compose, list_presets, preset
+from lrpe_md.engine.validate import check_act
+from lrpe_md.presets import Preset
+from lrpe_md.presets.scheme import Axial
 from lrpe_md.reference import activate
-from lrpe_md.schemes import Axial
 
 __all__ = ["Activation", "Encoding", "build_encoding", "check_preset", "lay_out", "preset_of"]
 

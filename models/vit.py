@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lrpe_md import Coordinates, Grid, Tokens
-from lrpe_md.ops import transforming
+from lrpe_md.engine.boundary import transforming
 from lrpe_md.reference import activate
 
 from .encodings import Activation, Encoding, build_encoding, check_preset, lay_out

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrpe_md import CosineMd, RotateMd, ops, reference, rotate
+from lrpe_md import CosineMd, RotateMd, reference, rotate
+from lrpe_md.engine import boundary
 from lrpe_md.testing import Inputs, Workload, as_tuple
 
 from .benchmark_measure import Session, describe, device_events, quantiles, scratch, time_peer
@@ -104,13 +105,13 @@ class Listener:
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     """Our forward kernel by hand: its own arguments, outputs allocated at each call, nothing else."""
-    from lrpe_md import launch
+    from lrpe_md.engine import launch
 
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
         spec, layout, tables = prepared(inputs, tuple(inputs.xs), inputs.omega)
-        ys = ops.forward(tuple(inputs.xs), inputs.omega, None, tables, spec, layout)
+        ys = boundary.forward(tuple(inputs.xs), inputs.omega, None, tables, spec, layout)
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
@@ -141,11 +142,11 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
         return ts[0] if number == 1 else tuple(ts)
 
     def forward(*args: Tensor) -> Any:
-        return single(ops.forward(args[:number], args[number], None, tables, spec, layout))
+        return single(boundary.forward(args[:number], args[number], None, tables, spec, layout))
 
     def backward(*args: Tensor) -> Any:
         grads, omega = args[:number], args[number]
-        return single(ops.backward(grads, [], [], omega, None, tables, None, spec, layout, False, False))
+        return single(boundary.backward(grads, [], [], omega, None, tables, None, spec, layout, False, False))
 
     def define(name: str, function: Any) -> Any:
         schema = f"({', '.join(names)}, Tensor omega) -> {result}"

@@ -21,8 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, ops, reference
-from lrpe_md.arguments import prepare
+from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, reference
+from lrpe_md.engine import boundary
+from lrpe_md.engine.validate import prepare
 from lrpe_md.testing import Case, Inputs, bind
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
@@ -101,7 +102,7 @@ def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return ops.encode(*prepared(inputs, xs, omega), omega, None, xs, ops.is_direct(*xs, omega), True)
+        return boundary.encode(*prepared(inputs, xs, omega), omega, None, xs, boundary.is_direct(*xs, omega), True)
 
     return forward
 

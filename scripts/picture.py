@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lrpe_md import Grid, axial_omega, cosine, geometric_theta, mixed_omega, rotate
+from lrpe_md import Grid, axial_omega, cosine, geometric_theta, rotate
+from lrpe_md.frequencies import mixed_omega
 
 from .plots import plt
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from lrpe_md import linear_scaling, ntk_scaling, yarn_scaling
+from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
 from models.lm import CausalLm, LmConfig, Scaling
 from models.lm_decode import generate, left_pad
 

@@ -14,9 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lrpe_md import Coordinates, Grid, Preset, Tokens, axial_omega, geometric_theta, mixed_omega, preset, reference
-from lrpe_md.frequencies import AXIS_ORDERS, AxisOrder
-from lrpe_md.presets import SCHEMES, Axial, Dense, Scheme
+from lrpe_md import Coordinates, Grid, Tokens, axial_omega, geometric_theta, preset, reference
+from lrpe_md.frequencies import mixed_omega
+from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
+from lrpe_md.presets import Preset
+from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lrpe_md.arguments import IMPLS, Impl
+from lrpe_md.engine.validate import IMPLS, Impl
 
 from .common import PresetRotate, Rotary, apply, restore
 

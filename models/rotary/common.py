@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, Grid, Preset, PresetMd, rotate
-from lrpe_md.arguments import Impl, Pairs
+from lrpe_md import Coordinates, Grid, PresetMd, rotate
+from lrpe_md.engine.validate import Impl, Pairs
+from lrpe_md.presets import Preset
 
 __all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "install", "parts", "restore"]
 

@@ -20,8 +20,9 @@ from diffusers.models.transformers.transformer_hunyuan_video import (
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, Preset, preset
-from lrpe_md.arguments import Impl
+from lrpe_md import Coordinates, preset
+from lrpe_md.engine.validate import Impl
+from lrpe_md.presets import Preset
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts
 

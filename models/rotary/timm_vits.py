@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from lrpe_md import AugmentPositions, Grid, preset
-from lrpe_md.arguments import Impl
+from lrpe_md.engine.validate import Impl
 from models.vit import attend
 
 from .common import Adapted, PresetRotate, Rotary, Step, parts

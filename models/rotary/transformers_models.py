@@ -18,8 +18,9 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 
-from lrpe_md import Coordinates, Preset, preset
-from lrpe_md.arguments import Impl
+from lrpe_md import Coordinates, preset
+from lrpe_md.engine.validate import Impl
+from lrpe_md.presets import Preset
 
 from .common import Adapted, PresetRotate, Rotary, Step, install, parts
 

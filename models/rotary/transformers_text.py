@@ -26,8 +26,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from lrpe_md import Coordinates, Rotate1d, rope_frequencies
-from lrpe_md.arguments import Impl
-from lrpe_md.rope_parameters import RULES
+from lrpe_md.engine.validate import Impl
+from lrpe_md.frequencies.rope_parameters import RULES
 
 from .common import Adapted, Rotary, Step, install, parts
 

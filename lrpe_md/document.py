@@ -1,0 +1,258 @@
+"""The names of the LRPE document: thin, over :mod:`lrpe_md.functional`.
+
+X (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first; ``l`` condition tokens in front keep Θ = 0.
+``*_torch`` is the reference, ``*_triton`` the kernels; ``*_fwd_triton`` and ``*_bwd_triton`` are their two passes
+without autograd; ``*_cache_*`` keeps Θ (H, N, D) in float32, modulo 2π, and reads it in the backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from .engine import boundary
+from .engine.validate import Act, Impl, Pairs, Positions, check_input, prepare, rotary_slice
+from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
+from .functional import cosine, encode, rotate, use_triton
+from .positions.grid import Grid
+from .positions.sequences import text_positions
+
+__all__ = [
+    "lrpe_cosine_md",
+    "lrpe_cosine_md_bwd_triton",
+    "lrpe_cosine_md_cache_bwd_triton",
+    "lrpe_cosine_md_cache_fwd_triton",
+    "lrpe_cosine_md_cache_triton",
+    "lrpe_cosine_md_fwd_triton",
+    "lrpe_cosine_md_torch",
+    "lrpe_cosine_md_triton",
+    "lrpe_rotate_1d",
+    "lrpe_rotate_1d_bwd_triton",
+    "lrpe_rotate_1d_fwd_triton",
+    "lrpe_rotate_1d_torch",
+    "lrpe_rotate_1d_triton",
+    "lrpe_rotate_md",
+]
+
+
+def lrpe_cosine_md(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    shape: tuple[int, ...],
+    l: int = 0,  # noqa: E741  the document's name
+    act: Act = "none",
+    dim: int | None = None,
+    axis_order: AxisOrder = "minor_first",
+    impl: Impl = "auto",
+) -> Tensor:
+    """LRPE cosine on a grid: (B, H, l + Π shape, D) → (B, H, l + Π shape, 2D).
+
+    Args:
+        theta: (E,) or (H, E), K · E ≥ D; Θ = concat(s_1 θ, .., s_k θ)[:D] with s_1 the fastest axis, or the
+            slowest with ``axis_order="major_first"``.
+        l: number of condition tokens in front.
+
+    The rest, differentiability and errors as for :func:`lrpe_md.cosine`.
+    """
+    return cosine(x, impl=impl, act=act, dim=dim, **_cosine_md(x, theta, shape, l, axis_order))
+
+
+lrpe_cosine_md_torch = partial(lrpe_cosine_md, impl="reference")
+lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
+
+
+def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """The forward pass alone; arguments of :func:`lrpe_cosine_md`."""
+    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs))[0]
+
+
+def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The backward pass alone: (dx, dtheta)."""
+    return _backward("cosine", do, x, theta, _cosine_call, kwargs)
+
+
+def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """:func:`lrpe_cosine_md` with Θ kept between forward and backward: H · N · D floats more of memory.
+
+    It is here for the document's sake: on an H200 (64×64 grid, head_dim 64, shared θ, bfloat16) the forward is as fast
+    as without, the backward 1% slower, with and without the gradient of θ. With a θ for each head it has more to read.
+    """
+    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True, differentiable=True)[0]
+
+
+def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
+    o, *_, theta_cache = _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True)
+    return o, theta_cache
+
+
+def lrpe_cosine_md_cache_bwd_triton(
+    do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
+) -> tuple[Tensor, Tensor]:
+    """The backward pass alone, with the angles of the forward: (dx, dtheta)."""
+    return _backward("cosine", do, x, theta, _cosine_call, kwargs, theta_cache)
+
+
+@overload
+def lrpe_rotate_1d(
+    x: Tensor, theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ..., act: Act = ...,
+    dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
+    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def lrpe_rotate_1d(
+    x: tuple[Tensor, Tensor], theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ...,
+    act: Act = ..., dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
+    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def lrpe_rotate_1d(
+    x: Tensor | tuple[Tensor, Tensor],
+    theta: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    act: Act = "none",
+    dim: int | None = None,
+    rotary_dim: int | slice | None = None,
+    pairs: Pairs = "half",
+    amplitude: float | Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RoPE on a sequence: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
+
+    Args:
+        x: one tensor, or (q, k) in one launch, whose head counts may differ (GQA).
+        theta: (H, R/2), (R/2,) or (H,), one frequency a head; R the rotated width, H the heads of x, or of k. A theta
+            of length R/2 is (R/2,) also where H = R/2.
+        offset: position of the first token: an int, or integers (), (1,) or (B,), one for each sample, read on the
+            device: the same kernel for every value, and no synchronisation. Below zero for tokens that pad on the left.
+        cu_seqlens: sequences packed end to end in x (1, H, N, D), (S + 1,) integers; positions begin again in each,
+            at ``offset``, which may then be (S,). See :func:`lrpe_md.packed_positions`.
+        rotary_dim: rotate the first R channels (an int) or a slice of them.
+        pairs, amplitude: see :func:`lrpe_md.rotate`.
+
+    The rest, differentiability and errors as for :func:`lrpe_md.rotate`.
+    """
+    xs = x if isinstance(x, tuple) else (x,)
+    omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
+    return encode("rotate", xs, omega, positions, act, dim, None, pairs, rotary_dim, impl, amplitude)
+
+
+lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")
+lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
+
+
+def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
+    """The forward pass alone; arguments of :func:`lrpe_rotate_1d`."""
+    return _forward("rotate", x, *_rotate_call(x, theta, **kwargs))[0]
+
+
+def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """The backward pass alone: (dx, dtheta)."""
+    return _backward("rotate", do, x, theta, _rotate_call, kwargs)
+
+
+def lrpe_rotate_md(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    shape: tuple[int, ...],
+    l: int = 0,  # noqa: E741  the document's name
+    act: Act = "none",
+    dim: int | None = None,
+    axis_order: AxisOrder = "minor_first",
+    pairs: Pairs = "half",
+    impl: Impl = "auto",
+) -> Tensor:
+    """RoPE on a grid: (B, H, l + Π shape, D) → the same; theta (E,) or (H, E) with K · E ≥ D/2.
+
+    The rest as for :func:`lrpe_cosine_md`; source: RoPE-ViT's axial form (arXiv 2403.13298).
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: rotation needs an even head_dim, got {tuple(x.shape)}")
+    grid = Grid(shape, prefix=l)
+    omega = axial_omega(theta, x.shape[-1] // 2, grid.num_axes, axis_order=axis_order)
+    return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, impl=impl)
+
+
+def _cosine_md(
+    x: Tensor, theta: Tensor, shape: tuple[int, ...], l: int, axis_order: AxisOrder  # noqa: E741
+) -> dict:  # fmt: skip
+    grid = Grid(shape, prefix=l)
+    return {"omega": axial_omega(theta, x.shape[-1], grid.num_axes, axis_order=axis_order), "positions": grid}
+
+
+def _rotate_1d(
+    xs: tuple[Tensor, ...], theta: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None,
+    rotary_dim: int | slice | None,
+) -> tuple[Tensor, Positions]:  # fmt: skip
+    for x in xs:
+        check_input("x", x, x)
+    if not xs or not isinstance(theta, Tensor):
+        name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "a tensor or two (q, k)", xs)
+        raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
+    num_heads, half = xs[-1].shape[1], rotary_slice(rotary_dim, xs[-1].shape[-1])[1] // 2
+    return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)
+
+
+def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order: AxisOrder = "minor_first"):  # noqa: E741
+    kwargs = _cosine_md(x, theta, shape, l, axis_order)
+    return kwargs["omega"], kwargs["positions"], act, dim, None, "half", None
+
+
+def _rotate_call(
+    x, theta, *, offset=0, cu_seqlens=None, act="none", dim=None, rotary_dim=None, pairs: Pairs = "half", amplitude=None
+):  # fmt: skip
+    omega, positions = _rotate_1d((x,), theta, offset, cu_seqlens, dim, rotary_dim)
+    return omega, positions, act, dim, rotary_dim, pairs, amplitude
+
+
+def _forward(
+    map: str, x: Tensor, omega: Tensor, positions: Positions, act: str, dim: int | None,
+    rotary_dim: int | slice | None, pairs: Pairs, amplitude: float | Tensor | None, *, cache: bool = False,
+    differentiable: bool = False,
+):  # fmt: skip
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
+    use_triton("triton", (x,), tables)
+    if differentiable:
+        return boundary.encode(spec, layout, tables, omega, None, (x,), boundary.is_direct(x, omega), cache)
+    direct = boundary.is_direct(x, omega, *tables)
+    return boundary.call_forward(direct, (x,), omega, None, tables, spec, layout, cache)
+
+
+def _backward(
+    map: str, do: Tensor, x: Tensor, theta: Tensor, call, kwargs: dict, theta_cache: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    theta = theta.detach().requires_grad_()
+    with torch.enable_grad():
+        omega, positions, act, dim, rotary_dim, pairs, amplitude = call(x, theta, **kwargs)
+    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
+    use_triton("triton", (x,), tables)
+    expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
+    if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
+        raise ValueError(
+            f"do: expected shape {expected}, {x.dtype} on {x.device}, got {tuple(do.shape)}, {do.dtype} on {do.device}"
+        )
+    cached = (omega.shape[0], x.shape[2], omega.shape[1])
+    if theta_cache is not None and (
+        tuple(theta_cache.shape) != cached or theta_cache.dtype != torch.float32 or theta_cache.device != x.device
+    ):
+        raise ValueError(
+            f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
+            f"{theta_cache.dtype} on {theta_cache.device}"
+        )
+    direct = boundary.is_direct(do, x, omega, *tables, theta_cache)
+    stats = []
+    if dim == -2:
+        stats = boundary.call_forward(direct, (x,), omega, None, tables, spec, layout, False)[1:]
+    dx, domega = boundary.call_backward(
+        direct, [do], [x], stats, omega, None, tables, theta_cache, spec, layout, True, False
+    )
+    (dtheta,) = torch.autograd.grad(omega, theta, domega)
+    return dx, dtheta

@@ -1,0 +1,1 @@
+"""From a public call to the kernels, or to the reference."""

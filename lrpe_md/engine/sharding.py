@@ -1,0 +1,178 @@
+"""DTensors: a call on sharded tensors is the same call on each rank's shard.
+
+The rules stand here, in front of the operators, and not behind them as strategies of DTensor's dispatcher: those can't
+change a position, can't take plain tensors (frequencies, coordinates) beside sharded ones, and have no stable interface
+for operators that take and return lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .boundary import Layout, Spec, Tables, strides_in_memory
+
+__all__ = ["encode", "is_sharded"]
+
+Call = tuple[Spec, Layout, Tables]
+_NAMES = ("batch", "heads", "tokens", "head_dim")
+BATCH, HEADS, TOKENS = range(3)
+
+
+def is_sharded(*tensors: Tensor | None) -> bool:
+    """Whether one of them is a DTensor, without importing ``torch.distributed``."""
+    return any(hasattr(t, "placements") for t in tensors)
+
+
+def encode(
+    run: Callable[[Call, tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, ...]],
+    call: Call,
+    xs: tuple[Any, ...],
+    omega: Tensor,
+    phase: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """``run`` on the local shards; DTensors with the placements of xs.
+
+    Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence. The
+    other tensors are cut with xs where they have a batch, heads or tokens, and replicated elsewhere; plain ones count
+    as replicated. Their gradients are those of the whole computation: summed over the ranks where xs were sharded and
+    they were not, in the placements that they came with.
+
+    Raises:
+        TypeError: plain tensors among DTensors.
+        ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
+            that the ranks don't divide.
+    """
+    _check(call[0], xs, omega, phase)
+    if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
+        # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
+        return tuple(encode(run, call, (x,), omega, phase)[0] for x in xs)
+    from torch.distributed.tensor import DTensor
+
+    x = xs[0]
+    spec, layout, tables = call
+    ys = run(
+        (spec, *_local_positions(layout, tables, x)),
+        tuple(x.to_local() for x in xs),
+        _local_heads("omega", omega, x),
+        None if phase is None else _local_heads("phase", phase, x),
+    )
+    out = []
+    for x, y in zip(xs, ys, strict=True):
+        shape = torch.Size((*x.shape[:3], spec.out_dim(x.shape[3])))
+        stride = strides_in_memory(x, shape[3])
+        out.append(DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride))
+    return tuple(out)
+
+
+def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    names = ("x",) if len(xs) == 1 else ("q", "k")
+    for name, x in zip(names, xs, strict=True):
+        if not is_sharded(x):
+            raise TypeError(
+                f"{name}: expected a DTensor beside DTensors, got a plain tensor; make it one with "
+                "DTensor.from_local, or take the shards of the others with .to_local()"
+            )
+        if x.device_mesh != xs[0].device_mesh:
+            raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute it")
+        for p in x.placements:
+            if type(p) is Shard and p.dim in (BATCH, HEADS, TOKENS):
+                continue
+            if type(p) is Replicate:
+                continue
+            what = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else repr(p)
+            raise ValueError(
+                f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), "
+                f"got {what} in {tuple(x.placements)}; call {name}.redistribute first"
+            )
+        if spec.dim == -2 and _ranks(x, TOKENS) > 1:
+            raise ValueError(
+                f"dim: softmax over the sequence (-2) needs the whole sequence, got {name} with its tokens sharded, "
+                f"{tuple(x.placements)}; call {name}.redistribute first"
+            )
+    for t in others:
+        if is_sharded(t) and t.device_mesh != xs[0].device_mesh:
+            raise ValueError(
+                f"omega, phase: expected plain tensors or {names[0]}'s mesh {xs[0].device_mesh}, got {t.device_mesh}; "
+                "redistribute them, or take .full_tensor()"
+            )
+
+
+def _ranks(x: Any, dim: int) -> int:
+    """Number of shards of a dimension."""
+    return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
+
+
+def _local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
+    """The part of t that belongs to x's shard; ``dims`` are the dimensions of x that t has, with their numbers in t.
+
+    A dimension that only x has leaves each rank a part of t's gradient, which the backward sums.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    there, back = [], []
+    for p in x.placements:
+        cut = Shard(dims[p.dim]) if p.is_shard() and p.dim in dims else Replicate()
+        there.append(cut)
+        back.append(Partial() if p.is_shard() and cut.is_replicate() else cut)
+    if not is_sharded(t):
+        t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(there), run_check=False)
+    # Also where nothing moves: its backward gives the sum the placements of t.
+    return t.redistribute(x.device_mesh, there).to_local(grad_placements=back)
+
+
+def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
+    """Of a tensor (H or 1, ..)."""
+    if t.shape[0] == 1:
+        return _local(t, x, {})
+    ranks = _ranks(x, HEADS)
+    if t.shape[0] % ranks:
+        raise ValueError(
+            f"{name}: expected heads that {ranks} ranks divide, or 1 that all share, got {t.shape[0]} "
+            f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
+        )
+    return _local(t, x, {HEADS: 0})
+
+
+def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
+    coords, affine, rotated, amplitude = tables
+    affine = None if affine is None else _local(affine, x, {})
+    amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
+    start, length = _local_tokens(x)
+    by_sample = {BATCH: 0} if coords is not None and coords.ndim == 3 else {}
+    if layout.sizes:
+        layout = layout._replace(num_tokens=length, start=layout.start + start)
+        coords = None if coords is None else _local(coords, x, by_sample)  # the origin
+    else:
+        if _ranks(x, TOKENS) > 1:  # prefix and suffix become rows
+            coords, rotated = layout.positions(tables, x.device)
+            rotated = None if rotated is None else rotated.expand(coords.shape[:-1])
+            layout = Layout(length, 0, length, 0, ())
+        dims = {**by_sample, TOKENS: len(by_sample)}
+        coords = _local(coords, x, dims)
+        if rotated is not None:
+            rotated = _local(rotated, x, dims)
+    return layout, Tables(coords, affine, rotated, amplitude)
+
+
+def _local_tokens(x: Any) -> tuple[int, int]:
+    """First token of this rank's shard, and their number: those of torch.chunk."""
+    start, length = 0, x.shape[TOKENS]
+    for i, p in enumerate(x.placements):
+        if p.is_shard(TOKENS):
+            step = -(-length // x.device_mesh.size(i))
+            first = min(x.device_mesh.get_local_rank(i) * step, length)
+            start, length = start + first, min(step, length - first)
+    local = x.to_local().shape[TOKENS]
+    if local != length:
+        raise ValueError(
+            f"x: expected shards as DTensor makes them, here {length} of {x.shape[TOKENS]} tokens, got {local}; call "
+            "on the local tensor with Grid(start=, length=) or Coordinates.shard"
+        )
+    return start, length

@@ -1,0 +1,240 @@
+"""Arguments of the public functions: checked before anything is launched, and made into what the ops take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..positions.grid import Coordinates, Grid, fleeting
+from .boundary import Layout, Spec, Tables
+
+__all__ = [
+    "ACTIVATIONS", "IMPLS", "Act", "Impl", "Order", "Pairs", "Positions", "check_act", "check_impl", "check_input",
+    "check_pairs", "prepare", "rotary_slice",
+]  # fmt: skip
+
+Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
+Impl = Literal["auto", "triton", "reference"]
+Pairs = Literal["half", "interleaved"] | Sequence[int]
+Order = Literal["cos_sin", "sin_cos"]
+Positions = Grid | Coordinates | Tensor
+
+ACTIVATIONS, IMPLS, ORDERS = get_args(Act), get_args(Impl), get_args(Order)
+PAIRS = ("half", "interleaved")
+
+
+def prepare(
+    map: str,
+    xs: tuple[Tensor, ...],
+    omega: Tensor,
+    positions: Any,
+    act: str,
+    dim: int | None,
+    phase: Any,
+    pairs: Any,
+    rotary_dim: int | slice | None,
+    amplitude: float | Tensor | None = None,
+    order: str = "cos_sin",
+) -> tuple[Spec, Layout, Tables]:
+    """Check every argument; what remains to be said to an operator."""
+    if not 1 <= len(xs) <= 2:
+        raise TypeError(f"{map}: expected one tensor or two (q, k), got {len(xs)}")
+    x = xs[0]
+    for name, t in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
+        check_input(name, t, x)
+    batch, _, num_tokens, head_dim = x.shape
+
+    check_act(act, dim)
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
+
+    phase_name = "phase"
+    if map == "cosine":
+        start, channels, sections = 0, head_dim, ()
+        if isinstance(phase, Tensor) and phase.ndim == 3:
+            if not len(phase):
+                raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
+            phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
+    else:
+        start, width = rotary_slice(rotary_dim, head_dim)
+        channels = width // 2
+        pairs, sections = check_pairs(pairs, channels)
+
+    layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
+    if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
+        raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
+
+    num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
+    if num_axes < 1:
+        raise ValueError(
+            f"positions: expected at least one axis, got coords {tuple(coords.shape) if coords is not None else ()}"
+        )
+    _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
+    amplitude = _amplitude(amplitude, channels, x.device)
+    for name, t in ((phase_name, phase), ("amplitude", amplitude)):
+        if t is not None:
+            _check_omega(name, t, x, (channels,), "(H or 1, channels or pairs)", xs)
+    tensors = (("omega", omega), (phase_name, phase), ("amplitude", amplitude))
+    several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
+    for name, t in several[1:]:
+        if t.shape[0] != several[0][1].shape[0]:
+            raise ValueError(
+                f"{name}: expected 1 head or {several[0][0]}'s {several[0][1].shape[0]}, got {t.shape[0]} "
+                f"({tuple(t.shape)})"
+            )
+    spec = Spec(map, act, dim or 0, pairs, start, channels, sections, order)
+    return spec, layout, Tables(coords, affine, rotated, amplitude)
+
+
+def check_act(act: Any, dim: Any) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
+    if act == "softmax" and dim not in (-1, -2):
+        raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
+    if act != "softmax" and dim is not None:
+        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
+
+
+def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
+    """The name of the pairing, and the pairs a block where there are several."""
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        if pairs not in PAIRS:
+            raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
+        return pairs, ()
+    sections = tuple(pairs)
+    if not all(type(n) is int and n > 0 for n in sections) or sum(sections) != channels:
+        raise ValueError(f"pairs: expected blocks of at least one pair that make {channels} together, got {sections}")
+    return ("half", ()) if len(sections) == 1 else ("blocks", sections)
+
+
+def _amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        if value is None or value.ndim == 2:
+            return value
+        if value.ndim == 0:
+            return value.expand(1, channels)
+        return value[None] if value.ndim == 1 else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
+    if value == 1:
+        return None
+    if torch.compiler.is_compiling() or fleeting() or _capturing(device):
+        return torch.full((1, channels), value, dtype=torch.float64, device=device)
+    return _filled(float(value), channels, device)
+
+
+def _capturing(device: torch.device) -> bool:
+    """What is computed now is only recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache  # for good: a CUDA graph may hold the address
+def _filled(value: float, channels: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, channels), value, dtype=torch.float64, device=device)
+
+
+def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor (B, H, N, D), got {type(t).__name__}")
+    if t.ndim != 4:
+        raise ValueError(f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}")
+    if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+    if t is x:
+        return
+    if t.dtype != x.dtype or t.device != x.device:
+        raise ValueError(f"{name}: expected q's dtype and device, {x.dtype} on {x.device}, got {t.dtype} on {t.device}")
+    if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
+        raise ValueError(
+            f"{name}: expected q's batch, tokens and head_dim, {x.shape[0]}, {x.shape[2]}, {x.shape[3]}, "
+            f"got shape {tuple(t.shape)}; tensors of different lengths take positions each"
+        )
+
+
+def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: str, xs: tuple[Tensor, ...]) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor {form}, got {type(t).__name__}")
+    if t.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
+            "precision cast it, call fully_shard on the module that owns it first, without param_dtype"
+        )
+    if t.device != x.device:
+        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
+    if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
+        raise ValueError(f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}")
+    for tensor in xs:
+        if t.shape[0] < 1 or tensor.shape[1] % t.shape[0]:
+            raise ValueError(
+                f"{name}: expected 1 head or the key heads, a divisor of x's {tensor.shape[1]} heads, "
+                f"got {t.shape[0]} ({tuple(t.shape)})"
+            )
+
+
+def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, int]:
+    """First rotated channel and width R."""
+    if rotary_dim is None:
+        start, stop = 0, head_dim
+    elif isinstance(rotary_dim, slice):
+        if rotary_dim.step not in (None, 1):
+            raise ValueError(f"rotary_dim: expected a slice of step 1, got {rotary_dim}")
+        start, stop, _ = rotary_dim.indices(head_dim)
+    else:
+        start, stop = 0, rotary_dim
+    if not (0 <= start < stop <= head_dim and (stop - start) % 2 == 0):
+        raise ValueError(
+            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r} "
+            f"({stop - start} channels)"
+        )
+    return start, stop - start
+
+
+def _layout(
+    positions: Positions, num_tokens: int, batch: int, device: torch.device
+) -> tuple[Layout, Tensor | None, Tensor | None, Tensor | None]:
+    if isinstance(positions, Grid):
+        if positions.num_tokens != num_tokens:
+            raise ValueError(
+                f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + grid "
+                f"{' x '.join(map(str, positions.shape))} + suffix {positions.suffix} = {positions.total}"
+                + ("" if positions.whole else f", of which the shard has {positions.num_tokens}")
+            )
+        origin = positions.origin_row
+        if origin is not None:
+            if origin.ndim == 3 and origin.shape[0] != batch:
+                raise ValueError(
+                    f"positions: expected an origin or offset for each of B = {batch} samples, got {origin.shape[0]}"
+                )
+            if origin.device != device:
+                raise ValueError(f"positions: expected the origin on x's device {device}, got {origin.device}")
+        layout = Layout(
+            num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, tuple(positions.shape)
+        )
+        return layout, origin, positions.affine(device), None
+    if isinstance(positions, Tensor):
+        positions = Coordinates(positions)
+    elif not isinstance(positions, Coordinates):
+        raise TypeError(
+            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {type(positions).__name__}"
+        )
+    coords = positions.coords
+    if positions.num_tokens != num_tokens:
+        raise ValueError(
+            f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + coords "
+            f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}"
+        )
+    if coords.ndim == 3 and coords.shape[0] != batch:
+        raise ValueError(f"positions: expected coords (B, N, K) with B = {batch}, got {tuple(coords.shape)}")
+    if coords.device != device:
+        raise ValueError(f"positions: expected coords on x's device {device}, got {coords.device}")
+    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None, positions.rotated
+
+
+def check_impl(impl: Any) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")

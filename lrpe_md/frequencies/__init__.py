@@ -1,0 +1,34 @@
+"""How fast each channel turns: from theta to omega.
+
+``omega`` (H or 1, C, K) holds one frequency for each head, channel (or pair) and axis, in radians a unit of
+position. An axial scheme is an omega with zeros, a mixed one is dense. Everything here is float64 unless asked
+otherwise, and differentiable where it takes a tensor.
+
+theta is a series of frequencies, edited where a model is stretched (:mod:`.scalings`), and laid over the
+channels: one axis a channel (:func:`axial_omega`), or a direction a channel (:func:`dense_omega`).
+"""
+
+from .axial import AXIS_MAPS as AXIS_MAPS
+from .axial import AXIS_ORDERS as AXIS_ORDERS
+from .axial import AxisMap as AxisMap
+from .axial import AxisOrder as AxisOrder
+from .axial import axial_omega as axial_omega
+from .axial import sequence_omega as sequence_omega
+from .axial import split_channels as split_channels
+from .dense import dense_omega as dense_omega
+from .dense import golden_directions as golden_directions
+from .dense import mixed_omega as mixed_omega
+from .dense import plane_directions as plane_directions
+from .dense import random_directions as random_directions
+from .dense import simplex_directions as simplex_directions
+from .rope_parameters import rope_frequencies as rope_frequencies
+from .scalings import dynamic_ntk_scaling as dynamic_ntk_scaling
+from .scalings import linear_scaling as linear_scaling
+from .scalings import llama3_scaling as llama3_scaling
+from .scalings import longrope_scaling as longrope_scaling
+from .scalings import ntk_scaling as ntk_scaling
+from .scalings import yarn_scaling as yarn_scaling
+from .series import geometric_theta as geometric_theta
+from .series import head_bands_theta as head_bands_theta
+from .series import log_linspace_theta as log_linspace_theta
+from .series import period_theta as period_theta

@@ -1,0 +1,185 @@
+"""From theta to omega with one axis a channel, or one axis in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "sequence_omega", "split_channels"]
+
+AxisOrder = Literal["minor_first", "major_first"]
+AXIS_ORDERS = ("minor_first", "major_first")
+AxisMap = Literal["block", "alternate", "chunk", "stride", "even_odd"]
+
+
+def _owned(owners: list[int], num: int) -> list[list[int]]:
+    return [[c for c, owner in enumerate(owners) if owner == b] for b in range(num)]
+
+
+def _turns(widths: Sequence[int]) -> list[list[int]]:
+    return _owned([b for i in range(max(widths)) for b in range(len(widths)) if i < widths[b]], len(widths))
+
+
+def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
+    k = len(widths)
+    return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
+
+
+# From the widths of the axes, in their order, and C: the members that each takes of its series, and the channels where
+# they go, None for a block an axis.
+_Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
+_PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
+    "block": lambda w, c: ([range(n) for n in w], None),
+    "alternate": lambda w, c: ([range(n) for n in w], _turns(w)),
+    "chunk": lambda w, c: ([range(sum(w[:b]), sum(w[: b + 1])) for b in range(len(w))], None),
+    "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
+    "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
+}
+AXIS_MAPS = tuple(_PLACES)
+
+
+def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
+    """Channels (or pairs) of each axis, in proportion to ``shares``.
+
+    Args:
+        num_channels: what is shared out.
+        shares: one whole number an axis: (2, 3, 3) gives the first axis two eighths.
+        remainder: the axis that takes what is left over; None: nothing may be.
+
+    Raises:
+        ValueError: the shares don't divide ``num_channels`` and no axis takes the remainder.
+    """
+    total = sum(shares)
+    if total < 1 or min(shares) < 0:
+        raise ValueError(f"shares: expected whole numbers of at least 0, not all 0, got {tuple(shares)}")
+    parts = [num_channels // total * share for share in shares]
+    left = num_channels - sum(parts)
+    if left and remainder is None:
+        raise ValueError(
+            f"num_channels: expected a multiple of {total}, to be shared {' : '.join(map(str, shares))}, "
+            f"got {num_channels}; or name the axis that takes the remainder"
+        )
+    if remainder is not None:
+        parts[remainder] += left
+    return tuple(parts)
+
+
+def axial_omega(
+    theta: Tensor | Sequence[Tensor],
+    num_channels: int,
+    num_axes: int,
+    *,
+    axis_order: AxisOrder = "minor_first",
+    axis_map: AxisMap = "block",
+    sections: Sequence[int] | None = None,
+) -> Tensor:
+    """Lay theta over the channels, one axis a channel; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
+
+    Args:
+        theta: (E,) or (H, E), shared by the axes. Or one tensor for each axis, slowest axis first like
+            ``Grid.shape``.
+        num_channels: C: head_dim for cosine, half the rotated width for rotate.
+        num_axes: K.
+        axis_order: which axis is first. ``"minor_first"``: the fastest (W), the order of the LRPE document;
+            ``"major_first"``: the slowest (T), as in most vision models.
+        axis_map: how the axes share the channels.
+
+            - ``"block"``: a block an axis, each from the start of its series;
+            - ``"alternate"``: the axes take turns, each from the start of its series;
+            - ``"chunk"``: one series over all channels, cut into a section an axis (Qwen2-VL);
+            - ``"stride"``: one series, channel c to the (c mod K)-th axis until that has its section, and from
+              there to the first (Qwen3-VL); the first axis's section is not used;
+            - ``"even_odd"``: one series dealt out to the axes, a block an axis (Pixtral for K = 2).
+        sections: channels of each axis, slowest axis first; channels beyond their sum stay unrotated. Default:
+            all of theta for each axis, cut where it passes C (block), equal sections, the first axis taking the
+            remainder (the others).
+
+    Returns:
+        omega (H or 1, C, K), with theta's dtype and device; differentiable with respect to theta.
+
+    Raises:
+        ValueError: theta has fewer members than the map takes, sections that pass C, an unknown name.
+    """
+    if axis_order not in AXIS_ORDERS:
+        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+    if axis_map not in AXIS_MAPS:
+        raise ValueError(f"axis_map: expected one of {AXIS_MAPS}, got {axis_map!r}")
+    if num_axes < 1:
+        raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
+    thetas = [theta] * num_axes if isinstance(theta, Tensor) else list(theta)
+    if len(thetas) != num_axes:
+        raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
+    for t in thetas:
+        if t.ndim not in (1, 2) or not t.is_floating_point():
+            raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
+    thetas = [t if t.ndim == 2 else t[None] for t in thetas]
+    order = range(num_axes) if axis_order == "major_first" else range(num_axes - 1, -1, -1)
+    if sections is None and axis_map == "block":
+        widths = _cut([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
+    elif sections is None:
+        widths = split_channels(num_channels, (1,) * num_axes, remainder=0)
+    else:
+        if len(sections) != num_axes or min(sections) < 0:
+            raise ValueError(f"sections: expected a width for each of {num_axes} axes, got {tuple(sections)}")
+        widths = [sections[axis] for axis in order]
+    members, channels = _PLACES[axis_map](widths, num_channels)
+    width = sum(map(len, members))
+    if width > num_channels:
+        raise ValueError(f"sections: expected at most {num_channels} channels together, got {tuple(sections or ())}")
+
+    blocks = []
+    for axis, taken in zip(order, members, strict=True):
+        needed = taken[-1] + 1 if taken else 0
+        if thetas[axis].shape[1] < needed:
+            raise ValueError(
+                f"theta: axis {axis} takes {needed} members of its series ({axis_map!r}), got {thetas[axis].shape[1]}"
+            )
+        blocks.append(F.pad(_members(thetas[axis], taken)[:, :, None], (axis, num_axes - 1 - axis)))
+    num_heads = max(block.shape[0] for block in blocks)
+    omega = torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
+    if channels is not None:
+        omega = omega[:, torch.tensor([c for taken in channels for c in taken]).argsort().to(omega.device)]
+    return omega if width == num_channels else F.pad(omega, (0, 0, 0, num_channels - width))
+
+
+def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
+    """Blocks of these widths until they reach C."""
+    if sum(widths) < num_channels:
+        raise ValueError(
+            f"theta: {num_axes} axes of {widths} frequencies give {sum(widths)} channels, "
+            f"but {num_channels} are needed; theta needs at least {-(-num_channels // num_axes)} an axis"
+        )
+    return [min(width, max(num_channels - sum(widths[:b]), 0)) for b, width in enumerate(widths)]
+
+
+def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
+    """theta[:, members], a view of a range: an index would have to travel to the device."""
+    if isinstance(members, range):
+        return theta[:, members.start : members.stop : members.step]
+    return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
+
+
+def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) -> Tensor:
+    """theta (C,), (H, C) or (H,), one frequency a head, on one axis: omega (H or 1, C, 1), a view.
+
+    Args:
+        num_pairs: C. A theta of that length is (C,), also where H = C.
+        num_heads: H; None: whatever theta says.
+    """
+    shape = tuple(theta.shape)
+    if shape == (num_pairs,):
+        return theta[None, :, None]
+    heads = shape[0] if num_heads is None and shape else num_heads
+    if heads and shape == (heads,):
+        return theta[:, None, None].expand(heads, num_pairs, 1)
+    if heads and shape == (heads, num_pairs):
+        return theta[:, :, None]
+    heads = "H" if num_heads is None else num_heads
+    raise ValueError(
+        f"theta: expected shape ({num_pairs},), ({heads},) or ({heads}, {num_pairs}) for {heads} heads and {num_pairs} "
+        f"pairs, got {shape}"
+    )

@@ -1,0 +1,107 @@
+"""From theta to omega with a direction a channel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .series import geometric_theta
+
+__all__ = [
+    "dense_omega", "golden_directions", "mixed_omega", "plane_directions", "random_directions", "simplex_directions",
+]  # fmt: skip
+
+
+def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
+    """Magnitudes times directions: theta (C,) or (H, C), directions (C, K) or (H, C, K) → omega (H or 1, C, K)."""
+    theta = theta if theta.ndim == 2 else theta[None]
+    directions = directions if directions.ndim == 3 else directions[None]
+    if theta.shape[1] != directions.shape[1]:
+        raise ValueError(
+            f"theta: expected a frequency for each of the {directions.shape[1]} directions, got {tuple(theta.shape)}"
+        )
+    return theta[:, :, None] * directions
+
+
+def random_directions(
+    num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """A random orthonormal frame a head, its vectors taken by K blocks of channels: (H, C, K)."""
+    if num_axes < 1 or num_heads < 1:
+        raise ValueError(f"num_axes, num_heads: expected at least 1, got {num_axes}, {num_heads}")
+    normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator)
+    frame, triangle = torch.linalg.qr(normal)
+    # Signs from the triangle make the frame uniform over rotations and reflections.
+    frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
+    return frame.mT.repeat_interleave(math.ceil(num_channels / num_axes), dim=1)[:, :num_channels]
+
+
+def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
+    """In the plane, angle a for the first half of the channels and a + π/2 for the second: (H,) → (H, C, 2).
+
+    With a ~ U(0, 2π) a head this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
+    """
+    turned = torch.stack([angles, angles + math.pi / 2], dim=-1)
+    directions = torch.stack([turned.cos(), turned.sin()], dim=-1)
+    return directions.repeat_interleave(math.ceil(num_channels / 2), dim=1)[:, :num_channels]
+
+
+def golden_directions(num_channels: int, num_axes: int) -> Tensor:
+    """Directions that stay evenly spread however many channels are taken, for K = 2 or 3: (C, K), float64.
+
+    On the half circle each channel is turned by the golden section of it from the one before; on the half sphere
+    height and azimuth follow the sequence that generalises it (Roberts 2018; for RoPE: Xiong 2025, "On
+    N-dimensional rotary positional embeddings"). Halves, since v and -v turn a pair alike but for the sense.
+    """
+    index = torch.arange(num_channels, dtype=torch.float64) + 0.5
+    if num_axes == 2:
+        golden = (1 + math.sqrt(5)) / 2  # x^2 = x + 1
+        azimuth = math.pi * (index / golden % 1)
+        return torch.stack([azimuth.cos(), azimuth.sin()], dim=-1)
+    if num_axes == 3:
+        plastic = 1.324717957244746  # x^3 = x + 1
+        height, azimuth = index / plastic % 1, 2 * math.pi * (index / plastic**2 % 1)
+        radius = (1 - height**2).sqrt()
+        return torch.stack([radius * azimuth.cos(), radius * azimuth.sin(), height], dim=-1)
+    raise ValueError(f"num_axes: expected 2 or 3, got {num_axes}")
+
+
+def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
+    """Channels take turns at the K + 1 corners of a regular simplex around the origin: (C, K), float64.
+
+    For K = 2 three directions 120° apart, as in the hexagonal codes of grid cells.
+    """
+    if num_axes < 1:
+        raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
+    # Along axis j corner j stands out, and those after it balance it.
+    corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
+    for j in range(num_axes):
+        corners[j, j] = (1 - corners[j].square().sum()).sqrt()
+        corners[j + 1 :, j] = -corners[j, j] / (num_axes - j)
+    return corners[torch.arange(num_channels) % (num_axes + 1)]
+
+
+def mixed_omega(
+    num_channels: int,
+    num_axes: int,
+    num_heads: int = 1,
+    *,
+    base: float = 10.0,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Dense frequencies: each channel turns along a direction of its own, random by head.
+
+    A head draws a random orthonormal frame of the K axes; channels fall into K blocks, one for each vector of
+    the frame, each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the
+    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle a head, directions a and a + π/2), up to
+    the sense of rotation.
+
+    Returns:
+        omega (H, C, K).
+    """
+    directions = random_directions(num_channels, num_axes, num_heads, generator=generator)
+    magnitude = geometric_theta(math.ceil(num_channels / num_axes), base).repeat(num_axes)[:num_channels]
+    return dense_omega(magnitude, directions).to(dtype)

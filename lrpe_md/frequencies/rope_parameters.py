@@ -1,0 +1,170 @@
+"""Frequencies from ``rope_parameters`` (``rope_scaling`` in older ones), as the configs of transformers have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .scalings import dynamic_ntk_scaling, linear_scaling, llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
+from .series import geometric_theta
+
+__all__ = ["rope_frequencies"]
+
+
+class _Model(NamedTuple):
+    """What a rule is told beside the series: the fields of the dict, and the lengths."""
+
+    fields: Mapping[str, Any]
+    head_dim: int
+    max_length: int | None
+    length: int | None
+
+    def need(self, name: str) -> Any:
+        if self.fields.get(name) is None:
+            raise ValueError(
+                f"rope_parameters: expected {name!r} for rope_type {_type(self.fields)!r}, got {sorted(self.fields)}"
+            )
+        return self.fields[name]
+
+    @property
+    def original(self) -> float:
+        """The length that the model was trained at."""
+        return self.fields.get("original_max_position_embeddings") or self.maximum
+
+    @property
+    def maximum(self) -> int:
+        if self.max_length is None:
+            raise ValueError(
+                f"max_position_embeddings: expected a length for rope_type {_type(self.fields)!r}, got None"
+            )
+        return self.max_length
+
+    @property
+    def factor(self) -> float:
+        """Given, or the ratio of the lengths."""
+        return self.fields.get("factor") or self.maximum / self.original
+
+
+Rule = Callable[[Tensor, _Model], tuple[Tensor, float]]
+
+
+def _dynamic(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    length = model.length or model.maximum
+    return dynamic_ntk_scaling(theta, model.need("factor"), length=length, original_length=model.maximum)
+
+
+def _yarn(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    fields, factor = model.fields, model.factor
+    theta, amplitude = yarn_scaling(
+        theta, factor, original_length=model.original, fast=fields.get("beta_fast") or 32.0,
+        slow=fields.get("beta_slow") or 1.0, truncate=fields.get("truncate", True),
+    )  # fmt: skip
+    if fields.get("mscale") and fields.get("mscale_all_dim"):  # DeepSeek-V2 (arXiv 2405.04434)
+        amplitude = _mscale(factor, fields["mscale"]) / _mscale(factor, fields["mscale_all_dim"])
+    return theta, _given_amplitude(fields, amplitude)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _longrope(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    theta, amplitude = longrope_scaling(
+        theta, model.need("short_factor"), model.need("long_factor"), factor=model.factor,
+        length=model.length or 1, original_length=int(model.original),
+    )  # fmt: skip
+    return theta, _given_amplitude(model.fields, amplitude)
+
+
+def _given_amplitude(fields: Mapping[str, Any], default: float) -> float:
+    given = fields.get("attention_factor")
+    return default if given is None else float(given)
+
+
+def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    return llama3_scaling(
+        theta, model.need("factor"), low=model.need("low_freq_factor"), high=model.need("high_freq_factor"),
+        original_length=model.original,
+    )  # fmt: skip
+
+
+def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    """The fastest frequencies of the whole head's series, and zeros: the other pairs don't turn."""
+    num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
+    theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
+    return F.pad(theta[:num], (0, len(theta) - num)), amplitude
+
+
+RULES: dict[str, Rule] = {
+    "default": lambda theta, model: (theta, 1.0),
+    "linear": lambda theta, model: linear_scaling(theta, model.need("factor")),
+    "ntk": lambda theta, model: ntk_scaling(theta, model.need("factor")),
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}
+WHOLE = ("proportional",)  # whose partial_rotary_factor leaves out frequencies, not channels
+
+
+def rope_frequencies(
+    rope_parameters: Mapping[str, Any] | None,
+    head_dim: int,
+    max_position_embeddings: int | None = None,
+    seq_len: int | None = None,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, float]:
+    """theta (R/2,) and the amplitude of a text model, from the fields of its configuration.
+
+        theta, amplitude = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
+        rope = Rotate1d(head_dim, theta=theta, amplitude=amplitude, rotary_dim=2 * len(theta))
+        rope.set_frequencies(*rope_frequencies({"rope_type": "yarn", "factor": 8.0, ..}, head_dim, ..))
+
+    Args:
+        rope_parameters: ``rope_type`` (or ``type``) "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"
+            or "proportional", and what the type takes of ``rope_theta``, ``partial_rotary_factor``, ``factor``,
+            ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``, ``truncate``,
+            ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
+            ``high_freq_factor``. Other fields are left alone. None: the default.
+        head_dim: D. R is D, or ``int(D * partial_rotary_factor)`` (except "proportional", where the rest has θ = 0).
+        max_position_embeddings: of the configuration: what "dynamic" stretches from, and the default of
+            ``original_max_position_embeddings``.
+        seq_len: present length, for "dynamic" (default: the maximum) and "longrope" (default: the short factors).
+        base: where there is no ``rope_theta``, as in a ``rope_scaling``.
+
+    Returns:
+        theta (R/2,) on the CPU, computed in float64, and the factor of the rotated channels of q and k. Positions stay
+        whole numbers under every type.
+
+    Raises:
+        ValueError: an unknown type, a field that is missing, an odd width.
+
+    Source: the papers at :func:`lrpe_md.linear_scaling` and its neighbours; the fields are those of transformers 5.23,
+    ``modeling_rope_utils.py``, whose values these equal to float32's rounding. "ntk" is not among its types.
+    """
+    fields = rope_parameters or {}
+    kind = _type(fields)
+    if kind not in RULES:
+        raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")
+    width = head_dim if kind in WHOLE else int(head_dim * (fields.get("partial_rotary_factor") or 1.0))
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
+            f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
+        )
+    with torch.device("cpu"):  # a model may be made on the meta device
+        theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
+        theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
+    return theta.to(dtype), amplitude
+
+
+def _type(fields: Mapping[str, Any]) -> str:
+    return fields.get("rope_type") or fields.get("type") or "default"

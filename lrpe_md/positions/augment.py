@@ -1,0 +1,103 @@
+"""Positions that vary while training, so that a model meets other offsets, sizes and resolutions than its grid's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .grid import Coordinates, Grid
+
+__all__ = ["AugmentPositions"]
+
+Strength = float | Sequence[float]
+
+
+class AugmentPositions(nn.Module):
+    """Random positions in training, the given ones in eval: one draw a call, for the whole batch and all layers.
+
+    In this order: each token is moved by itself (``perturb``, which makes a table of a grid), all are shifted, each
+    axis is stretched, and all axes are stretched alike. The last three leave a grid a grid, whose scale and shift are
+    tensors, so that a compiled model is not compiled again; call this outside of it.
+
+    Args:
+        shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one an axis.
+        jitter: J ≥ 1: each axis is multiplied by exp U(-ln J, ln J). One number, or one an axis.
+        rescale: R ≥ 1: all axes are multiplied by one exp U(-ln R, ln R).
+        perturb: σ, in steps of the grid (units of position for coordinates): each token is moved on each axis by
+            N(0, (σ/2)²), at most half a step. One number, or one an axis: 0 leaves frames alone.
+        seed: of the draws, which are made on the CPU. Ranks that share a sequence share the seed, others don't.
+
+    Tokens that are not rotated stay so. Call with :class:`Coordinates`, or with a :class:`Grid` and the device that it
+    is used on, where its scale and shift go.
+
+    Sources: shift, jitter, rescale: DINOv3 (arXiv 2508.10104; it trains with ``rescale=2``). perturb: ComRoPE
+    (arXiv 2506.03737).
+    """
+
+    def __init__(
+        self,
+        *,
+        shift: Strength | None = None,
+        jitter: Strength | None = None,
+        rescale: float | None = None,
+        perturb: Strength | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, least in (("shift", 0), ("jitter", 1), ("rescale", 1), ("perturb", 0)):
+            strength: Any = {"shift": shift, "jitter": jitter, "rescale": rescale, "perturb": perturb}[name]
+            numbers = [strength] if not isinstance(strength, Sequence) else strength
+            if strength is not None and not all(least <= number < math.inf for number in numbers):
+                raise ValueError(f"{name}: expected numbers of at least {least}, got {strength}")
+        self.shift, self.jitter, self.rescale, self.perturb = shift, jitter, rescale, perturb
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, positions: Grid | Coordinates, device: torch.device | str = "cpu") -> Grid | Coordinates:
+        if not self.training:
+            return positions
+        num_axes = positions.num_axes
+        scale, shift = torch.ones(num_axes, dtype=torch.float64), torch.zeros(num_axes, dtype=torch.float64)
+        if self.shift is not None:
+            shift = shift + self._uniform("shift", num_axes)
+        for name in ("jitter", "rescale"):
+            if getattr(self, name) is not None:
+                factor = self._uniform(name, num_axes if name == "jitter" else 1).exp()
+                scale, shift = scale * factor, shift * factor
+        if self.perturb is not None:
+            positions = self._perturbed(positions, device)
+        return positions.transform(scale.to(device), shift.to(device))
+
+    def _uniform(self, name: str, num: int) -> Tensor:
+        """U(-a, a) a time ``num``, a the strength, or its logarithm where that is a factor."""
+        strength = _per_axis(name, getattr(self, name), num)
+        bound = strength if name == "shift" else strength.log()
+        return (2 * torch.rand(num, dtype=torch.float64, generator=self.generator) - 1) * bound
+
+    def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
+        if isinstance(positions, Coordinates):
+            return self._moved(positions, torch.ones((), dtype=torch.float64))
+        grid = replace(positions, start=0, length=None)  # a shard is moved as the whole sequence is
+        affine = grid.affine(torch.device(device))
+        moved = self._moved(grid.explicit(device), torch.ones(()) if affine is None else affine[:, 0])
+        return moved if positions.whole else moved.shard(positions.start, positions.length)
+
+    def _moved(self, table: Coordinates, step: Tensor) -> Coordinates:
+        strength = _per_axis("perturb", self.perturb, table.num_axes)
+        noise = torch.randn(table.coords.shape, dtype=torch.float64, generator=self.generator) * strength / 2
+        device = table.coords.device
+        return replace(table, coords=table.coords + noise.clamp(-0.5, 0.5).to(device) * step.to(device))
+
+    def extra_repr(self) -> str:
+        strengths = {name: getattr(self, name) for name in ("shift", "jitter", "rescale", "perturb")}
+        return ", ".join(f"{name}={value}" for name, value in strengths.items() if value is not None)
+
+
+def _per_axis(name: str, strength: Any, num: int) -> Tensor:
+    if isinstance(strength, Sequence) and len(strength) != num:
+        raise ValueError(f"{name}: expected a number for each of {num} axes, got {strength}")
+    return torch.as_tensor(strength, dtype=torch.float64).expand(num)

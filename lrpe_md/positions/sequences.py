@@ -1,0 +1,329 @@
+"""Sequences of several parts, and batches of them: text, images, videos, each with positions of its own.
+
+:func:`compose` lays out one sample, :func:`pack` and :func:`pad` put samples together, each with its own layout, so
+that one call encodes them all. Lay out once a batch, not once a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .coordinates import check_reach
+from .grid import Coordinates, Grid, offset_positions
+
+__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad"]
+
+RULES = ("skip", "zero", "axis", "diagonal")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that are on no grid: text, class tokens, registers, padding.
+
+    Args:
+        length: how many.
+        rule: where they are.
+
+            - ``"skip"``: nowhere: they are not rotated, and get no phase;
+            - ``"zero"``: at the origin;
+            - ``"axis"``: one after the other on one axis, at zero on the others;
+            - ``"diagonal"``: one after the other on all axes at once.
+        axis: the axis of ``"axis"``.
+        start: position of the first one; None: the running position of the sequence.
+    """
+
+    length: int
+    rule: Literal["skip", "zero", "axis", "diagonal"] = "skip"
+    axis: int = 0
+    start: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise ValueError(f"length: expected at least 0, got {self.length}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
+
+
+@dataclass(frozen=True)
+class After:
+    """A grid behind what came before it: the running position of the sequence is added to its positions.
+
+    Args:
+        grid: a grid, its positions from 0 on.
+        axes: the axes on which it is behind; None: all.
+    """
+
+    grid: Grid
+    axes: tuple[int, ...] | None = None
+
+
+Segment = Tokens | Grid | After | Coordinates
+
+
+class Packed(NamedTuple):
+    """Samples end to end: positions of all tokens, and where each sample starts, (B + 1,) int32."""
+
+    positions: Coordinates
+    cu_seqlens: Tensor
+
+
+def compose(
+    *segments: Segment,
+    num_axes: int | None = None,
+    num_tokens: int | None = None,
+    start: int = 0,
+    length: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> Coordinates:
+    """One sample from its parts, in the order of its tokens.
+
+    A running position p goes along, from 0: :class:`Tokens` on an axis or on the diagonal that start at s leave it at
+    s + length, a grid :class:`After` it at its own largest position on its axes plus 1 (or at p, where it is empty);
+    plain grids and coordinates stand where they say, and don't move it.
+
+    Args:
+        segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) where they are, :class:`After` a grid
+            that follows. Prefix and suffix of a grid are tokens that are not rotated.
+        num_axes: K, where no grid says it.
+        num_tokens: what the segments must add up to, where that is known.
+        start: the first token of this shard of the sequence (sequence parallelism, decoding).
+        length: tokens of the shard; default: up to the end.
+        device, dtype: of the positions. float32 holds whole positions up to 2^24.
+
+    Returns:
+        coordinates (N, K), with a mask where some tokens are not rotated.
+
+    Raises:
+        ValueError: segments with different numbers of axes, lengths that don't add up, a shard beyond the end,
+            positions beyond 2^24 in float32.
+        TypeError: something else than a segment, another dtype.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+    num_axes = _num_axes(segments, num_axes)
+    lengths = [_length(segment) for segment in segments]
+    total = sum(lengths)
+    if num_tokens is not None and total != num_tokens:
+        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {_sum(lengths)} = {total}")
+    end = total if length is None else start + length
+    if not 0 <= start <= end <= total:
+        raise ValueError(
+            f"start, length: expected a slice of the {total} tokens ({_sum(lengths)}), "
+            f"got start={start}, length={length}"
+        )
+    device = torch.device(device)
+    running, before = 0.0, 0
+    parts = [Coordinates(torch.zeros(0, num_axes, dtype=dtype, device=device))]
+    for i, (segment, count) in enumerate(zip(segments, lengths, strict=True)):
+        placed, running = _place(segment, running, num_axes)
+        if dtype == torch.float32:
+            check_reach(_reach(placed), f" in segment {i}")
+        first, last = max(start - before, 0), min(end - before, count)
+        before += count
+        if first < last:
+            parts.append(_rows(placed, first, last - first, num_axes, device).to(dtype=dtype))
+    return _join(parts)
+
+
+def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
+    """Samples end to end, for x (1, H, N_1 + .. + N_B, D) and attention that takes cu_seqlens.
+
+    Args:
+        samples: one layout a sample, (N, K) each.
+        device: of the result; default: that of the first coordinates, else the CPU.
+    """
+    rows = _samples(samples, device)
+    ends = torch.tensor([0, *(part.num_tokens for part in rows)]).cumsum(0, dtype=torch.int32)
+    return Packed(_join(rows), ends.to(rows[0].coords.device))
+
+
+def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
+    """Positions of text packed end to end: 0, 1, .. in each sequence, for x (1, H, N, D).
+
+    Nothing waits for the GPU. Make them once a batch, not once a layer.
+
+    Args:
+        cu_seqlens: where each sequence starts, and where the last one ends: (S + 1,) int32 or int64, from 0 on, on x's
+            device. An empty sequence is two equal entries; tokens behind the last entry count on.
+        num_tokens: N.
+        offset: position of the first token of each sequence, or integers (), (1,) or (S,).
+
+    Returns:
+        coordinates (N, 1), int64.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    num, device = len(cu_seqlens) - 1, cu_seqlens.device
+    index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
+    sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)
+    shift = -cu_seqlens[:-1].long()
+    if isinstance(offset, Tensor):
+        if offset.dtype not in (torch.int32, torch.int64) or tuple(offset.shape) not in ((), (1,), (num,)):
+            raise ValueError(
+                f"offset: expected an int or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
+                f"{tuple(offset.shape)}"
+            )
+        shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
+    elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise ValueError(f"offset: expected an int or integers ({num},), got {offset!r}")
+    else:
+        shift = shift + offset
+    return Coordinates((index + shift[sequence])[:, None])
+
+
+def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
+    """Positions of the tokens of x (B, H, N, D), where dim is that of its softmax."""
+    if cu_seqlens is None:
+        return offset_positions(x.shape[2], offset, x.device)
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
+    if dim == -2:
+        raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
+    return packed_positions(cu_seqlens, x.shape[2], offset)
+
+
+def pad(
+    samples: Sequence[Grid | Coordinates],
+    num_tokens: int | None = None,
+    device: torch.device | str | None = None,
+) -> Coordinates:
+    """Samples side by side, for x (B, H, N, D): (B, N, K), those that are shorter padded at the end, unrotated.
+
+    Args:
+        samples: one layout a sample, (N, K) each.
+        num_tokens: N; default: that of the longest.
+        device: of the result; default: that of the first coordinates, else the CPU.
+    """
+    rows = _samples(samples, device)
+    longest = max(part.num_tokens for part in rows)
+    num_tokens = longest if num_tokens is None else num_tokens
+    if num_tokens < longest:
+        raise ValueError(f"num_tokens: expected at least {longest}, the longest sample, got {num_tokens}")
+    padded = _join([replace(part, suffix=num_tokens - part.num_tokens).explicit() for part in rows])
+    mask = None if padded.rotated is None else padded.rotated.unflatten(0, (len(rows), num_tokens))
+    return Coordinates(padded.coords.unflatten(0, (len(rows), num_tokens)), rotated=mask)
+
+
+def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
+    for i, segment in enumerate(segments):
+        if not isinstance(segment, Segment):
+            raise TypeError(f"segments: expected Tokens, Grid, After or Coordinates, got {segment!r} as number {i}")
+        if isinstance(segment, Tokens):
+            continue
+        found = segment.grid.num_axes if isinstance(segment, After) else segment.num_axes
+        _check_known("segments", segment.grid if isinstance(segment, After) else segment, i)
+        if num_axes is None:
+            num_axes = found
+        if found != num_axes:
+            raise ValueError(f"segments: expected {num_axes} axes each, got {found} in number {i}")
+    if num_axes is None:
+        raise ValueError("num_axes: expected a number where no segment is a grid, got None")
+    for i, segment in enumerate(segments):
+        axes: tuple[int, ...] = ()
+        if isinstance(segment, Tokens) and segment.rule == "axis":
+            axes = (segment.axis,)
+        elif isinstance(segment, After):
+            axes = segment.axes or ()
+        if any(not 0 <= axis < num_axes for axis in axes):
+            raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} in number {i}")
+        if isinstance(segment, Coordinates) and segment.coords.ndim != 2:
+            raise ValueError(f"segments: expected coords (N, K), got {tuple(segment.coords.shape)} in number {i}")
+    return num_axes
+
+
+def _length(segment: Segment) -> int:
+    if isinstance(segment, Tokens):
+        return segment.length
+    return segment.grid.num_tokens if isinstance(segment, After) else segment.num_tokens
+
+
+def _sum(lengths: Sequence[int]) -> str:
+    return " + ".join(map(str, lengths))
+
+
+def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
+    """The segment where it belongs, and the running position behind it."""
+    if isinstance(segment, Tokens) and segment.rule in ("axis", "diagonal"):
+        first = running if segment.start is None else segment.start
+        return replace(segment, start=first), first + segment.length
+    if not isinstance(segment, After):
+        return segment, running
+    axes = range(num_axes) if segment.axes is None else segment.axes
+    placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
+    ends = _ends(placed)
+    behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
+    return placed, reduce(torch.sym_max, behind) if behind else running
+
+
+def _ends(grid: Grid) -> list[tuple[float, float]]:
+    """First and last position on each axis; none for an empty grid."""
+    if not grid.num_grid_tokens:
+        return []
+    given = ([float(v) for v in t] if isinstance(t, Tensor) else t for t in grid._scale_and_shift)
+    rows = zip(*given, strict=True)
+    return [(shift, shift + scale * (n - 1)) for n, (scale, shift) in zip(grid.shape, rows, strict=True)]
+
+
+def _reach(segment: Tokens | Grid | Coordinates) -> float:
+    """The largest position that can be told without looking at a table."""
+    if isinstance(segment, Tokens):
+        return (segment.start or 0) + segment.length - 1
+    return max((abs(s) for ends in _ends(segment) for s in ends), default=0) if isinstance(segment, Grid) else 0
+
+
+def _rows(
+    segment: Tokens | Grid | Coordinates, start: int, length: int, num_axes: int, device: torch.device
+) -> Coordinates:
+    """Tokens start, start + 1, .. of a segment, a row each."""
+    if isinstance(segment, Grid):
+        return replace(segment, start=segment.start + start, length=length).explicit(device).explicit()
+    if isinstance(segment, Coordinates):
+        return segment.to(device).shard(start, length)
+    at = torch.arange(length, dtype=torch.float64, device=device) + (start + (segment.start or 0))
+    on = [segment.rule == "diagonal" or (segment.rule == "axis" and segment.axis == j) for j in range(num_axes)]
+    skipped = torch.zeros(length, dtype=torch.bool, device=device) if segment.rule == "skip" else None
+    return Coordinates(at[:, None] * torch.tensor(on, dtype=torch.float64, device=device), rotated=skipped)
+
+
+def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str | None) -> list[Coordinates]:
+    """A table each, a row a token, on one device."""
+    if not samples:
+        raise ValueError("samples: expected at least one layout, got none")
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, (Grid, Coordinates)):
+            raise TypeError(f"samples: expected a Grid or Coordinates, got {type(sample).__name__} as number {i}")
+        _check_known("samples", sample, i)
+        if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
+            raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} in number {i}")
+        if sample.num_axes != samples[0].num_axes:
+            raise ValueError(f"samples: expected {samples[0].num_axes} axes each, got {sample.num_axes} in number {i}")
+    if device is None:
+        device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
+    return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]
+
+
+def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
+    if isinstance(part, Grid) and part.origin is not None:
+        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin as number {i}")
+
+
+def _join(parts: Sequence[Coordinates]) -> Coordinates:
+    """Tables end to end."""
+    mask = None
+    if any(part.rotated is not None for part in parts):
+        mask = torch.cat([
+            torch.ones_like(part.coords[..., 0], dtype=torch.bool) if part.rotated is None else part.rotated
+            for part in parts
+        ])  # fmt: skip
+    return Coordinates(torch.cat([part.coords for part in parts]), rotated=mask)

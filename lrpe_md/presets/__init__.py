@@ -1,0 +1,10 @@
+"""Published schemes as data."""
+
+from .registry import SCHEMES as SCHEMES
+from .registry import list_presets as list_presets
+from .registry import preset as preset
+from .scheme import Axial as Axial
+from .scheme import Dense as Dense
+from .scheme import Preset as Preset
+from .scheme import Scaling as Scaling
+from .scheme import Scheme as Scheme

@@ -1,0 +1,539 @@
+"""The boundary with PyTorch: derivatives of every kind, transforms, compilers, modes.
+
+``triton`` on a CPU is the interpreter in eager mode and the registered operator under compilers; ``auto`` is
+the reference there, and the kernels on a GPU.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, rotate
+from lrpe_md.engine import boundary
+from lrpe_md.engine.validate import ACTIVATIONS, prepare
+from lrpe_md.testing import Case, make_inputs
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MAPS = {"cosine": cosine, "rotate": rotate}
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(params=["auto", "triton"])
+def impl(request):
+    return request.param
+
+
+@pytest.fixture(params=["cosine", "rotate"])
+def map(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1), **kwargs):
+    """A call as a function of x's, omega and phase alone, and arguments for it."""
+    case = Case(map, (2, 3), heads=heads, head_dim=4, batch=1, act=act, dtype=dtype, phase=True, **kwargs)
+    inputs = make_inputs(case, device)
+    assert inputs.phase is not None
+    args = [*inputs.xs, inputs.omega.to(dtype), inputs.phase.to(dtype)]
+
+    def call(*args, impl="auto"):
+        *xs, omega, phase = args
+        return MAPS[map](
+            *xs, omega=omega, phase=phase, positions=inputs.positions, act=case.act, dim=case.dim, impl=impl
+        )
+
+    return call, [a.detach().requires_grad_() for a in args]
+
+
+@pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)])
+def test_gradcheck_and_gradgradcheck(map, impl, act, dim, device):
+    call, args = example(map, device, act=act, dim=dim)
+
+    def f(*args):
+        return call(*args, impl=impl)
+
+    fast = impl == "triton"  # a random direction instead of every entry: an interpreted kernel takes its time
+    assert torch.autograd.gradcheck(f, args, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(f, args, fast_mode=True)
+
+
+def test_double_backward_of_a_linear_map(map, impl, device):
+    """Nothing but omega is saved; the second derivative goes through the first one's gradient."""
+    call, args = example(map, device, act="none")
+    fixed = [a.detach() for a in args[2:]]
+
+    def f(q, k):
+        return call(q, k, *fixed, impl=impl)
+
+    assert torch.autograd.gradcheck(f, args[:2], fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, args[:2], fast_mode=True)
+
+
+def test_only_what_is_needed_is_saved(map, device):
+    def saved(act, frequencies, impl="triton"):
+        call, args = example(map, device, act=act)
+        args = args[:2] + [a if frequencies else a.detach() for a in args[2:]]
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            call(*args, impl=impl)
+        return kept
+
+    x = torch.Size([1, 2, 7, 4])
+    assert x not in saved("none", False)
+    assert x in saved("none", True)
+    assert x in saved("silu", False)
+    assert len(saved("none", False)) == 2  # omega and phase
+
+
+def test_forward_mode_and_transforms(map, device):
+    call, args = example(map, device)
+    args = [a.detach() for a in args]
+    tangents = [torch.randn_like(a) for a in args]
+    values, tangents_out = jvp(call, tuple(args), tuple(tangents))
+
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(a, t) for a, t in zip(args, tangents, strict=True)]
+        for y, v, t in zip(call(*duals), values, tangents_out, strict=True):
+            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, t)
+            torch.testing.assert_close(forward_ad.unpack_dual(y).primal, v)
+
+    def total(*args):
+        return sum((y.sin()).sum() for y in call(*args))
+
+    leaves = [a.clone().requires_grad_() for a in args]
+    expected = torch.autograd.grad(total(*leaves), leaves)
+    for a, b in zip(grad(total, argnums=(0, 1, 2, 3))(*args), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    # forward over reverse against reverse over reverse
+    hessian = jacfwd(jacrev(total, argnums=2), argnums=2)(*args)
+    (again,) = torch.autograd.functional.hessian(lambda w: total(args[0], args[1], w, args[3]), (args[2],))[0]
+    torch.testing.assert_close(hessian, again)
+    # finite differences know nothing of our formulas
+    eps = 1e-6
+    shifted = [call(*(a + s * eps * t for a, t in zip(args, tangents, strict=True))) for s in (1, -1)]
+    for plus, minus, t in zip(*shifted, tangents_out, strict=True):
+        torch.testing.assert_close((plus - minus) / (2 * eps), t, rtol=1e-6, atol=1e-7)
+
+
+def test_vmap(map, device):
+    call, args = example(map, device)
+    stacked = [torch.stack([a.detach(), 2 * a.detach()]) for a in args]
+    for y, first, second in zip(
+        vmap(call)(*stacked), call(*[a[0] for a in stacked]), call(*[a[1] for a in stacked]), strict=True
+    ):
+        torch.testing.assert_close(y, torch.stack([first, second]))
+    # per-sample gradients
+    q, k, omega, phase = (a.detach() for a in args)
+    per_sample = vmap(grad(lambda w: call(q, k, w, phase)[0].square().sum()))(torch.stack([omega, 3 * omega]))
+    assert per_sample.shape == (2, *omega.shape)
+
+
+def test_gradient_to_coordinates(device):
+    """The kernels have none, so auto takes the reference."""
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64, device=device)
+    omega = torch.rand(1, 2, 3, dtype=torch.float64, device=device)
+    coords = torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda c: rotate(x, omega=omega, positions=c), (coords,))
+    with pytest.raises(ValueError, match="coords"):
+        rotate(x, omega=omega, positions=coords, impl="triton")
+
+
+def test_triton_refuses_transforms(map, device):
+    call, args = example(map, device)
+    args = [a.detach() for a in args]
+
+    def f(q):
+        return call(q, *args[1:], impl="triton")[0].sum()
+
+    with pytest.raises(ValueError, match="impl='auto'"):
+        grad(f)(args[0])
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="impl='auto'"):
+        f(forward_ad.make_dual(args[0], args[0]))
+
+
+# --- compilers -------------------------------------------------------------------------------------------
+
+
+def tracing(device: str) -> str:
+    """For what shows in the graph that is traced: inductor's C++ takes seconds to compile."""
+    return "inductor" if device == "cuda" else "aot_eager"
+
+
+def counted():
+    """A backend that counts graphs."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm
+
+    return backend, graphs
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_training(map, impl, dynamic, device):
+    call, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
+
+    def f(*args):
+        return sum(y.square().sum() for y in call(*args, impl=impl))
+
+    backend = tracing(device) if dynamic and impl == "auto" else "inductor"
+    expected = torch.autograd.grad(f(*args), args)
+    found = torch.autograd.grad(torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)(*args), args)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_once_for_all_image_sizes(map, impl, device):
+    omega = torch.rand(1, 8 if map == "cosine" else 4, 2, device=device, requires_grad=True)
+
+    def f(x, shape, scale):
+        return MAPS[map](x, omega=omega, positions=Grid(shape, prefix=1, scale=scale), act="silu", impl=impl)
+
+    backend, graphs = counted()
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
+    for height, width in ((4, 6), (5, 3), (9, 7), (16, 2)):
+        x = torch.randn(2, 2, height * width + 1, 8, device=device, requires_grad=True)
+        scale = torch.tensor([4 / height, 6 / width], dtype=torch.float64, device=device)
+        y, expected = compiled(x, (height, width), scale), f(x, (height, width), scale)
+        torch.testing.assert_close(y, expected)
+        for a, b in zip(*(torch.autograd.grad(t.square().sum(), (x, omega)) for t in (y, expected)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+
+
+def test_compile_explicit_coordinates(map, impl, device):
+    omega = torch.rand(2, 8 if map == "cosine" else 4, 3, device=device)
+
+    def f(x, coords):
+        return MAPS[map](x, omega=omega, positions=Coordinates(coords, prefix=1), impl=impl)
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True)
+    for num in (5, 9):
+        x = torch.randn(2, 2, num + 1, 8, device=device)
+        coords = torch.randn(2, num, 3, device=device)
+        torch.testing.assert_close(compiled(x, coords), f(x, coords))
+
+
+def test_transforms_inside_a_compiled_function(map, device):
+    call, args = example(map, device, dtype=torch.float32)
+    args = [a.detach() for a in args]
+    tangents = [torch.randn_like(a) for a in args]
+
+    def forward_mode(*args):
+        return jvp(call, args, tuple(tangents))[1]
+
+    def reverse_mode(*args):
+        return grad(lambda w: call(args[0], args[1], w, args[3])[0].square().sum())(args[2])
+
+    for f in (forward_mode, reverse_mode):
+        torch.testing.assert_close(torch.compile(f, fullgraph=True, backend=tracing(device))(*args), f(*args))
+
+
+def test_transforms_of_a_compiled_function(map, device):
+    call, args = example(map, device, dtype=torch.float32)
+    args = [a.detach() for a in args]
+
+    def f(omega):
+        return call(args[0], args[1], omega, args[3])[0].square().sum()
+
+    compiled = torch.compile(f, backend=tracing(device))
+    torch.testing.assert_close(grad(compiled)(args[2]), grad(f)(args[2]))
+    tangent = (torch.ones_like(args[2]),)
+    torch.testing.assert_close(jvp(compiled, (args[2],), tangent), jvp(f, (args[2],), tangent))
+
+
+def test_export(map, impl, device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = {"cosine": CosineMd, "rotate": RotateMd}[map](8, 2, impl=impl, act="relu", learnable=True)
+
+        def forward(self, x):
+            return self.encode(x, x, positions=Grid((3, 4), prefix=1))
+
+    model = Model().to(device)
+    x = torch.randn(2, 2, 13, 8, device=device)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    x = torch.randn(5, 2, 13, 8, device=device)
+    for a, b in zip(program.module()(x), model(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("act", ["none", "silu"])
+def test_checkpoint(map, impl, act, device):
+    call, args = example(map, device, act=act)
+
+    def f(*args):
+        return sum(y.sin().sum() for y in call(*args, impl=impl))
+
+    expected = torch.autograd.grad(f(*args), args)
+    for a, b in zip(torch.autograd.grad(checkpoint(f, *args, use_reentrant=False), args), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
+@pytest.mark.parametrize("cache", [False, True])
+def test_opcheck(map, act, dim, cache, device):
+    _, args = example(map, device, dtype=torch.float32, act=act, dim=dim)
+    *xs, omega, phase = (a.detach() for a in args)
+    grid = Grid((2, 3), prefix=1, scale=0.5)
+    amplitude = None if cache else torch.rand(omega.shape[:2], device=device)
+    spec, layout, tables = prepare(map, tuple(xs), omega, grid, act, dim, phase, "half", None, amplitude)
+    where = boundary.flatten(layout, spec)
+    outs = torch.ops.lrpe_md.forward(xs, omega, phase, *tables, *where, cache)
+    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, omega, phase, *tables, *where, cache))
+    grads = [torch.randn_like(y) for y in outs[:2]]
+    stats = outs[2:4] if dim == -2 else []
+    theta = outs[-1] if cache else None
+    for need in (False, True):
+        call = (grads, xs, stats, omega, phase, *tables, theta, *where, need, need)
+        torch.library.opcheck(torch.ops.lrpe_md.backward.default, call)
+
+
+def test_operator_agrees_with_launcher(map, device):
+    """What compilers run on a CPU (the reference) and what the interpreter runs (the kernels)."""
+    _, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
+    *xs, omega, phase = (a.detach() for a in args)
+    spec, layout, tables = prepare(map, tuple(xs), omega, Grid((2, 3), 1), "softmax", -2, phase, "half", None)
+    expected = torch.ops.lrpe_md.forward(xs, omega, phase, *tables, *boundary.flatten(layout, spec), True)
+    found = boundary.forward(xs, omega, phase, tables, spec, layout, True)
+    assert len(found) == len(expected) == 5
+    for a, b in zip(found, expected, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b)
+
+
+def test_dispatch_modes_see_the_operator(map, device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    call, args = example(map, device, dtype=torch.float32)
+    with Watch():
+        ys = call(*args, impl="triton")
+        torch.autograd.grad([y.sum() for y in ys], args)
+    assert "lrpe_md.forward.default" in seen
+    assert "lrpe_md.backward.default" in seen
+
+
+def test_fake_tensors(map, device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(2, 13, 3, 4, 8, device=device).permute(2, 0, 3, 1, 4)
+        omega = torch.empty(1, 8 if map == "cosine" else 4, 2, device=device)
+        y = MAPS[map](x[0], omega=omega, positions=Grid((3, 4), 1), impl="triton")
+    assert y.shape == (2, 4, 13, 16 if map == "cosine" else 8)
+    assert y.transpose(1, 2).is_contiguous()
+
+
+def test_autocast_and_inference_mode(map, impl, device):
+    call, args = example(map, device, dtype=torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        ys = call(*args, impl=impl)
+        grads = torch.autograd.grad([y.sum() for y in ys], args)
+    plain = call(*args, impl=impl)
+    plain = (*plain, *torch.autograd.grad([y.sum() for y in plain], args))
+    for a, b in zip((*ys, *grads), plain, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    with torch.inference_mode():
+        for a, b in zip(call(*args, impl=impl), ys, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_functional_call_of_a_module(device):
+    module = CosineMd(8, 2, learnable=True, device=device)
+    x = torch.randn(1, 2, 12, 8, device=device)
+
+    def loss(params):
+        return (
+            functional_call(module, params, (x,), {"positions": Grid((3, 4))}).square().mul(x.repeat(1, 1, 1, 2)).sum()
+        )
+
+    found = grad(loss)({"theta": module.theta.detach()})["theta"]
+    (expected,) = torch.autograd.grad(loss({"theta": module.theta}), module.theta)
+    torch.testing.assert_close(found, expected)
+    assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+@pytest.mark.parametrize(("act", "dim"), [(act, None) for act in ACTIVATIONS[:-1]] + [("softmax", -1), ("softmax", -2)])
+def test_closed_form_backward_is_autograds(map, act, dim, pairs, device):
+    from lrpe_md import reference
+
+    case = Case(map, (3, 4), heads=(4,), omega_heads=2, head_dim=12, act=act, dim=dim, dtype=torch.float64, phase=True,
+                pairs=pairs, rotary_dim=None if map == "cosine" else slice(2, 10))  # fmt: skip
+    inputs = make_inputs(case, device).to(torch.float64)
+    (x,), (dy,), grid = inputs.xs, inputs.grads, inputs.positions
+    assert isinstance(grid, Grid)
+    coords = grid.coordinates(device)
+    rotated = torch.arange(13, device=device) > 0
+    kwargs = {"map": map, "act": act, "dim": dim, "pairs": pairs, "start": 0 if map == "cosine" else 2}
+    leaves = [t.requires_grad_() for t in (x, inputs.omega, inputs.phase)]
+    y = reference.encode(x, coords, rotated, *leaves[1:], **kwargs)
+    expected = torch.autograd.grad(y, leaves, dy)
+    with torch.no_grad():
+        found = reference.encode_backward(dy, x, coords, rotated, *leaves[1:], **kwargs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- what a user's graph does around the call ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", ["one tensor twice", "k from q", "omega of two layers"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
+    """A double backward differentiates the call, not the user's graph behind its inputs."""
+    channels = 4 if map == "cosine" else 2
+    leaf = torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device, requires_grad=True)
+    omega = torch.rand(1, channels, 2, dtype=torch.float64, device=device, requires_grad=True)
+
+    def f(impl):
+        def call(*xs):
+            return MAPS[map](*xs, omega=omega, positions=Grid((2, 3)), act="silu", impl=impl)
+
+        q = leaf * 1
+        if graph == "omega of two layers":
+            return call(call(q)[..., :4]).sin().sum()
+        return sum((i + 1) * y.sin().sum() for i, y in enumerate(call(q, q if graph == "one tensor twice" else q * 2)))
+
+    found, expected = (
+        torch.autograd.grad(f(i), (leaf, omega), create_graph=create_graph) for i in ("triton", "reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    if create_graph:
+        pairs = (torch.autograd.grad(sum(g.square().sum() for g in gs), (leaf, omega)) for gs in (found, expected))
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_batched_and_dual_gradients(map, device):
+    """Transforms that begin after the forward."""
+    call, args = example(map, device, act="none")  # torch has no dual number for silu's backward
+    y = call(*args, impl="triton")[0]
+    expected = call(*args, impl="reference")[0]
+    batch = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    pairs = (
+        torch.autograd.grad(t, args, batch, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        for t in (y, expected)
+    )
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a if a is not None else torch.zeros_like(b), b) if b is not None else None
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(batch[0], batch[1])
+        tangents = [forward_ad.unpack_dual(torch.autograd.grad(t, args[0], dual)[0]).tangent for t in (y, expected)]
+    assert tangents[0] is not None
+    torch.testing.assert_close(*tangents)
+
+
+@pytest.mark.parametrize("which", ["scale", "shift"])
+def test_gradient_to_scale_and_shift(map, which, device):
+    x = torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device)
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 2, dtype=torch.float64, device=device)
+    value = torch.tensor([0.7, 1.2], dtype=torch.float64, device=device, requires_grad=True)
+
+    def f(value, impl="auto"):
+        return MAPS[map](x, omega=omega, positions=Grid((2, 3), **{which: value}), impl=impl)
+
+    assert torch.autograd.gradcheck(f, (value,))
+    with pytest.raises(ValueError, match="scale or shift"):
+        f(value, impl="triton")
+    f(value.detach(), impl="triton")
+
+
+def test_scale_made_anywhere_serves_everywhere(map, device):
+    """A grid first used in inference mode, under a transform or with fake tensors, and then to train."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
+
+    def f(x, scale, impl="triton"):
+        return MAPS[map](x, omega=omega, positions=Grid((5,), scale=scale), impl=impl).sum()
+
+    x = torch.randn(1, 1, 5, 4, device=device, requires_grad=True)
+    with torch.inference_mode():
+        f(x, 0.25)
+    grad(lambda x: f(x, 0.125, "auto"))(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        Grid((5,), scale=0.0625).affine(torch.device(device))
+    for scale in (0.25, 0.125, 0.0625):
+        torch.autograd.grad(f(x, scale), x)
+
+
+def test_outputs_may_be_changed_in_place(map, impl, device):
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
+        base = torch.randn(2, 3, 5, 4, device=device, requires_grad=True)
+        back = [order.index(i) for i in range(4)]
+        x = base.permute(order).contiguous().permute(back)
+        omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
+        y = MAPS[map](x * 1, omega=omega, positions=Grid((5,)), impl=impl)
+        assert y.permute(order).is_contiguous()  # the memory order of x
+        y.mul_(2)
+        y.sum().backward()
+
+
+def test_meta_tensors(map, device):
+    x = torch.empty(1, 2, 6, 4, device="meta")
+    omega = torch.empty(1, 4 if map == "cosine" else 2, 2, device="meta")
+    assert MAPS[map](x, omega=omega, positions=Grid((2, 3))).shape[:3] == (1, 2, 6)
+
+
+def test_negative_views(map, device):
+    z = torch.randn(1, 2, 6, 4, dtype=torch.complex64, device=device)
+    x = z.conj().imag
+    assert x.is_neg()
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 2, device=device)
+    found, expected = (MAPS[map](x, omega=omega, positions=Grid((2, 3)), impl=i) for i in ("triton", "reference"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_masked_sequence_softmax(map, device):
+    """A channel that begins with more -inf than a block has tokens."""
+    x = torch.randn(1, 1, 4096, 4, dtype=torch.float64, device=device)
+    x[:, :, :2500, 1] = float("-inf")
+    omega = torch.rand(1, 4 if map == "cosine" else 2, 1, dtype=torch.float64, device=device)
+    found, expected = (
+        MAPS[map](x, omega=omega, positions=Grid((4096,)), act="softmax", dim=-2, impl=i)
+        for i in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_positions_past_2_to_24(impl, device):
+    from lrpe_md import lrpe_rotate_1d
+
+    x = torch.randn(1, 1, 5, 4, dtype=torch.float64, device=device)
+    theta = torch.tensor([0.7, 0.31], dtype=torch.float64, device=device)
+    offset = 2**24 + 1
+    expected = lrpe_rotate_1d(x, theta, offset=torch.tensor([offset], device=device), impl="reference")
+    torch.testing.assert_close(lrpe_rotate_1d(x, theta, offset=offset, impl=impl), expected)
+    found = lrpe_rotate_1d(x.float(), theta, offset=offset, impl=impl)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_document_functions_compile(device):
+    from lrpe_md import lrpe_cosine_md_bwd_triton, lrpe_cosine_md_fwd_triton
+
+    x, theta = torch.randn(1, 2, 6, 4, device=device), torch.rand(2, device=device)
+    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True)
+    torch.testing.assert_close(f(x), lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)))
+    do = torch.randn(1, 2, 6, 8, device=device)
+    assert lrpe_cosine_md_bwd_triton(do, x, theta, shape=(2, 3))[0].shape == x.shape

@@ -1,0 +1,52 @@
+"""DTensor, FSDP2 and sequence parallelism in two processes; the cases are in sharded.py."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lrpe_md.engine import sharding
+
+GLOO = dist.is_available() and dist.is_gloo_available()
+NCCL = dist.is_available() and dist.is_nccl_available()
+
+
+def in_two_processes(backend, impl, folder):
+    import sharded
+
+    torch.multiprocessing.spawn(sharded.run, args=(2, backend, impl, str(folder)), nprocs=2)
+    failed = "".join((folder / f"failed{rank}").read_text() for rank in range(2))
+    assert not failed, f"\n{failed}"
+
+
+@pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
+def test_two_processes(tmp_path):
+    """One start for all cases: importing torch twice takes longer than they do."""
+    in_two_processes("gloo", "triton", tmp_path)
+
+
+@pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
+@pytest.mark.parametrize("num_tokens", [1, 7, 12])
+def test_tokens_of_a_rank(num_tokens):
+    """Sharded over two axes of a mesh: chunks of chunks."""
+    from torch.distributed.tensor import Shard
+
+    for outer, inner in itertools.product(range(2), range(3)):
+        part = torch.arange(num_tokens)
+        for size, rank in ((2, outer), (3, inner)):
+            part = [*part.chunk(size), *[part[:0]] * size][rank]
+        mesh = SimpleNamespace(size=(2, 3).__getitem__, get_local_rank=(outer, inner).__getitem__)
+        x = SimpleNamespace(
+            shape=(1, 1, num_tokens, 8), placements=(Shard(2), Shard(2)), device_mesh=mesh,
+            to_local=lambda part=part: part[None, None, :, None],
+        )  # fmt: skip
+        start, length = sharding._local_tokens(x)
+        assert list(range(start, start + length)) == part.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NCCL or torch.cuda.device_count() < 2, reason="needs two GPUs and NCCL")
+def test_two_gpus(tmp_path):
+    in_two_processes("nccl", "triton", tmp_path)

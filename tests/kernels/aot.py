@@ -1,0 +1,309 @@
+"""Compile the kernels ahead of time, without a GPU: ``python tests/kernels/aot.py TARGET [--part I/N]``.
+
+Calls the launcher on meta tensors and compiles what it would have launched. The cases cover every pair
+of values of everything a compiled kernel depends on. Prints one JSON line a kernel; test_aot.py reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lrpe_md import Coordinates, Grid
+from lrpe_md.engine import boundary, launch, validate
+from lrpe_md.engine import plan as plans
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+AXES: dict[str, list[Any]] = {
+    "map": ["cosine", "half", "interleaved", "blocks"],
+    "order": ["cos_sin", "sin_cos"],
+    "act": ["none", "relu", "sigmoid", "silu", "softplus", "softmax -1", "softmax -2"],
+    "run": ["forward", "backward", "backward omega"],
+    "positions": ["grid", "affine", "coords", "integer coords by sample", "masked coords by sample"],
+    "axes": [1, 2, 3, 4],
+    "dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
+    "head_dim": [64, 72, 20],
+    "rotary": ["all", "first", "slice"],
+    "tensors": [2, 1],
+    "phase": [False, True],
+    "amplitude": [False, True],
+    "omega": [torch.float32, torch.float64],
+    "cache": [False, True],
+    "long": [False, True],
+}
+
+
+def possible(case: dict[str, Any]) -> bool:
+    """Whether a (partial) case exists."""
+    if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
+        return False
+    if case.get("order") == "sin_cos" and (case.get("map", "cosine") != "cosine" or case.get("rotary", "all") != "all"):
+        return False
+    # The cached angles replace the positions of a grid or of coordinates shared by the batch.
+    return not (case.get("cache") and "by sample" in case.get("positions", ""))
+
+
+def cases() -> list[SimpleNamespace]:
+    """Cases that cover every possible pair of values: greedily, the best of random completions of an uncovered pair."""
+    rng, names = random.Random(0), list(AXES)
+    first = {name: values[0] for name, values in AXES.items()}
+    found = [SimpleNamespace(**first), SimpleNamespace(**{**first, "map": "half", "run": "backward"})]
+    missing = all_pairs()
+    for case in found:
+        missing -= {frozenset(pair) for pair in itertools.combinations(vars(case).items(), 2)}
+    while missing:
+        best, gain = {}, 0
+        pairs = sorted(missing, key=lambda pair: sorted(map(str, pair)))
+        for _ in range(60):
+            case = dict(rng.choice(pairs))
+            for name in rng.sample(names, len(names)):
+                if name not in case:
+                    values = [v for v in AXES[name] if possible({**case, name: v})]
+                    case[name] = max(
+                        rng.sample(values, len(values)),
+                        key=lambda v: sum(frozenset([(name, v), item]) in missing for item in case.items()),
+                    )
+            covered = sum(frozenset(pair) in missing for pair in itertools.combinations(case.items(), 2))
+            if covered > gain:
+                best, gain = case, covered
+        missing -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
+        found.append(SimpleNamespace(**{name: best[name] for name in names}))
+    # Grids with an origin, which the axes leave out: what they share with scaled grids is compiled above.
+    found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
+    wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
+    found.append(SimpleNamespace(**{**first, **wide}))
+    return found
+
+
+def all_pairs() -> set[frozenset]:
+    return {
+        frozenset([(a, x), (b, y)])
+        for (a, xs), (b, ys) in itertools.combinations(AXES.items(), 2)
+        for x, y in itertools.product(xs, ys)
+        if possible({a: x, b: y})
+    }
+
+
+def uncovered() -> list[str]:
+    """Pairs of values that no case has."""
+    rows = [set(vars(case).items()) for case in cases()]
+    return [str(set(pair)) for pair in all_pairs() if not any(pair <= row for row in rows)]
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was called with."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.calls = fn, []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.calls.append((args, kwargs))
+
+    def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
+        found = []
+        for args, kwargs in self.calls:
+            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl")}
+            values = dict(zip(self.fn.arg_names, args, strict=False))
+            values |= {k: v for k, v in kwargs.items() if k not in options}
+            signature, constexprs = {}, {}
+            for i, param in enumerate(self.fn.params):
+                value = values[param.name]
+                if param.is_constexpr or value is None:
+                    signature[param.name], constexprs[(i,)] = "constexpr", value
+                elif isinstance(value, torch.Tensor):
+                    signature[param.name] = "*" + DTYPES[value.dtype]
+                else:
+                    assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
+                    signature[param.name] = param.annotation_type
+            found.append((self.fn.__name__, ASTSource(self.fn, signature, constexprs), options))
+        return found
+
+
+def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
+    """What the launcher runs for a case."""
+    names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
+    saved = {name: getattr(launch, name) for name in names}
+    recorders = {name: Recorder(fn) for name, fn in saved.items()}
+    has_ptx, launch._has_ptx = launch._has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
+    registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
+    early, launch._early = launch._early, lambda: case.early
+    launch._known.clear()
+    try:
+        for name, recorder in recorders.items():
+            setattr(launch, name, recorder)
+        call(case)
+    finally:
+        launch._has_ptx, launch._registers, launch._early = has_ptx, registers, early
+        launch._known.clear()
+        for name, fn in saved.items():
+            setattr(launch, name, fn)
+    return [source for recorder in recorders.values() for source in recorder.sources()]
+
+
+def call(case: SimpleNamespace) -> None:
+    shape = (2, 3, 2, 2)[: case.axes]
+    num_tokens = torch.Size(shape).numel() + 1
+    xs = [torch.randn(2, heads, num_tokens, case.head_dim, dtype=case.dtype) for heads in (4, 2)[: case.tensors]]
+    if case.long:
+        step = 2**31
+        xs = [torch.empty_strided(x.shape, (8, 8, step, 1), dtype=x.dtype) for x in xs]
+    heads = xs[-1].shape[1]
+    if "origin" in case.positions:
+        size = (2, case.axes) if "sample" in case.positions else (case.axes,)
+        positions = Grid(shape, prefix=1, origin=torch.zeros(size, dtype=torch.int64))
+    elif case.positions in ("grid", "affine"):
+        positions = Grid(shape, prefix=1, scale=0.5 if case.positions == "affine" else None)
+    else:
+        coords = torch.randn(*((2,) if "sample" in case.positions else ()), num_tokens - 1, case.axes)
+        rotated = torch.ones(coords.shape[:-1], dtype=torch.bool) if "masked" in case.positions else None
+        positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1, rotated=rotated)
+    rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
+    width = case.head_dim if case.map == "cosine" else validate.rotary_slice(rotary, case.head_dim)[1]
+    channels = width if case.map == "cosine" else width // 2
+    omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
+    phase = torch.randn(1, channels) if case.phase else None
+    act, _, dim = case.act.partition(" ")
+    amplitude = torch.randn(heads, channels) if case.amplitude else None
+    pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
+    spec, layout, tables = validate.prepare(
+        "cosine" if case.map == "cosine" else "rotate", tuple(xs), omega, positions, act, int(dim) if dim else None,
+        phase, pairs, rotary, amplitude, case.order,
+    )  # fmt: skip
+    if case.run == "forward":
+        launch.forward(xs, omega, phase, tables, spec, layout, case.cache)
+        return
+    grads = [torch.randn(*x.shape[:3], spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
+    stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=boundary.accumulator(case.dtype)) for x in xs]
+    theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
+    need = case.run == "backward omega"
+    launch.backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need, need and case.phase)
+
+
+ZEROS = {"0f00000000", "0f80000000"}
+
+
+def findings(ptx: str) -> dict[str, Any]:
+    """What the tests read in PTX.
+
+    remainders: products s·w whose whole turns go by fma(s, w, n), -n whole. counted_twice: those of them whose rounding
+    error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
+    are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
+    launch while the kernel before it runs. split: loads before the first barrier, and after it.
+    """
+    definitions = {}
+    for line in ptx.splitlines():
+        if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
+            definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
+
+    def constant(value: str) -> str:
+        op, operands = definitions.get(value, ("mov", [value]))
+        return operands[0] if op.startswith("mov") else value
+
+    def is_zero(value: str) -> bool:
+        return constant(value) in ZEROS
+
+    def unsigned(value: str) -> str:
+        op, operands = definitions.get(value, ("", [value]))
+        return operands[-1] if op == "neg.f32" or (op == "sub.f32" and is_zero(operands[0])) else value
+
+    exact, residues = set(), set()
+    for op, operands in definitions.values():
+        if op != "fma.rn.f32" or is_zero(operands[2]):
+            continue
+        *factors, addend = operands
+        op, operands = definitions.get(addend, ("", []))
+        less = op == "sub.f32" and constant(operands[0]) == "0f4B400000"  # from 1.5 · 2^23
+        if less or op.startswith("cvt.rpi"):  # ceil
+            exact.add(tuple(sorted(factors)))
+            continue
+        value = unsigned(addend)
+        op, operands = definitions.get(value, ("", []))
+        product = op.startswith("mul") or (op == "fma.rn.f32" and is_zero(operands[2]))
+        if product and sorted(map(unsigned, operands[:2])) == sorted(factors):
+            residues.add(tuple(sorted(factors)))
+    narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
+    counted = "0f2F800000" in ptx  # 2^-32
+    twice = len(exact & residues)
+    early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
+    split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
+    found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
+    return {"remainders": len(exact), **found}
+
+
+@triton.jit
+def subtracts_a_rounded_product(p_s, p_w, p_out):
+    """What the kernels must not do."""
+    o = tl.arange(0, 128)
+    s, w = tl.load(p_s + o), tl.load(p_w + o)
+    product = s * w
+    tl.store(p_out + o, (product + tl.ceil(-0.5 - product)) + tl.fma(s, w, -product))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", choices=[*TARGETS, "wrong", "coverage"])
+    parser.add_argument("--part", default="0/1")
+    args = parser.parse_args()
+    if args.target == "wrong":
+        signature = dict.fromkeys(("p_s", "p_w", "p_out"), "*fp32")
+        kernel = triton.compile(ASTSource(subtracts_a_rounded_product, signature, {}), target=TARGETS["sm_90"])
+        print(json.dumps(findings(kernel.asm["ptx"])))
+        return
+    if args.target == "coverage":
+        print(json.dumps(uncovered()))
+        return
+    target = TARGETS[args.target]
+    torch.set_default_device("meta")
+    launch.INTERPRETING = False
+    unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
+    for case in cases():
+        case.cuda, case.early = target.backend == "cuda", target.arch == 90
+        for name, source, options in record(case):
+            unique.setdefault(source.hash() + str(options), (name, source, options, case))
+    index, parts = map(int, args.part.split("/"))
+    work = list(unique.values())[index::parts]
+    for name, source, options, case in work:
+        begin = time.perf_counter()
+        error, text, resident = None, "", 0
+        names = source.fn.arg_names
+        rows_first = "ROWS_FIRST" in names and source.constants[names.index("ROWS_FIRST"),]
+        try:
+            kernel = triton.compile(source, target=target, options=options)
+            text = kernel.asm.get("ptx", "")
+            if "maxnreg" in options:
+                programs = plans.REGISTERS // (32 * options["num_warps"] * options["maxnreg"])
+                resident = programs * (kernel.metadata.shared + 1024)  # CUDA keeps 1 KiB a program
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
+               "rows_first": rows_first, "seconds": round(time.perf_counter() - begin, 2),
+               **findings(text)}  # fmt: skip
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""The language model: decoding equals the full forward, both forms of linear attention, padding, sampling, errors."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from lrpe_md import Grid
+from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
+from models.lm import CausalLm, Context, LmConfig, LmEncoding, chunked_linear_attention
+from models.lm_decode import Decoder, generate, left_pad, sample
+from models.vit import linear_attention
+
+TINY = LmConfig(vocab_size=11, dim=32, depth=2, num_heads=4, num_kv_heads=2, hidden=24)
+ENCODINGS = {
+    "rotate": {"encoding": "rotate"},
+    "rotate-learned": {"encoding": "rotate", "learnable": True},
+    "rotate-phase": {"encoding": "rotate", "phase": True},
+    "cosine-silu": {"encoding": "cosine", "act": "silu"},
+    "cosine-softplus-phase": {"encoding": "cosine", "act": "softplus", "phase": True},
+    "none": {"encoding": "none"},
+}
+TRAINED = 4
+SCALINGS = {
+    "none": None,
+    "linear": partial(linear_scaling, factor=3.0),
+    "ntk": partial(ntk_scaling, factor=3.0),
+    "yarn": partial(yarn_scaling, factor=3.0, original_length=TRAINED),
+}
+every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+every_attention = pytest.mark.parametrize("attention", ["softmax", "linear"])
+
+
+def build(encoding: str = "rotate", attention: str = "softmax", device: str = "cpu") -> CausalLm:
+    """In float64, with phases that turn and logits that differ."""
+    torch.manual_seed(0)
+    model = CausalLm(replace(TINY, attention=attention, **ENCODINGS[encoding])).to(device).double()
+    for name, parameter in model.named_parameters():
+        if "frequencies" not in name:
+            nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("phase"):
+            nn.init.uniform_(parameter, -math.pi, math.pi)
+    return model.eval()
+
+
+def some_tokens(batch: int = 2, length: int = 3 * TRAINED, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(TINY.vocab_size, (batch, length), generator=generator).to(device)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@every_attention
+@every_encoding
+@torch.no_grad()
+def test_decoding_equals_the_full_forward_at_every_step_and_scaling(encoding: str, attention: str) -> None:
+    model, tokens = build(encoding, attention), some_tokens()
+    plain = model(tokens)
+    for name, scaling in SCALINGS.items():
+        model.rescale(scaling)
+        expected = model(tokens)
+        assert torch.equal(expected, plain) == (name == "none" or encoding == "none")
+        cache = model.new_cache(2, tokens.shape[1])
+        sizes = [t.shape for layer in cache.layers for t in layer]
+        steps = [model(part, cache) for part in (*tokens[:, :5].split([3, 2], 1), *tokens[:, 5:].split(1, 1))]
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+        assert cache.length == tokens.shape[1]
+        assert sizes == [t.shape for layer in cache.layers for t in layer]
+    model.rescale(None)
+    assert torch.equal(model(tokens), plain)
+
+
+@every_attention
+@every_encoding
+def test_later_tokens_change_nothing_and_all_parameters_learn(encoding: str, attention: str) -> None:
+    model, tokens = build(encoding, attention), some_tokens()
+    logits = model(tokens)
+    changed = tokens.clone()
+    changed[:, 7] = (tokens[:, 7] + 1) % TINY.vocab_size
+    difference = (model(changed) - logits).abs().amax((0, 2))
+    assert (difference[:7] == 0).all()
+    assert (difference[7:] > 1e-4).all()
+    logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 1e-9, name
+
+
+@pytest.mark.parametrize("encoding", ["cosine-softplus-phase", "rotate-phase"])
+def test_scores_are_the_formula(encoding: str) -> None:
+    """Σ_c a² |q_c| |k_c| cos((n - m) ω_c - φ_c + what the pair's own angles add), with ω and a of the scaling."""
+    config = replace(TINY, **ENCODINGS[encoding])
+    module = LmEncoding(config)
+    assert module.frequencies is not None
+    assert module.frequencies.phase is not None
+    nn.init.uniform_(module.frequencies.phase, -math.pi, math.pi)
+    scaling = SCALINGS["yarn"]
+    assert scaling is not None
+    module.rescale(scaling)
+    q, k = (torch.randn(1, heads, 6, config.head_dim, dtype=torch.float64) for heads in (4, 2))
+    positions = torch.arange(6)[:, None]
+    q_hat, k_hat = module(q, k, positions)
+    scores = q_hat @ k_hat.repeat_interleave(2, dim=1).mT
+
+    q, k = q[0], k[0].repeat_interleave(2, dim=0)
+    theta = module.frequencies.get_omega()[0, :, 0].double()
+    omega, amplitude = scaling(theta)
+    apart = (positions - positions.T)[..., None] * omega - module.frequencies.phase.repeat_interleave(2, 0)[
+        :, None, None
+    ]
+    if config.encoding == "cosine":
+        q, k = nn.functional.softplus(q), nn.functional.softplus(k)
+        expected = amplitude**2 * torch.einsum("hnc,hmc,hnmc->hnm", q, k, apart.cos())
+    else:
+        q, k = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        turn = torch.polar(torch.ones_like(apart), apart)
+        expected = amplitude**2 * torch.einsum("hnc,hmc,hnmc->hnm", q, k.conj(), turn).real
+    torch.testing.assert_close(scores[0], expected.detach(), rtol=1e-6, atol=1e-6)  # a float32 phase
+
+
+@every_encoding
+@torch.no_grad()
+def test_attention_written_out(encoding: str) -> None:
+    """Scaled by head_dim before the map, query head h with key head h // 2."""
+    model = build(encoding)
+    attn: Any = model.blocks[0].attn
+    x = torch.randn(1, 5, TINY.dim, dtype=torch.float64)
+    q, k, v = attn.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
+    q, k = attn.encoding(q, k, torch.arange(5)[:, None])
+    heads = []
+    for h in range(4):
+        scores = (q[0, h] @ k[0, h // 2].T / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v[0, h // 2])
+    expected = torch.cat(heads, dim=-1) @ attn.proj.weight.T
+    torch.testing.assert_close(attn(x, Context(Grid((5,))))[0], expected)
+
+
+@every_attention
+@every_encoding
+@torch.no_grad()
+def test_left_padded_batch_equals_single_sequences(encoding: str, attention: str) -> None:
+    model, row = build(encoding, attention), some_tokens(1)[0]
+    prompts = [row[:5], row[2:4], row[3:10]]
+    tokens, padding = left_pad(prompts, value=3)
+    assert tokens.shape == (3, 7)
+    assert padding.tolist() == [2, 5, 0]
+    cache = model.new_cache(3, 9, padding)
+    follow = some_tokens(3, 2)
+    batch = torch.cat([model(tokens, cache), model(follow[:, :1], cache), model(follow[:, 1:], cache)], dim=1)
+    assert batch.isfinite().all()
+    for i, prompt in enumerate(prompts):
+        expected = model(torch.cat([prompt, follow[i]])[None])
+        torch.testing.assert_close(batch[i, padding[i] :], expected[0])
+        alone = model.new_cache(1, 9)
+        model(torch.cat([prompt, follow[i]])[None], alone)
+        if attention == "softmax":  # the keys are where they are without padding
+            (keys, _), (expected, _) = cache.layers[1], alone.layers[1]
+            torch.testing.assert_close(keys[i, :, padding[i] :], expected[0, :, : 9 - padding[i]])
+        else:
+            torch.testing.assert_close(cache.layers[1][0][i], alone.layers[1][0][0])
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 4), (8, 4), (11, 4), (5, 128)])
+def test_linear_attention_in_chunks_is_the_quadratic_form(length: int, chunk: int) -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, length, 6, dtype=torch.float64) for heads in (4, 2))
+    v, state = torch.randn(2, 2, length, 5, dtype=torch.float64), torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    out, after = chunked_linear_attention(q, k, v, state, chunk)
+    wide_k, wide_v, wide_state = (t.repeat_interleave(2, dim=1) for t in (k, v, state))
+    expected = linear_attention(q, wide_k, wide_v, normalizer="none", is_causal=True) + q @ wide_state
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(after, state + k.mT @ v)
+
+
+def test_linear_state_does_not_grow() -> None:
+    model = build("cosine-silu", "linear")
+    short, long = (model.new_cache(1, length) for length in (8, 8192))
+    assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
+    assert short.layers[0][0].shape == (1, 2, 16, 8)  # key heads, 2D, D
+    assert build("cosine-silu").new_cache(1, 9).layers[0][0].shape == (1, 2, 9, 16)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@torch.no_grad()
+def test_nothing_is_compiled_again_for_a_step_or_a_scaling(attention: str) -> None:
+    torch.compiler.reset()
+    model, tokens = build("cosine-softplus-phase", attention), some_tokens(length=6)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    cache = model.new_cache(2, 6)
+    found = []
+    for i in range(6):
+        found.append(compiled(tokens[:, i : i + 1], cache))
+        assert counter.frame_count == 1
+    torch.testing.assert_close(torch.cat(found, dim=1), model(tokens))
+    model.rescale(SCALINGS["yarn"])
+    cache.reset()
+    torch.testing.assert_close(compiled(tokens[:, :1], cache), model(tokens[:, :1]))
+    assert counter.frame_count == 1
+
+
+def test_frequencies_keep_their_dtype_and_materialise() -> None:
+    model = build("rotate-learned").to(torch.bfloat16)
+    encoding = model.blocks[0].attn.encoding
+    assert encoding.frequencies.theta.dtype == torch.float32
+    assert encoding.ratio.dtype == encoding.amplitude.dtype == torch.float64
+    assert model(some_tokens()).dtype == torch.bfloat16
+    with torch.device("meta"):
+        empty = CausalLm(replace(TINY, learnable=True))
+    empty.to_empty(device="cpu")
+    encoding = empty.blocks[1].attn.encoding
+    assert (encoding.ratio == 1).all()
+    assert (encoding.amplitude == 1).all()
+    assert torch.equal(encoding.frequencies.theta, LmEncoding(empty.config).frequencies.theta)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_weights_assigned_to_a_meta_model(learnable) -> None:
+    config = replace(TINY, learnable=learnable)
+    model = CausalLm(config)
+    with torch.device("meta"):
+        empty = CausalLm(config)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    tokens = some_tokens()
+    assert torch.equal(empty(tokens), model(tokens))
+
+
+def test_a_frequency_of_zero_stays() -> None:
+    model = build("rotate-learned")
+    encoding: Any = model.blocks[0].attn.encoding
+    with torch.no_grad():
+        encoding.frequencies.theta[..., -1] = 0
+    for scaling in (SCALINGS["yarn"], None):
+        model.rescale(scaling)
+        assert encoding.ratio.isfinite().all()
+    assert (encoding.ratio == 1).all()
+
+
+def test_parameters_are_tied_and_named() -> None:
+    model = CausalLm(replace(TINY, encoding="cosine", phase=True, learnable=True))
+    assert sum(p.numel() for p in model.parameters() if TINY.vocab_size in p.shape) == TINY.vocab_size * TINY.dim
+    expected = {f"blocks.{i}.attn.encoding.frequencies.{name}" for i in range(2) for name in ("theta", "phase")}
+    assert model.no_weight_decay() == expected
+    assert expected <= set(dict(model.named_parameters()))
+    logits = model(some_tokens())
+    assert 0.01 < logits.std() < 1  # near uniform before training
+    blocks: Any = model.blocks
+    assert blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert blocks[1].attn.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)  # two blocks add four times
+    assert blocks[1].mlp.fc2.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+@every_attention
+@torch.no_grad()
+def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> None:
+    model, tokens = build("rotate", attention), some_tokens(length=3)
+    out = generate(model, tokens, 5, temperature=0)
+    for _ in range(5):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(out, tokens)
+    assert torch.equal(generate(model, tokens, 0), tokens)
+    torch.testing.assert_close(generate(model, tokens, 4, top_p=1e-6), generate(model, tokens, 4, temperature=0))
+
+
+@every_attention
+def test_a_decoder_starts_again(attention: str) -> None:
+    model, tokens = build("cosine-silu", attention), some_tokens()
+    decoder = Decoder(model, 2, 8)
+    first, again = ((decoder.prefill(tokens[:, :7]), decoder.step(tokens[:, 7])) for _ in range(2))
+    torch.testing.assert_close(first, again)
+    torch.testing.assert_close(first[1], model(tokens[:, :8])[:, -1].detach())
+
+
+def test_generation_repeats_with_a_generator() -> None:
+    model, tokens = build(), some_tokens(length=2)
+    first, again, other = (
+        generate(model, tokens, 12, temperature=3.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (2, 14)
+
+
+def test_generation_of_a_padded_batch() -> None:
+    model, row = build("cosine-softplus-phase"), some_tokens(1)[0]
+    tokens, padding = left_pad([row[:2], row[:6]])
+    out = generate(model, tokens, 4, temperature=0, padding=padding)
+    for i, prompt in enumerate((row[:2], row[:6])):
+        assert torch.equal(out[i, padding[i] :], generate(model, prompt[None], 4, temperature=0)[0])
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "expected"), [
+    (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]),
+    (1.0, 0.79, [0.625, 0.375, 0, 0]),
+    (1.0, 0.81, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+    (0.5, 1.0, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+    (0.0, 0.5, [1, 0, 0, 0]),
+])  # fmt: skip
+def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, expected: list[float]) -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    expected_ = torch.tensor(expected)[order]
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[order].expand(20_000, 4)
+    drawn = sample(logits, temperature, top_p, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20_000
+    assert (drawn[expected_ == 0] == 0).all()
+    assert ((drawn - expected_).abs() <= 4 * (expected_ * (1 - expected_) / 20_000).sqrt()).all(), drawn
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"encoding": "rope"}, "encoding: expected one of"),
+    ({"act": "softmax"}, "act: expected one of"),
+    ({"attention": "flash"}, "attention: expected one of"),
+    ({"num_heads": 5}, "dim: expected a multiple of num_heads = 5, got 32"),
+    ({"num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, got 4"),
+    ({"encoding": "none", "phase": True}, "encoding: 'none' has no phase"),
+    ({"dim": 36}, "dim: rotation needs an even head_dim, got 36 / 4"),
+])  # fmt: skip
+def test_config_errors(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+def test_errors() -> None:
+    model, tokens = build(), some_tokens(length=3)
+    for message, call in {
+        r"prompt: expected integers \(B, N\)": lambda: generate(model, tokens[0], 2),
+        "max_new_tokens: expected at least 0, got -1": lambda: generate(model, tokens, -1),
+        "temperature: expected 0": lambda: generate(model, tokens, 2, temperature=-1),
+        "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
+        "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
+        r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
+        "prompts: expected tokens": lambda: left_pad([tokens[0], tokens[0, :0]]),
+        "scaling: expected theta of shape": lambda: model.rescale(lambda theta: (theta[:, :1], 1.0)),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    cache = model.new_cache(2, 2)
+    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
+        model(tokens, cache)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every_attention
+@every_encoding
+@torch.no_grad()
+def test_a_replayed_step_equals_the_full_forward_and_never_syncs(encoding: str, attention: str) -> None:
+    model, tokens = build(encoding, attention, "cuda"), some_tokens(device="cuda")
+    decoder = Decoder(model, 2, tokens.shape[1])
+    assert decoder.graph is not None
+    for scaling in (None, SCALINGS["yarn"]):  # the graph that was captured before reads the new one
+        model.rescale(scaling)
+        expected = model(tokens)
+        columns = tokens.unbind(1)
+        logits = [decoder.prefill(tokens[:, :3])]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for token in columns[3:]:
+                logits.append(decoder.step(token).clone())
+                sample(logits[-1], 0.7, 0.9)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(torch.stack(logits, dim=1), expected[:, 2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("encoding", ["rotate", "cosine-softplus-phase"])
+def test_generation_with_a_graph_equals_generation_without(encoding: str, autocast: bool) -> None:
+    model = build(encoding, device="cuda").to(torch.float32 if autocast else torch.bfloat16)
+    tokens, padding = left_pad([some_tokens(device="cuda")[0, :4], some_tokens(device="cuda")[1, :2]])
+    out = []
+    for cuda_graph in (True, False):
+        generator = torch.Generator("cuda").manual_seed(0)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out.append(
+                generate(model, tokens, 20, top_p=0.9, generator=generator, padding=padding, cuda_graph=cuda_graph)
+            )
+    assert torch.equal(*out)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_reads_weights_that_training_changed() -> None:
+    model, tokens = build(device="cuda"), some_tokens(device="cuda")
+    decoder = Decoder(model, 2, 8)
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
+    decoder.prefill(tokens[:, :4])
+    torch.testing.assert_close(decoder.step(tokens[:, 4]), model(tokens[:, :5])[:, -1])

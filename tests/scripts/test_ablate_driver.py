@@ -1,0 +1,285 @@
+"""``scripts.ablate run`` and ``report`` on the three tasks: shards, resuming, refusals, numbers, the README."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from scipy.stats import ttest_rel
+from test_train_image import write_idx
+from test_train_video import DECODERS, brightening, write_video
+from typer.testing import CliRunner, Result
+
+from scripts import ablate, ablate_driver, ablate_report, ablate_tasks
+from scripts.ablate_tasks import TASKS, Comparison, overrides
+from scripts.common import fill
+from scripts.outcome import largest_rise
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--set", "size=8", "--set", "patch=4", "--set", "test_sizes=12,8x12", "--set", "dim=24"]
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(ablate.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    return write_idx(tmp_path_factory.mktemp("images") / "idx", train=24, test=8)
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[tuple[str, str, int]]:
+    """Encoding, attention and seed of each training that starts."""
+    started, train = [], ablate_driver.train
+
+    def counted(comparison, file, *job):
+        started.append(job)
+        return train(comparison, file, *job)
+
+    monkeypatch.setattr(ablate_driver, "train", counted)
+    return started
+
+
+def command(images: Path, out: Path, *more: str) -> list[str]:
+    named = ["-e", "none", "-e", "rotate", "--attention", "softmax", "--seeds", "2", "--device", "cpu"]
+    return ["run", "image", str(images), "--out", str(out), "--smoke", *named, *TINY, *more]
+
+
+def test_shards_resume_and_report(images, tmp_path, trained):
+    out = tmp_path / "out"
+    first = invoke(*command(images, out, "--shard", "0/2"))
+    assert first.exit_code == 0, first.output
+    assert trained == [("none", "softmax", 0), ("none", "softmax", 1)]
+    assert "still to come" in first.output
+    assert not (out / "results.csv").exists()
+    (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # of a process that was killed
+    second = invoke(*command(images, out, "--shard", "1/2"))
+    assert second.exit_code == 0, second.output
+    assert trained[2:] == [("rotate", "softmax", 0), ("rotate", "softmax", 1)]
+
+    results = pd.read_csv(out / "results.csv")
+    assert len(results) == 2 * 2 * 2 * 3  # encodings, seeds, ways to place, sizes
+    assert set(ablate_tasks.COLUMNS) <= set(results)
+    assert results.value.between(0, 100).all()
+    table = (out / "table.md").read_text()
+    assert table in second.output
+    assert "Difference to rotate" in table
+    assert 5_000 < (out / "sizes.png").stat().st_size < 300_000
+    config = (out / "config.json").read_text()
+    assert str(images) not in config
+    assert json.loads(config)["settings"]["training"]["dim"] == 24
+    assert not list(out.glob("trainings/*/checkpoint.pt"))
+
+    # One run lost: that alone is repeated, to the same end.
+    lost = out / "runs" / "rotate-softmax-1.json"
+    before = json.loads(lost.read_text())
+    lost.unlink()
+    trained.clear()
+    assert invoke(*command(images, out)).exit_code == 0
+    assert trained == [("rotate", "softmax", 1)]
+    after = json.loads(lost.read_text())
+    assert all(before[key] == after[key] for key in ("values", "loss", "params", "tokens"))
+
+    for change in (["--seeds", "3"], ["--set", "dim=32"], ["-e", "cosine"]):
+        refused = invoke(*command(images, out, *change))
+        assert refused.exit_code == 2
+        assert "other settings" in refused.output
+
+
+def test_an_interrupted_training_goes_on_from_its_checkpoint(images, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    few = ["--set", "steps=5", "--set", "save_every=2", "--seeds", "1", "--attention", "softmax"]
+    assert invoke(*command(images, whole, *few)).exit_code == 0
+    batch, calls = ablate_tasks.train_image.batch, []
+
+    def dying(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return batch(*args)
+
+    monkeypatch.setattr(ablate_tasks.train_image, "batch", dying)
+    stopped = invoke(*command(images, out, *few))
+    assert stopped.exit_code == 130
+    assert "goes on" in stopped.output
+    assert torch.load(out / "trainings" / "none-softmax-0" / "checkpoint.pt")["step"] == 2
+    assert invoke(*command(images, out, *few)).exit_code == 0
+    assert len(calls) == 4 + 3 + 5  # 3 steps of the first, from step 2 on, and the second
+    for name in ("none-softmax-0.json", "rotate-softmax-0.json"):
+        runs = [json.loads((folder / "runs" / name).read_text()) for folder in (whole, out)]
+        assert runs[0]["values"] == runs[1]["values"]
+        assert runs[0]["loss"] == runs[1]["loss"]
+
+
+def captioned(folder: Path) -> Path:
+    folder.mkdir()
+    for i in range(16):
+        Image.new("RGB", (8, 8), (16 * i, 255 - 16 * i, 90)).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text(f"colour {i}")
+    return folder
+
+
+@pytest.mark.parametrize("task", ["video", "diffusion"])
+def test_smoke_of_the_other_tasks(task, tmp_path):
+    if task == "video" and not DECODERS:
+        pytest.skip("needs PyAV or OpenCV")
+    made = {
+        "video": lambda: write_video(tmp_path / "grey.mp4", brightening(160), DECODERS[0]),
+        "diffusion": lambda: captioned(tmp_path / "captioned"),
+    }[task]()
+    out, named = tmp_path / "out", ["-e", "none", "-e", "rotate", "--attention", "linear", "--seeds", "1"]
+    done = invoke("run", task, str(made), "--out", str(out), "--smoke", "--device", "cpu", *named)
+    assert done.exit_code == 0, done.output
+    results = pd.read_csv(out / "results.csv")
+    sizes = {"video": ["4x8x8", "8x8x8", "4x16x16"], "diffusion": ["8x8", "12x12"]}[task]
+    assert ablate_report.sizes(results) == sizes
+    assert len(results) == 2 * 2 * len(sizes)
+    assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
+    if task == "video":
+        assert (results[results.encoding == "none"].value == 100 / 24).all()  # at chance
+    kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
+    assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
+    assert (out / "samples.png").exists() == (task == "diffusion")
+    assert ("samples.png" in ablate_report.section(task, out)) == (task == "diffusion")
+
+
+def test_the_largest_rise_of_a_loss():
+    assert largest_rise([3.0, 2.0, 1.0]) == 0
+    assert largest_rise([3.0, 1.0, 2.0, 1.5, 0.5, 1.0]) == 1
+    assert np.isnan(largest_rise([3.0, float("nan"), 1.0]))
+
+
+def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapolated") -> pd.DataFrame:
+    rows = [
+        {
+            "encoding": name, "attention": "softmax", "seed": seed, "params": 1000, "loss": 0.5,
+            "loss_rise": 0.01 * seed, "train_seconds": 30.0, "step_ms": 4.0, "peak_mib": 2048.0, "tokens": 8000,
+            "positions": positions, "size": size, "value": value,
+        }
+        for (name, size), each in values.items() for seed, value in enumerate(each)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_differences_are_paired_over_the_seeds():
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(80, 5, 5), generator.normal(1, 0.2, 5)
+    found: pd.DataFrame = ablate_report.difference(
+        frame({("rotate", "28x28"): list(a), ("cosine", "28x28"): [*(a - b), 0.0]}), "rotate"
+    )
+    (row,) = found.to_dict("records")
+    interval = ttest_rel(a - b, a).confidence_interval(0.95)
+    assert row["mean"] == pytest.approx((interval.low + interval.high) / 2)
+    assert row["half"] == pytest.approx((interval.high - interval.low) / 2)
+    assert row["pairs"] == 5  # seed 5 has no partner
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_numbers_of_the_table(task, tmp_path):
+    values = {
+        ("rotate", "28x28"): [90.0, 91.0, 92.0], ("cosine", "28x28"): [89.0, 90.1, 90.9],
+        ("rotate", "20x20"): [50.0, 60.0, 70.0], ("cosine", "20x20"): [51.0, 40.0, 90.0],
+    }  # fmt: skip
+    results = pd.concat([frame(values), frame(values, "rescaled")])
+    here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
+    training = {"steps": 2000, "batch": 64, "precision": "bf16", "compile": True}
+    encodings = {"softmax": ["rotate", "cosine"]}
+    settings = {"task": task, "data": ["a"], "training": training, "encodings": encodings}
+    config = {"settings": settings, "environments": [here]}
+    table = ablate_report.markdown(results, config, "rotate")
+    digits = 1 if task != "diffusion" else 4
+    mean = (
+        f"| cosine | softmax | {90:.{digits}f} ± {0.95394:.{digits}f} | {60.3333:.{digits}f} ± {26.2742:.{digits}f} |"
+    )
+    assert table.count(mean) == 2
+    line = next(line for line in table.splitlines() if line.startswith("| cosine | softmax | **"))
+    assert line.startswith(f"| cosine | softmax | **-1.{'0' * digits} ± 0.")  # 1 ± 0.248: not zero
+    assert f"| {-19 / 3 + 19 / 3 + 1 / 3:+.{digits}f} ± " in line  # 20x20: not told apart
+    assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
+    lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # NaN in one training
+    assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in ablate_report.markdown(lost, config, "rotate")
+    assert "2,000 steps of 64, bf16, compiled" in table
+    assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
+    assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # the best first
+    single = ablate_report.markdown(results[results.seed == 0], config, "rotate")
+    assert "±" not in single
+    assert "one seed" in single
+    ablate_report.plot(results, config, tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").stat().st_size > 5_000
+
+
+def test_what_is_wrong_is_said(images, tmp_path):
+    def said(*args: str) -> str:
+        result = invoke(*args)
+        assert result.exit_code == 2, result.output
+        return result.output
+
+    run = command(images, tmp_path / "out")
+    assert "'audio'" in said("run", "audio", str(images))
+    assert "no such file" in said("run", "image", str(tmp_path / "nothing"))
+    assert "expected one for image, got 2" in said("run", "image", str(images), str(images), *run[3:])
+    assert "unknown 'rope'" in said(*run, "-e", "rope")
+    assert "unknown 'sparse'" in said(*run, "--attention", "sparse")
+    assert "expected i/n" in said(*run, "--shard", "2/2")
+    assert "NAME one of" in said(*run, "--set", "colour=red")
+    assert "NAME one of" in said(*run, "--set", "seed=3")
+    assert "expected a value of type int" in said(*run, "--set", "steps=many")
+    assert "expected true or false" in said(*run, "--set", "flip=2")
+    assert "expected a multiple of 4" in said(*run, "--set", "size=10")
+    assert not (tmp_path / "out").exists()  # nothing half-written
+    (tmp_path / "empty").mkdir()
+    assert "found neither" in said("report", str(tmp_path / "empty"))
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "results.csv").write_text("encoding\n")
+    (tmp_path / "digits" / "config.json").write_text('{"settings": {}}')
+    assert "of something else" in said("report", str(tmp_path / "digits"))
+
+
+def test_options_of_a_training():
+    given = ["steps=7", "flip=false", "test-sizes=4x8", "lr=1e-4"]
+    found = overrides(TASKS["image"].config, given)
+    assert found == {"steps": 7, "flip": False, "test_sizes": "4x8", "lr": 1e-4}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_default_comparison_can_be_configured(task):
+    chosen = TASKS[task]
+    for training in (chosen.defaults, {**chosen.defaults, **chosen.smoke}):
+        encodings = {kind: list(names) for kind, names in chosen.compared.items()}
+        comparison = Comparison(task, encodings, 2, [Path("data")], training, "cpu")
+        assert "data" not in comparison.settings["training"]
+        jobs = comparison.jobs(Path("out"))
+        assert len(jobs) == 2 * sum(map(len, encodings.values()))
+        for name, attention, seed in jobs.values():
+            config = comparison.config(Path("out"), name, attention, seed)
+            assert (config.seed, config.tensorboard, config.device) == (seed, False, "cpu")
+
+
+def test_the_readme_shows_the_results():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for task in TASKS:
+        section = ablate_report.section(task, ablate_report.committed(task))
+        assert fill(readme, *ablate_report.markers(task), section) == readme
+
+
+def test_the_readme_is_filled_in(tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    text = "".join(f"a\n{begin}\nold\n{end}\n" for begin, end in map(ablate_report.markers, TASKS))
+    readme.write_text(text)
+    folder = tmp_path / "ablate-image"
+    folder.mkdir()
+    (folder / "table.md").write_text(f"the table\n\n{ablate_report.DIFFERENCE}rotate.\n\nthe details\n")
+    monkeypatch.setattr(ablate_driver, "committed", lambda task: tmp_path / f"ablate-{task}")
+    monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
+    assert invoke("report", "--readme", str(readme)).exit_code == 0
+    filled = readme.read_text()
+    assert "old" not in filled
+    assert "the table" in filled
+    assert "the details" not in filled
+    assert "ablate-image/table.md)" in filled
+    assert filled.count("No results yet") == len(TASKS) - 1

@@ -1,0 +1,402 @@
+"""scripts/visualize.py: the numbers behind the panels, against loops in plain Python, and that each figure is built."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from matplotlib import pyplot as plt
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lrpe_md import cosine, list_presets, preset, rotate
+from lrpe_md.presets.registry import Dense
+from scripts import visualize
+from scripts import visualize_data as data
+
+TINY = {1: (9,), 2: (4, 6), 3: (3, 4, 6)}
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def tiny(name: str, shape: tuple[int, ...] | None = None, **options: Any) -> visualize.View:
+    subject = data.published(name, num_heads=2)
+    shape = TINY[len(data.default_shape(subject.preset))] if shape is None else shape
+    return visualize.look(subject, shape="x".join(map(str, shape)), **options)
+
+
+def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Row-major."""
+    out: list[tuple[int, ...]] = [()]
+    for n in shape:
+        out = [(*index, i) for index in out for i in range(n)]
+    return out
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_each_preset_has_a_figure_with_named_axes(name: str):
+    view = tiny(name)
+    figure = visualize.draw(view)
+    figure.canvas.draw()
+    parts = [figure, *figure.subfigs, *(part for sub in figure.subfigs for part in sub.subfigs)]
+    titled = {axis.get_title(): axis for part in parts for axis in part.axes if axis.axison and axis.get_title()}
+    assert all(axis.get_xlabel() or len(view.frames) > 1 for axis in titled.values())
+    assert all(axis.get_ylabel() for axis in titled.values())
+    assert {"wavelengths and the grid"} < set(titled)
+    if len(view.layout.shape) > 1:
+        assert sum(t.startswith(("pair ", "channel ")) for t in titled) == len(view.channels)
+        drawn = sum(t.startswith(("rotate", "cosine")) for t in titled)
+        assert drawn == len(view.scores()) >= 2
+        bars = {axis.get_ylabel() for part in parts for axis in part.axes if axis.get_label() == "<colorbar>"}
+        assert bars == {"angle Θ, rad", "similarity"}
+    assert name in figure.get_suptitle().replace(r"\_", "_")
+
+
+def test_compared_panels_share_a_scale():
+    figure = visualize.draw(tiny("pixtral"))
+    images = [a.images[0] for sub in figure.subfigs for a in sub.axes if a.images and a.get_title()]
+    angle, score = images[:4], images[4:]
+    assert len(score) == 4
+    assert {image.get_clim() for image in angle} == {(-math.pi, math.pi)}
+    assert len({image.get_clim() for image in score}) == 1
+    low, high = score[0].get_clim()
+    assert all(low <= image.get_array().min() and image.get_array().max() <= high for image in score)
+
+
+def test_unrotated_and_aliased_channels_are_marked():
+    subject = data.custom("axial", 2, head_dim=12)
+
+    def omega(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+        return torch.tensor([[[4.0, 0.0], [0.0, 0.5], [0.0, 0.0], [0.1, 0.0], [0.0, 0.0], [0.0, 0.2]]]).double()
+
+    subject = replace(subject, frequencies={data.NO_ORDER: Dense(2, omega, 1.0)})
+    subject = replace(subject, preset=replace(subject.preset, omega=subject.omega("rotate", data.NO_ORDER)))
+    view = visualize.look(subject, shape="5x7")
+    assert view.channels == [0, 1, 5, 3]
+    figure = visualize.draw(view)
+    axes = {a.get_title(): a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes}
+    waves = axes["wavelengths and the grid"]
+    marks = {text.get_text(): text for text in waves.get_legend().get_texts()}
+    assert {"H, and its size 5", "W, and its size 7", "not rotated", "aliased, λ < 2"} == set(marks)
+    crosses = next(line for line in waves.lines if line.get_marker() == "x")
+    assert list(crosses.get_xdata()) == [2, 4]
+    assert not crosses.get_clip_on()  # they are above the axis
+    assert "pair 0, H: λ = 1.57 tokens (aliased)" in axes
+    assert "pair 1, W: λ = 12.6 tokens" in axes
+
+
+def test_ticks_are_whole_and_on_the_grid():
+    figure = visualize.draw(tiny("hunyuan_video", (1, 6), text=2))
+    axis = figure.subfigs[0].axes[0]
+    assert [(y, text.get_text()) for y, text in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)] == [
+        (2.0, "0"), (0.0, "text")
+    ]  # fmt: skip
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or preset(n).scheme.tokens]
+)
+def test_similarity_is_that_of_encoded_ones(name: str, text: int):
+    """q = k of equal content in each pair, encoded as the library does it."""
+    view = tiny(name, text=text)
+    made, layout = view.subject.preset, view.layout
+    positions = made.positions(*([text] if text else []), layout.shape)
+    x = torch.ones(1, made.omega.shape[0], positions.num_tokens, made.head_dim, dtype=torch.float64)
+    if made.scheme.map == "cosine":
+        y = cosine(x, omega=made.omega, positions=positions)
+    else:
+        y = rotate(x, omega=made.omega, positions=positions, pairs=made.scheme.pairs)
+    for head in range(made.omega.shape[0]):
+        here = replace(view, head=head)
+        score = here.scores()[0][1]
+        # Tokens in blocks of 2×2 come in another order: compare as sets of what one token sees.
+        all_scores = torch.stack([
+            data.similarity(data.angles(layout, here.omega(view.own)), i) for i in range(text, positions.num_tokens)
+        ])  # fmt: skip
+        wanted = (y[0, head] @ y[0, head].T)[text:] / made.head_dim
+        if name != "qwen2_vl_vision":
+            torch.testing.assert_close(all_scores, wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(score, wanted[layout.index(view.token) - text], rtol=0, atol=1e-12)
+        torch.testing.assert_close(all_scores.flatten().sort()[0], wanted.flatten().sort()[0], rtol=0, atol=1e-12)
+
+
+def test_angles_and_similarity_by_hand():
+    """EVA-02: h·16/H on the first half of the pairs, w·16/W on the second; class tokens at zero."""
+    view = tiny("eva02", text=2, token="1x4")
+    theta = data.angles(view.layout, view.omega(view.own))
+    assert theta.shape == (2 + 24, 32)
+    found = []
+    for row, (h, w) in enumerate(cells((4, 6)), start=2):
+        angles = [h * 16 / 4 * 10000 ** (-i / 16) for i in range(16)]
+        angles += [w * 16 / 6 * 10000 ** (-i / 16) for i in range(16)]
+        found.append(angles)
+        assert theta[row].tolist() == pytest.approx(angles, abs=1e-12)
+    assert not theta[:2].any()
+    at = found[1 * 6 + 4]
+    score = [sum(math.cos(a - b) for a, b in zip(row, at, strict=True)) / 32 for row in ([0.0] * 32,) * 2 + (*found,)]
+    names, values = view.scores()[0]
+    assert values.tolist() == pytest.approx(score, abs=1e-12)
+    assert names == [("rotate", "major_first"), ("rotate", "minor_first")]  # equal series on both axes
+
+
+def test_each_map_and_axis_order_by_hand():
+    """Pixtral: one series, its even members to the first axis, its odd ones to the other."""
+    view = tiny("pixtral", token="2x1")
+    scores = view.scores()
+    assert [names for names, _ in scores] == [[(m, o)] for m in ("rotate", "cosine") for o in
+                                              ("major_first", "minor_first")]  # fmt: skip
+    for [(mapping, order)], values in scores:
+        num = 64 if mapping == "cosine" else 32
+        series = [1e4 ** (-i / num) for i in range(num)]
+        first, second = series[::2], series[1::2]
+        h, w = (first, second) if order == "major_first" else (second, first)
+        wanted = [
+            (sum(math.cos((i - 2) * f) for f in h) + sum(math.cos((j - 1) * f) for f in w)) / num
+            for i, j in cells((4, 6))
+        ]
+        assert values.tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("order", ["minor_first", "major_first"])
+@pytest.mark.parametrize("mapping", ["rotate", "cosine"])
+def test_custom_frequencies_are_those_of_the_modules(mapping: str, order: Any):
+    from lrpe_md import CosineMd, RotateMd
+
+    module = {"rotate": RotateMd, "cosine": CosineMd}[mapping]
+    for kind, base in (("axial", 100.0), ("mixed", 10.0)):
+        subject = data.custom(kind, 3, map=mapping, head_dim=20, num_heads=2, base=base, axis_order=order, seed=4)
+        own = module(
+            20, 3, base=base, frequencies=kind, num_heads=2, axis_order=order, seed=4, dtype=torch.float64
+        ).get_omega()
+        torch.testing.assert_close(subject.preset.omega.expand_as(own), own, rtol=0, atol=0)
+        assert subject.variants[0] == (mapping, order if kind == "axial" else data.NO_ORDER)
+        assert len(subject.variants) == (4 if kind == "axial" else 2)
+
+
+def test_wavelengths_in_tokens():
+    view = tiny("dinov3", (4, 6))
+    each, along = data.wavelengths(view.layout, view.omega(view.own))
+    periods = [100 ** (i / 16) for i in range(16)]  # of [-1, 1], which has n cells of 2/n
+    assert each[:16, 0].tolist() == pytest.approx([p * 4 / 2 for p in periods])
+    assert each[16:, 1].tolist() == pytest.approx([p * 6 / 2 for p in periods])
+    assert each[:16, 1].isinf().all()
+    assert each[16:, 0].isinf().all()
+    assert torch.equal(along, each.min(-1).values)
+    oblique = torch.tensor([[0.3, 0.0], [3.0, 4.0]]).double()
+    flat = tiny("rope_vit_axial", (4, 6)).layout
+    assert data.wavelengths(flat, oblique)[1].tolist() == pytest.approx([2 * math.pi / 0.3, 2 * math.pi / 5])
+
+
+def test_axes_that_the_grid_does_not_follow_count_positions():
+    layout = tiny("flux2", (4, 6), text=3).layout
+    assert layout.steps.tolist() == [0, 1, 1, 0]
+    assert layout.sizes == (1, 4, 6, 1)
+    each, along = data.wavelengths(layout, torch.eye(4, dtype=torch.float64) / 2)
+    assert each.diagonal().tolist() == pytest.approx([4 * math.pi] * 4)
+    assert along.isinf().tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])
+def test_merged_tokens_are_drawn_where_they_are(shape: tuple[int, ...]):
+    layout = tiny("qwen2_vl_vision", shape).layout
+    assert [tuple(row) for row in layout.coords.tolist()] == [cell[-2:] for cell in cells(shape)]
+
+
+def test_text_comes_first_and_moves_the_image_behind_it():
+    layout = tiny("qwen2_vl", (2, 3, 5), text=4).layout
+    assert layout.coords[:4].tolist() == [[i] * 3 for i in range(4)]
+    assert layout.coords[4:].tolist() == [[4.0 + i for i in cell] for cell in cells((2, 3, 5))]
+    assert layout.rotated.all()
+    assert tiny("cogvideox", text=4).layout.rotated.tolist() == [False] * 4 + [True] * 72
+
+
+def test_interpolation_is_handed_on():
+    view = tiny("rope_vit_axial", (4, 6), reference="8x-")
+    assert view.layout.steps.tolist() == [2, 1]
+
+
+def test_channels_go_from_the_fastest_to_the_slowest():
+    for name in list_presets():
+        view = tiny(name)
+        omega = view.omega(view.own)
+        speed = (omega * view.layout.steps).norm(dim=-1)
+        shown = speed[view.channels].tolist()
+        moving = speed[speed > 0]
+        assert shown == sorted(shown, reverse=True)
+        assert shown[0] == moving.max()
+        assert shown[-1] == moving.min()
+        assert len({tuple(omega[c].tolist()) for c in view.channels}) == len(shown) == (1 if name == "cosformer" else 4)
+    view = tiny("wan")
+    axes = {int(view.omega(view.own)[c].argmax()) for c in view.channels}
+    assert axes == {0, 1, 2}
+    view = tiny("rope_vit_axial", (6, 6))
+    axes_of_four = view.omega(view.own)[view.channels].argmax(-1)
+    assert axes_of_four.bincount().tolist() == [2, 2]
+    view = tiny("wan")
+    for number in (1, 2, 3, 5, 63, 64, 99):
+        channels = data.choose_channels(view.layout, view.omega(view.own), number)
+        assert len(set(channels)) == len(channels) == min(number, 64)
+
+
+def test_frames_have_the_chosen_one():
+    layout = tiny("wan", (9, 2, 2)).layout
+    assert data.choose_frames(layout, (4, 0, 0)) == [0, 4, 8]
+    assert data.choose_frames(layout, (1, 0, 0)) == [1, 4, 8]
+    assert data.choose_frames(layout, (7, 0, 0)) == [0, 4, 7]
+    assert data.choose_frames(tiny("wan", (2, 2, 2)).layout, (1, 0, 0)) == [0, 1]
+    assert data.choose_frames(tiny("wan", (2, 2)).layout, (1, 0)) == [0]
+
+
+def test_frames_side_by_side_with_the_text_above():
+    layout = tiny("hunyuan_video", (3, 2, 3), text=9).layout
+    picture = data.arrange(layout, torch.arange(9.0 + 18), [0, 2])
+    nan = math.nan
+    wanted = [
+        [0, 1, 2, 3, 4, 5, 6],
+        [7, 8, nan, nan, nan, nan, nan],
+        [nan] * 7,
+        [9, 10, 11, nan, 21, 22, 23],
+        [12, 13, 14, nan, 24, 25, 26],
+    ]
+    torch.testing.assert_close(picture.image, torch.tensor(wanted, dtype=torch.float32), equal_nan=True)
+    assert (picture.top, picture.left) == (3, [0, 4])
+
+
+def test_cuts_go_through_the_token():
+    layout = tiny("wan", (3, 4, 5), text=0).layout
+    values = torch.tensor([100 * t + 10 * h + w for t, h, w in cells((3, 4, 5))])
+    for axis, wanted in enumerate(([13, 113, 213], [103, 113, 123, 133], [110, 111, 112, 113, 114])):
+        distance, line = data.cut(layout, values, (1, 1, 3), axis)
+        assert line.tolist() == wanted
+        assert distance[wanted.index(113)] == 0
+    assert values[layout.index((1, 1, 3))] == 113
+
+
+def test_equal_maps_stay_apart():
+    """cosFormer has one frequency, so that rotation with it is the same."""
+    (own, first), (other, second) = tiny("cosformer").scores()
+    assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
+    assert torch.equal(first, second)
+
+
+def test_wrapped_angles():
+    theta = torch.tensor([0.0, 3.0, 3.5, -3.5, 20.0, -1e3]).double()
+    wrapped = data.wrap(theta)
+    assert ((wrapped >= -math.pi) & (wrapped < math.pi)).all()
+    torch.testing.assert_close(torch.polar(torch.ones(6).double(), wrapped), torch.polar(torch.ones(6).double(), theta))
+
+
+def test_base_is_said_only_where_there_is_one():
+    assert data.published("cosformer").base is None
+    assert data.published("wan").base == 1e4
+    assert data.published("wan", base=50.0).base == 50
+    assert data.published("rope_vit_mixed").base == 10
+
+
+def test_another_base_reaches_every_variant():
+    subject = data.published("wan", head_dim=48, base=50.0)
+    for mapping, order in subject.variants:
+        omega = subject.omega(mapping, order)
+        num = 48 // 3 if mapping == "cosine" else 24 // 3
+        speeds = sorted(omega[0][omega[0, :, 2] > 0, 2].tolist(), reverse=True)
+        assert speeds == pytest.approx([50 ** (-i / num) for i in range(num)])
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(visualize.main)
+    return CliRunner().invoke(app, list(arguments), env={"TERMINAL_WIDTH": "1000", "NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize(("arguments", "names"), [
+    (["-p", "pope", "--preset", "eva02", "--shape", "6"], None),
+    (["-p", "pope", "--shape", "6", "--text", "2"], ["pope.png"]),
+    (["-p", "wan", "-p", "lumina2", "--shape", "4 6", "--text", "0", "--token", "1,5", "--format", "svg"],
+     ["lumina2.svg", "wan.svg"]),
+    (["--frequencies", "mixed", "--shape", "2x3x4", "--heads", "2", "--head", "1", "--map", "cosine", "--maps", "2"],
+     ["mixed-cosine.png"]),
+    (["--frequencies", "axial", "--shape", "3x4", "--axis-order", "major_first", "--base", "30", "--head-dim", "12",
+      "--reference", "8", "--channel", "5", "--text", "2"], ["axial-rotate.png"]),
+])  # fmt: skip
+def test_a_picture_a_preset(arguments: list[str], names: list[str] | None, tmp_path: Path):
+    result = run(*arguments, "--out", str(tmp_path / "out"), "--dpi", "20")
+    if names is None:  # a sequence is no image
+        assert result.exit_code == 2
+        assert not (tmp_path / "out").exists()
+        return
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
+
+
+def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    views: list[visualize.View] = []
+    draw = visualize.draw
+    monkeypatch.setattr(visualize, "draw", lambda view: (views.append(view), draw(view))[1])
+    own = "--map cosine --axis-order major_first --base 30 --head-dim 12 --shape 3x4 --reference 8 --text 2 --token 2x1"
+    given = ["--out", str(tmp_path), "--dpi", "20"]
+    assert run("--frequencies", "axial", *own.split(), *given).exit_code == 0
+    mixed = "--map rotate --base 30 --head-dim 12 --shape 3x4 --heads 3 --head 2 --seed 5 --channel 4 --channel 1"
+    assert run("--frequencies", "mixed", *mixed.split(), *given).exit_code == 0
+    assert run("-p", "pope", "--shape", "6", "--base", "50", "--head-dim", "6", "--maps", "2", *given).exit_code == 0
+    axial, dense, pope = views
+    wanted = data.custom("axial", 2, map="cosine", head_dim=12, base=30.0, axis_order="major_first")
+    assert torch.equal(axial.subject.preset.omega, wanted.preset.omega)
+    assert axial.subject.variants[0] == ("cosine", "major_first")
+    assert (axial.layout.text, axial.token, axial.layout.steps.tolist()) == (2, (2, 1), [8 / 3, 2])
+    wanted = data.custom("mixed", 2, head_dim=12, base=30.0, num_heads=3, seed=5)
+    assert torch.equal(dense.omega(dense.own), wanted.preset.omega[2])
+    assert (dense.channels, dense.token) == ([4, 1], (1, 2))
+    assert pope.omega(pope.own).flatten().tolist() == pytest.approx([50 ** (-c / 6) for c in range(6)])
+    assert pope.channels == [0, 5]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "--preset, --frequencies: expected one of the two"),
+    (["-p", "wan", "--frequencies", "axial"], "--preset, --frequencies: expected one of the two"),
+    (["-p", "wann"], "--preset: unknown 'wann'; known are: eva02"),
+    (["-p", "wan", "--map", "cosine"], "--map: a preset has its own"),
+    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: a preset has its own"),
+    (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
+    (["--frequencies", "axial", "--map", "turn"], "--map: unknown 'turn'"),
+    (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
+    (["--frequencies", "axial", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
+    (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
+    (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 can't have 66"),
+    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; known are: png; pdf; svg"),
+    (["-p", "wan", "--shape", "4xa"], "--shape: expected whole numbers of at least 1"),
+    (["-p", "wan", "--shape", "4x0x2"], "--shape: expected whole numbers of at least 1"),
+    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 has 2 axes"),
+    (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
+    (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
+    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: reference"),
+    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: reference: expected a size"),
+    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral has tokens on grids only"),
+    (["-p", "eva02", "--token", "18x0"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
+    (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
+    (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
+    (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
+    (["-p", "eva02", "--shape", "1x1"], "--shape: nothing of eva02 turns on a grid of 1x1"),
+])  # fmt: skip
+def test_wrong_arguments_are_named(arguments: list[str], message: str, tmp_path: Path):
+    result = run(*arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert message in re.sub(r"[\s│]+", " ", result.output)
+    assert not (tmp_path / "out").exists()

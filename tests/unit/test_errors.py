@@ -1,0 +1,230 @@
+"""What users get wrong: one clear error each, before anything is launched."""
+
+import pytest
+import torch
+
+import lrpe_md
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, axial_omega, cosine, functional, rotate
+from lrpe_md.engine import launch
+
+x = torch.randn(2, 4, 12, 8)
+omega = torch.rand(1, 8, 2)
+pairs = torch.rand(1, 4, 2)
+grid = Grid((3, 4))
+theta = torch.rand(4)
+
+BAD = {
+    "shape product is not N": (ValueError, r"12 tokens.*3 x 5", lambda: cosine(x, omega=omega, positions=Grid((3, 5)))),
+    "prefix is not counted": (ValueError, r"prefix 1", lambda: cosine(x, omega=omega, positions=Grid((3, 4), 1))),
+    "shard of another length": (
+        ValueError, r"shard has 5", lambda: cosine(x, omega=omega, positions=Grid((3, 4), start=2, length=5)),
+    ),
+    "k·e < d": (ValueError, r"theta.*at least 4", lambda: lrpe_md.lrpe_cosine_md(x, theta[:3], shape=(3, 4))),
+    "theta of no shape": (ValueError, r"theta", lambda: axial_omega(torch.rand(1, 2, 3), 8, 2)),
+    "integer theta": (ValueError, r"theta", lambda: axial_omega(torch.ones(4, dtype=torch.int64), 8, 2)),
+    "theta of rotate 1d": (
+        ValueError, r"\(4,\), \(4,\) or \(4, 4\).*got \(3,\)", lambda: lrpe_md.lrpe_rotate_1d(x, torch.rand(3)),
+    ),
+    "odd rotary width": (
+        ValueError, r"rotary_dim: expected an even", lambda: rotate(x, omega=pairs, positions=grid, rotary_dim=5),
+    ),
+    "rotary width beyond head_dim": (
+        ValueError, r"rotary_dim", lambda: rotate(x, omega=pairs, positions=grid, rotary_dim=10),
+    ),
+    "rotary slice with a step": (
+        ValueError, r"step 1", lambda: rotate(x, omega=pairs, positions=grid, rotary_dim=slice(0, 8, 2)),
+    ),
+    "odd rotary width of a module": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=3)),
+    "odd head_dim": (ValueError, r"even head_dim", lambda: lrpe_md.lrpe_rotate_md(x[..., :7], theta, shape=(3, 4))),
+    "unknown act": (ValueError, r"act: .*'gelu'", lambda: cosine(x, omega=omega, positions=grid, act="gelu")),
+    "unknown pairs": (ValueError, r"pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs="third")),
+    "blocks of pairs that are too few": (
+        ValueError, r"pairs: .*make 4 together, got \(1, 2\)",
+        lambda: rotate(x, omega=pairs, positions=grid, pairs=(1, 2)),
+    ),
+    "no pairs in a block": (
+        ValueError, r"pairs: .*at least one pair", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
+    ),
+    "pairs of a number": (ValueError, r"pairs: .*got 4", lambda: rotate(x, omega=pairs, positions=grid, pairs=4)),
+    "unknown order": (ValueError, r"order: .*'sin'", lambda: cosine(x, omega=omega, positions=grid, order="sin")),
+    "amplitude of another width": (
+        ValueError, r"amplitude: .*\(H or 1, 8\).*got \(1, 4\)",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(4)),
+    ),
+    "amplitude of other heads": (
+        ValueError, r"amplitude: expected 1 head or omega's 2, got 4",
+        lambda: cosine(x, omega=torch.rand(2, 8, 2), positions=grid, amplitude=torch.ones(4, 8)),
+    ),
+    "amplitude in bfloat16": (
+        TypeError, r"amplitude: expected float32 or float64",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(8, dtype=torch.bfloat16)),
+    ),
+    "amplitude of text": (
+        TypeError, r"amplitude: expected a number or a tensor, got str",
+        lambda: cosine(x, omega=omega, positions=grid, amplitude="1"),
+    ),
+    "positions of three tensors": (
+        ValueError, r"positions: a tuple is one for q and one for k, got 3 for 2 tensors",
+        lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
+    ),
+    "no omega": (TypeError, r"omega: expected a tensor.*NoneType", lambda: cosine(x, omega=None, positions=grid)),
+    "no x": (TypeError, r"x: expected a tensor.*NoneType", lambda: cosine(None, omega=omega, positions=grid)),
+    "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),
+    "heads of k in a pair": (
+        ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),
+    ),
+    "k of another batch in a pair": (
+        ValueError, r"k: expected q's batch",
+        lambda: rotate(x, x[:1], omega=pairs, positions=(grid, grid)),
+    ),
+    "a phase for k without k": (
+        ValueError, r"phase: a tuple is one for q and one for k, got 2 for 1 tensors",
+        lambda: cosine(x, omega=omega, positions=grid, phase=(None, torch.zeros(1, 8))),
+    ),
+    "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),
+    "unknown axis order": (ValueError, r"axis_order", lambda: axial_omega(theta, 8, 2, axis_order="xy")),
+    "unknown frequencies": (ValueError, r"frequencies", lambda: CosineMd(8, 2, frequencies="random")),
+    "softmax without dim": (ValueError, r"dim: softmax", lambda: cosine(x, omega=omega, positions=grid, act="softmax")),
+    "dim = 1": (
+        ValueError, r"dim: softmax needs -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
+    ),
+    "dim without softmax": (
+        ValueError, r"dim: expected None", lambda: cosine(x, omega=omega, positions=grid, act="silu", dim=-1),
+    ),
+    "softmax over a shard": (
+        ValueError, r"whole sequence",
+        lambda: cosine(
+            x[:, :, :5], omega=omega, positions=Grid((3, 4), start=2, length=5), act="softmax", dim=-2
+        ),
+    ),
+    "theta on another device": (
+        ValueError, r"omega: expected it on x's device cpu, got meta",
+        lambda: cosine(x, omega=omega.to("meta"), positions=grid),
+    ),
+    "coords on another device": (
+        ValueError, r"coords on x's device",
+        lambda: cosine(x, omega=omega, positions=torch.empty(12, 2, device="meta")),
+    ),
+    "integer x": (TypeError, r"x: expected float16.*int64", lambda: cosine(x.long(), omega=omega, positions=grid)),
+    "x of three dimensions": (
+        ValueError, r"\(B, H, N, D\), got \(4, 12, 8\)",
+        lambda: cosine(x[0], omega=omega, positions=grid),
+    ),
+    "x no tensor": (TypeError, r"x: expected a tensor", lambda: cosine([1.0], omega=omega, positions=grid)),
+    "three tensors": (TypeError, r"one tensor or two", lambda: cosine(x, x, x, omega=omega, positions=grid)),
+    "no tensor": (TypeError, r"one tensor or two", lambda: cosine(omega=omega, positions=grid)),
+    "k of another dtype": (
+        ValueError, r"k: expected q's dtype",
+        lambda: cosine(x, x.half(), omega=omega, positions=grid),
+    ),
+    "k of another length": (
+        ValueError, r"k: expected q's batch",
+        lambda: cosine(x, x[:, :, :5], omega=omega, positions=grid),
+    ),
+    "omega in bfloat16": (TypeError, r"omega: .*16 bits", lambda: cosine(x, omega=omega.bfloat16(), positions=grid)),
+    "omega of another width": (
+        ValueError, r"omega: expected shape",
+        lambda: cosine(x, omega=omega[:, :5], positions=grid),
+    ),
+    "omega of another number of axes": (ValueError, r"omega", lambda: cosine(x, omega=omega[..., :1], positions=grid)),
+    "omega of 3 heads for 4": (
+        ValueError, r"omega: .*divisor of x's 4 heads", lambda: cosine(x, omega=torch.rand(3, 8, 2), positions=grid),
+    ),
+    "omega no tensor": (TypeError, r"omega", lambda: cosine(x, omega=0.1, positions=grid)),
+    "phase of another width": (
+        ValueError, r"phase", lambda: cosine(x, omega=omega, positions=grid, phase=torch.rand(1, 4)),
+    ),
+    "phase of other heads": (
+        ValueError, r"phase: expected 1 head or omega's 4",
+        lambda: cosine(x, omega=torch.rand(4, 8, 2), positions=grid, phase=torch.rand(2, 8)),
+    ),
+    "positions no positions": (
+        TypeError, r"positions: expected a Grid",
+        lambda: cosine(x, omega=omega, positions=(3, 4)),
+    ),
+    "coords of another length": (
+        ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
+    ),
+    "coords of another batch": (
+        ValueError, r"B = 2", lambda: cosine(x, omega=omega, positions=torch.rand(3, 12, 2)),
+    ),
+    "coords of one dimension": (ValueError, r"coords", lambda: Coordinates(torch.rand(12))),
+    "coords of bools": (TypeError, r"coords", lambda: Coordinates(torch.ones(12, 2, dtype=torch.bool))),
+    "negative size": (ValueError, r"shape", lambda: Grid((3, -1))),
+    "negative prefix": (ValueError, r"prefix", lambda: Grid((3, 4), prefix=-1)),
+    "scale of another length": (
+        ValueError, r"scale: expected a number for each of 2",
+        lambda: Grid((3, 4), scale=(1, 2, 3)),
+    ),
+    "shard beyond the end": (ValueError, r"start, length", lambda: Grid((3, 4), start=5, length=8)),
+    "float size": (ValueError, r"shape: expected one integer", lambda: Grid((2.0, 2.0))),
+    "no axis": (ValueError, r"at least one axis", lambda: cosine(x, omega=omega[..., :0], positions=torch.rand(12, 0))),
+    "cache of another shape": (
+        ValueError, r"theta_cache: expected shape \(1, 12, 8\)",
+        lambda: lrpe_md.lrpe_cosine_md_cache_bwd_triton(
+            torch.cat([x, x], -1), x, theta, torch.zeros(1, 1, 1), shape=(3, 4)
+        ),
+    ),
+    "unknown act of a module": (ValueError, r"act: .*'gelu'", lambda: CosineMd(8, 2, act="gelu")),
+    "unknown act of a rotating module": (ValueError, r"act: .*'gelu'", lambda: lrpe_md.Rotate1d(8, act="gelu")),
+    "softmax of a module without dim": (ValueError, r"dim: softmax needs -1", lambda: RotateMd(8, 2, act="softmax")),
+    "dim of a module without softmax": (
+        ValueError, r"dim: expected None for act='silu'", lambda: CosineMd(8, 2, act="silu", dim=-1),
+    ),
+    "pairs of a module": (ValueError, r"pairs: .*'third'", lambda: RotateMd(8, 2, pairs="third")),
+    "blocks of pairs of a module": (
+        ValueError, r"pairs: .*make 2 together, got \(3,\)", lambda: RotateMd(8, 2, pairs=(3,), rotary_dim=4),
+    ),
+    "impl of a module": (ValueError, r"impl: .*'cuda'", lambda: CosineMd(8, 2, impl="cuda")),
+    "act of a preset's module": (
+        ValueError, r"act: .*'gelu'", lambda: lrpe_md.PresetMd(lrpe_md.preset("wan"), act="gelu"),
+    ),
+    "a name instead of a preset": (
+        TypeError, r"preset: expected what lrpe_md.preset\(name, head_dim\) gives, got str",
+        lambda: lrpe_md.PresetMd("wan"),
+    ),
+    "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
+    "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
+    "no heads": (ValueError, r"num_heads", lambda: CosineMd(8, 2, num_heads=0)),
+    "offset of a float": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=1.5)),
+    "float offset": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=torch.rand(2))),
+    "frequencies in bfloat16": (TypeError, r"dtype", lambda: CosineMd(8, 2, dtype=torch.bfloat16)),
+    "dO of another shape": (
+        ValueError, r"do: expected shape \(2, 4, 12, 16\)",
+        lambda: lrpe_md.lrpe_cosine_md_bwd_triton(x, x, theta, shape=(3, 4)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_clear_error(name, monkeypatch):
+    kind, message, call = BAD[name]
+
+    def launched(*args, **kwargs):
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(launch, "_run", launched)
+    with pytest.raises(kind, match=message) as error:
+        call()
+    assert type(error.value) is kind
+
+
+def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
+    monkeypatch.setattr(functional, "INTERPRETING", False)
+    with pytest.raises(ValueError, match=r"impl: 'triton' needs tensors on a GPU.*cpu"):
+        cosine(x, omega=omega, positions=grid, impl="triton")
+    with pytest.raises(ValueError, match="'triton' needs tensors on a GPU"):
+        lrpe_md.lrpe_cosine_md_fwd_triton(x, theta, shape=(3, 4))
+
+
+def test_auto_says_once_why_it_is_slow(monkeypatch):
+    """A GPU without triton: the reference, and one warning."""
+    monkeypatch.setattr(functional, "HAS_TRITON", False)
+
+    class OnGpu:
+        is_cuda = True
+
+    with pytest.warns(RuntimeWarning, match="triton is not installed"):
+        assert not functional.use_triton("auto", (OnGpu(),), None)
+    with pytest.raises(ValueError, match="triton package"):
+        functional.use_triton("triton", (OnGpu(),), None)

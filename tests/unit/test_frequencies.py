@@ -1,0 +1,306 @@
+"""Series, axis maps, directions, scalings."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lrpe_md import axial_omega, geometric_theta
+from lrpe_md.frequencies import mixed_omega
+from lrpe_md.frequencies.axial import AXIS_MAPS, split_channels
+from lrpe_md.frequencies.dense import (
+    dense_omega,
+    golden_directions,
+    plane_directions,
+    random_directions,
+    simplex_directions,
+)
+from lrpe_md.frequencies.scalings import (
+    dynamic_ntk_scaling,
+    linear_scaling,
+    llama3_scaling,
+    longrope_scaling,
+    ntk_scaling,
+    yarn_scaling,
+)
+from lrpe_md.frequencies.series import head_bands_theta, log_linspace_theta, period_theta
+
+
+def axes_and_members(omega, series):
+    """For each channel of head 0 the axis it turns on and the member of the series it has, None where it has none."""
+    found = []
+    for row in omega[0]:
+        axes = row.nonzero()[:, 0].tolist()
+        assert len(axes) <= 1
+        found.append((axes[0], (series - row[axes[0]]).abs().argmin().item()) if axes else None)
+    return found
+
+
+# --- series ----------------------------------------------------------------------------------------------
+
+
+def test_series():
+    assert torch.equal(log_linspace_theta(3, 100.0, 1.0).round(decimals=12), torch.tensor([100.0, 10.0, 1.0]).double())
+    assert torch.equal(period_theta(torch.tensor([1.0, 4.0])), torch.tensor([2 * math.pi, math.pi / 2]))
+    bands = head_bands_theta(4, 3, 1e4)
+    assert bands.shape == (3, 4)
+    assert torch.equal(bands.flatten(), geometric_theta(12, 1e4))
+    assert all(t.dtype == torch.float64 for t in (bands, log_linspace_theta(3, 1.0, 2.0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: log_linspace_theta(0, 1.0, 2.0), "num: .*got 0"),
+        (lambda: log_linspace_theta(3, 1.0, -2.0), "first, last: .*-2.0"),
+        (lambda: split_channels(30, (2, 7, 7)), r"multiple of 16, to be shared 2 : 7 : 7, got 30"),
+        (lambda: split_channels(30, (0, 0)), "shares"),
+        (lambda: axial_omega(geometric_theta(4), 8, 2, axis_map="spiral"), "axis_map: .*'spiral'"),
+        (lambda: axial_omega(geometric_theta(8), 8, 2, sections=(4, 4, 4)), "sections: .*2 axes"),
+        (
+            lambda: axial_omega(geometric_theta(8), 8, 2, sections=(5, 4)),
+            r"sections: .*8 channels together, got \(5, 4",
+        ),
+        (lambda: axial_omega(geometric_theta(4), 8, 2, sections=(3, 5)), "theta: axis 1 takes 5 members.*got 4"),
+        (lambda: axial_omega(geometric_theta(7), 8, 2, axis_map="chunk"), "theta: axis 0 takes 8 members"),
+        (lambda: dense_omega(torch.ones(3), torch.ones(4, 2)), "theta: .*4 directions"),
+        (lambda: golden_directions(4, 5), "num_axes: .*2 or 3, got 5"),
+        (lambda: simplex_directions(4, 0), "num_axes"),
+        (lambda: random_directions(4, 0), "num_axes"),
+        (lambda: linear_scaling(torch.ones(3), 0.0), "factor: .*got 0"),
+        (lambda: ntk_scaling(torch.ones(1), 2.0), "theta: .*at least 2"),
+        (lambda: yarn_scaling(torch.ones(4), 2.0, original_length=64), "theta: .*falling"),
+        (
+            lambda: longrope_scaling(torch.ones(4), [1.0], [1.0] * 4, factor=2, length=8, original_length=16),
+            r"short, long: .*4 frequencies, got \(1,\)",
+        ),
+        (lambda: llama3_scaling(torch.ones(4), low=4.0, high=1.0), "high"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- axis maps -------------------------------------------------------------------------------------------
+
+MAPS = {  # two axes of two channels and two of three, the slowest axis first; (axis, member) by channel
+    "block": ((2, 3), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]),
+    "alternate": ((2, 3), [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]),
+    "chunk": ((2, 3), [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4)]),
+    "stride": ((2, 1), [(0, 0), (1, 1), (0, 2), (0, 3), (0, 4)]),
+    "even_odd": ((3, 2), [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]),
+}
+
+
+@pytest.mark.parametrize("axis_map", AXIS_MAPS)
+def test_maps(axis_map):
+    sections, expected = MAPS[axis_map]
+    series = geometric_theta(6, 100.0)
+    omega = axial_omega(series, 5, 2, axis_order="major_first", axis_map=axis_map, sections=sections)
+    assert axes_and_members(omega, series) == expected
+    omega = axial_omega(series, 5, 2, axis_order="minor_first", axis_map=axis_map, sections=sections[::-1])
+    assert axes_and_members(omega, series) == [(1 - axis, member) for axis, member in expected]
+
+
+def test_default_sections():
+    series = geometric_theta(8, 100.0)
+    found = axes_and_members(axial_omega(series, 8, 3, axis_map="chunk", axis_order="major_first"), series)
+    assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (2, 6), (2, 7)]
+    found = axes_and_members(axial_omega(series, 7, 3, axis_map="stride", axis_order="major_first"), series)
+    assert [axis for axis, _ in found] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("axis_map", AXIS_MAPS)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from(["minor_first", "major_first"]))
+@settings(deadline=None, max_examples=40)
+def test_each_axis_gets_its_section(axis_map, sections, axis_order):
+    total, num_axes = sum(sections), len(sections)
+    zeros = 0 if axis_map == "stride" else 2
+    theta = torch.rand(3, num_axes * (total + 1), dtype=torch.float64) + 0.5
+    omega = axial_omega(theta, total + zeros, num_axes, axis_order=axis_order, axis_map=axis_map, sections=sections)
+    assert omega.shape == (3, total + zeros, num_axes)
+    if axis_map != "stride":  # whose sections clamp
+        assert (omega[0] != 0).sum(0).tolist() == sections
+        assert omega[:, total:].abs().sum() == 0
+    assert ((omega[:, :total] != 0).sum(-1) == 1).all()
+
+
+def test_unequal_series_an_axis():
+    thetas = [torch.rand(2, dtype=torch.float64), torch.rand(5, dtype=torch.float64)]
+    omega = axial_omega(thetas, 6, 2, axis_order="major_first", axis_map="alternate", sections=(2, 4))
+    assert torch.equal(omega[0, [0, 2], 0], thetas[0])
+    assert torch.equal(omega[0, [1, 3, 4, 5], 1], thetas[1][:4])
+
+
+@pytest.mark.parametrize("axis_map", AXIS_MAPS)
+def test_maps_are_differentiable(axis_map):
+    theta = torch.rand(2, 6, dtype=torch.float64, requires_grad=True)
+    call = lambda t: axial_omega(t, 6, 2, axis_map=axis_map, sections=(2, 3))  # noqa: E731
+    assert torch.autograd.gradcheck(call, (theta,))
+    assert call(theta).sum().item() > 1
+
+
+def test_shares():
+    assert split_channels(64, (2, 7, 7)) == (8, 28, 28)
+    assert split_channels(64, (1, 1, 1), remainder=0) == (22, 21, 21)
+    assert split_channels(65, (1, 1, 1), remainder=2) == (21, 21, 23)
+
+
+# --- directions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
+def test_directions_are_unit_vectors(num_axes):
+    found = [random_directions(7, num_axes, 3), simplex_directions(7, num_axes)]
+    found += [golden_directions(7, num_axes)] if num_axes in (2, 3) else []
+    found += [plane_directions(7, torch.rand(3).double())] if num_axes == 2 else []
+    for directions in found:
+        assert directions.shape[-2:] == (7, num_axes)
+        assert directions.dtype == torch.float64
+        torch.testing.assert_close(directions.norm(dim=-1), torch.ones(directions.shape[:-1]).double())
+
+
+def test_plane_directions():
+    angles = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    directions = plane_directions(4, angles)
+    expected = torch.stack([angles.cos(), angles.sin()], -1), torch.stack([-angles.sin(), angles.cos()], -1)
+    for c in range(4):
+        torch.testing.assert_close(directions[:, c], expected[c // 2])
+
+
+@pytest.mark.parametrize("num_axes", [2, 3])
+@pytest.mark.parametrize("num", [50, 83, 130])
+def test_golden_directions_are_spread_evenly(num_axes, num):
+    """Σ v vᵀ is near that of a uniform spread, C/K · I, and no two neighbours are close, at any number."""
+    v = golden_directions(num, num_axes)
+    torch.testing.assert_close(v.T @ v / num, torch.eye(num_axes).double() / num_axes, atol=0.04, rtol=0)
+    cosines = (v @ v.T).abs() - torch.eye(num)
+    apart = cosines.max(-1).values.clamp(max=1).acos()
+    share = math.pi / num if num_axes == 2 else math.sqrt(2 * math.pi / num)  # of the half circle, half sphere
+    assert apart.min() > 0.35 * share
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
+def test_simplex_directions_are_regular(num_axes):
+    corners = simplex_directions(num_axes + 1, num_axes)
+    cosines = corners @ corners.T
+    off = cosines[~torch.eye(num_axes + 1, dtype=torch.bool)]
+    torch.testing.assert_close(off, torch.full_like(off, -1 / num_axes))
+    assert torch.equal(simplex_directions(2 * num_axes + 2, num_axes)[num_axes + 1 :], corners)
+
+
+def test_dense_omega():
+    theta, directions = torch.rand(2, 5), torch.rand(5, 3)
+    assert torch.equal(dense_omega(theta, directions), theta[:, :, None] * directions)
+    omega = mixed_omega(6, 2, 3, generator=torch.Generator().manual_seed(1))
+    directions = random_directions(6, 2, 3, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(omega, dense_omega(geometric_theta(3, 10.0).repeat(2), directions))
+
+
+# --- scalings --------------------------------------------------------------------------------------------
+
+
+def geometric(dim, base):
+    return torch.tensor([base ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 5e5), (40, 256.0)])
+def test_linear_and_ntk(dim, base):
+    theta, amplitude = linear_scaling(geometric(dim, base), 4.0)
+    torch.testing.assert_close(theta, geometric(dim, base) / 4)
+    assert amplitude == 1
+    theta, amplitude = ntk_scaling(geometric(dim, base), 4.0)
+    torch.testing.assert_close(theta, geometric(dim, base * 4 ** (dim / (dim - 2))))
+    torch.testing.assert_close(theta[[0, -1]], geometric(dim, base)[[0, -1]] / torch.tensor([1.0, 4.0]))
+    assert amplitude == 1
+
+
+@pytest.mark.parametrize(("length", "factor"), [(100, 1.0), (1000, 1.0), (4000, 2.0 * 4 - 1)])
+def test_dynamic_ntk(length, factor):
+    theta, _ = dynamic_ntk_scaling(geometric(64, 1e4), 2.0, length=length, original_length=1000)
+    torch.testing.assert_close(theta, geometric(64, 1e4 * factor ** (64 / 62)))
+
+
+def test_scalings_keep_dtype_and_gradient():
+    theta = geometric_theta(8, dtype=torch.float32).expand(3, 8).requires_grad_()
+    for scaled, _ in (
+        linear_scaling(theta, 2.0),
+        ntk_scaling(theta, 2.0),
+        yarn_scaling(theta, 2.0, original_length=512),
+        longrope_scaling(theta, [1.0] * 8, [2.0] * 8, factor=2.0, length=64, original_length=32),
+        llama3_scaling(theta, 2.0, original_length=512),
+    ):
+        assert scaled.dtype == torch.float32
+        assert scaled.shape == (3, 8)
+        assert (torch.autograd.grad(scaled.sum(), theta)[0] > 0).all()
+
+
+def test_yarn_keeps_what_turns_fast():
+    """Also where every frequency does, which the authors' clamp turns round."""
+    theta = geometric(48, 10.0)
+    assert torch.equal(yarn_scaling(theta, 2.0, original_length=10**5)[0], theta)
+
+
+def test_yarn_by_head():
+    """Each head of a series over all heads has its own ramp."""
+    bands = head_bands_theta(8, 2, 1e4)
+    both, _ = yarn_scaling(bands, 4.0, original_length=1024)
+    for one, theta in zip(both, bands, strict=True):
+        torch.testing.assert_close(one, yarn_scaling(theta, 4.0, original_length=1024)[0])
+
+
+def hugging_face(rope_type, dim, base, length=None, **parameters):
+    rope_utils = pytest.importorskip("transformers", minversion="5.23").modeling_rope_utils
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=parameters.pop("max_position_embeddings"),
+        rope_parameters={"rope_type": rope_type, "rope_theta": base, **parameters},
+    )  # fmt: skip
+    theta, amplitude = rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=length)
+    return theta.double(), amplitude
+
+
+@pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 1e6), (48, 10.0)])
+@pytest.mark.parametrize("factor", [2.0, 8.0])
+def test_scalings_equal_transformers(dim, base, factor):
+    theta = geometric(dim, base)
+    divisors = (1 + torch.rand(2, dim // 2)).tolist()
+    short, long = divisors
+    cases = {
+        "linear": (linear_scaling(theta, factor), {"factor": factor, "max_position_embeddings": 512}),
+        "dynamic": (
+            dynamic_ntk_scaling(theta, factor, length=900, original_length=512),
+            {"factor": factor, "max_position_embeddings": 512, "length": 900},
+        ),
+        "llama3": (
+            llama3_scaling(theta, factor, original_length=1024),
+            {
+                "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024, "max_position_embeddings": 8192,
+            },
+        ),
+    }  # fmt: skip
+    for truncate, original in ((True, 1024), (False, 1024), (True, 128)):
+        cases["yarn", truncate, original] = (
+            yarn_scaling(theta, factor, original_length=original, truncate=truncate),
+            {
+                "factor": factor, "truncate": truncate, "original_max_position_embeddings": original,
+                "max_position_embeddings": 10**8,
+            },
+        )  # fmt: skip
+    for length in (1024, 1025):
+        cases["longrope", length] = (
+            longrope_scaling(theta, short, long, factor=factor, length=length, original_length=1024),
+            {
+                "factor": factor, "short_factor": short, "long_factor": long, "length": length,
+                "original_max_position_embeddings": 1024, "max_position_embeddings": int(1024 * factor),
+            },
+        )  # fmt: skip
+    for name, ((found, amplitude), parameters) in cases.items():
+        expected, factor_ = hugging_face(name if isinstance(name, str) else name[0], dim, base, **parameters)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        assert amplitude == pytest.approx(factor_), name

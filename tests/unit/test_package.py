@@ -1,0 +1,162 @@
+"""Imports: what is public, what stays out, who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lrpe_md
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lrpe_md"
+
+LAYERS = {  # a file or folder of ours, and what it may import
+    "reference": set(),
+    "positions": set(),
+    "frequencies": set(),
+    "engine": {"positions", "reference"},
+    "functional": {"engine", "positions"},
+    "document": {"engine", "frequencies", "functional", "positions"},
+    "pairs": {"engine", "reference"},
+    "presets": {"frequencies", "positions"},
+    "module_base": {"engine", "frequencies", "functional"},
+    "modules": {"engine", "frequencies", "module_base", "positions", "presets"},
+    "testing": {"engine", "functional", "positions"},
+}
+
+
+def imported(path: Path, source: str | None = None) -> set[str]:
+    """Modules of ours, by their dotted names from the package on, that a file imports anywhere in it."""
+    here = path.relative_to(PACKAGE).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text() if source is None else source)):
+        if isinstance(node, ast.ImportFrom):
+            base = [*here[: len(here) - node.level + 1]] if node.level else []
+            module = [*base, *(node.module or "").split(".")] if node.module else base
+            if not node.level:
+                if module[:1] != ["lrpe_md"]:
+                    continue
+                module = module[1:]
+            files = [".".join([*module, alias.name]) for alias in node.names]
+            whole = PACKAGE.joinpath(*module).with_suffix(".py")
+            found |= {".".join(module)} if module and whole.is_file() else set(files)
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("lrpe_md.") for a in node.names if a.name.startswith("lrpe_md.")}
+    return found
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_layers(path):
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert {name.split(".")[0] for name in imported(path)} - {layer} <= LAYERS[layer]
+
+
+def test_the_layer_test_can_fail():
+    path = PACKAGE / "engine" / "launch.py"
+    assert imported(path, "from .kernels import encode") == {"engine.kernels.encode"}
+    assert imported(path, "from . import plan") == {"engine.plan"}
+    assert imported(path, "def f():\n    from ..functional import cosine") == {"functional"}
+    assert imported(path, "import lrpe_md.modules") == {"modules"}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A chain of modules that import each other in a circle; none: []."""
+    done, walk = set(), []
+
+    def visit(name: str) -> list[str]:
+        if name in walk:
+            return [*walk[walk.index(name) :], name]
+        if name in done:
+            return []
+        walk.append(name)
+        for other in sorted(graph.get(name, ())):
+            if found := visit(other):
+                return found
+        walk.pop()
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name))), [])
+
+
+def test_the_circle_test_can_fail():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_cold_import():
+    """The library is light: no triton, timm, plotting or learning toolkits behind `import lrpe_md`."""
+    heavy = ["triton", "timm", "matplotlib", "sklearn", "pandas", "torchvision", "accelerate"]
+    code = "import sys, torch; before = set(sys.modules); import lrpe_md; print(*set(sys.modules) - before)"
+    loaded = {module.split(".")[0] for module in run(code).split()}
+    assert "lrpe_md" in loaded
+    assert not loaded & set(heavy)
+
+
+def test_without_triton():
+    """Everything public imports, the reference runs and learns, "triton" says what is missing."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name.split(".")[0] == "triton" else find(name, *a)
+import torch, lrpe_md
+from lrpe_md import Grid, CosineMd
+module = CosineMd(8, 2, learnable=True)
+x = torch.randn(1, 2, 12, 8)
+module(x, positions=Grid((3, 4))).square().sum().backward()
+assert module.theta.grad is not None
+try:
+    lrpe_md.lrpe_cosine_md_triton(x, module.theta[0], shape=(3, 4))
+except ValueError as e:
+    print(e)
+"""
+    assert "triton" in run(code)
+
+
+def test_public_names():
+    public = {name for name in vars(lrpe_md) if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(lrpe_md, name), ModuleType)}
+    expected = {"cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d", "PresetMd", "Grid", "Coordinates", "Tokens"}
+    expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
+    expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
+    assert expected == public - modules - {"Any", "Path"}
+    document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
+    for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
+        document |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
+    for name in expected | document:
+        assert getattr(lrpe_md, name).__doc__, name
+    with pytest.raises(AttributeError):
+        lrpe_md.lrpe_sine_md  # noqa: B018
+
+
+def test_readme_shows_the_table_that_the_run_wrote():
+    table = (ROOT / "scripts/results/ablate-digits/table.md").read_text(encoding="utf-8").strip()
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_snippets_run():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+    video, diffusion = ["torch.Size([1, 10])", "torch.Size([1, 10])"], ["torch.Size([2, 3, 24, 16])"]
+    image = ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
+    printed = [image, ["577"], ["True"], ["True"], video, diffusion]
+    assert [run(code).splitlines() for code in snippets] == printed
+
+
+def test_readme_names_every_preset():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = readme.split("The names: ")[1].split(".\n")[0]
+    assert [name.strip(" `\n") for name in names.split(",")] == lrpe_md.list_presets()

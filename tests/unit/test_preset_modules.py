@@ -1,0 +1,241 @@
+"""Presets as modules: what a scheme says, learned where it learns, through casts, saving and materialising."""
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_md import Grid, PresetMd, cosine, list_presets, preset, rotate
+from lrpe_md.frequencies import yarn_scaling
+
+YARN = (None, partial(yarn_scaling, factor=4.0, original_length=64), None)
+LEARNED = {"rope_vit_mixed": {"omega"}, "mochi": {"omega"}, "transnormer": {"theta"}, "pope": {"phase"}}
+MADE = {name: partial(preset, name, num_heads=2) for name in list_presets()}
+MADE["wan, stretched"] = partial(preset, "wan", 24, scaling=YARN)
+SEGMENTS = {1: [(5,)], 2: [(2, 4)], 3: [(2, 2, 4)], 4: [(2, 4)]}
+
+
+@pytest.fixture(params=MADE)
+def made(request):
+    return MADE[request.param]()
+
+
+def on_grid(module):
+    """q and k, and positions for them."""
+    positions = module.positions(*SEGMENTS[module.num_axes])
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2, positions.num_tokens, module.head_dim)
+    return [torch.randn(shape, generator=generator) for _ in range(2)], positions
+
+
+def tensors(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def moved(module):
+    """With parameters away from where they began, the phase within its bounds."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.sub_(torch.rand_like(p) if name == "phase" else 0.1 * torch.rand_like(p) * p)
+    return module
+
+
+def test_module_is_the_call_with_the_presets_data(made):
+    module = moved(PresetMd(made)) if made.scheme.phase else PresetMd(made)
+    xs, positions = on_grid(module)
+    assert positions == made.positions(*SEGMENTS[made.num_axes])
+    call = rotate if made.scheme.map == "rotate" else cosine
+    phase = None if module.phase is None else (None, module.phase)
+    expected = call(*xs, omega=made.omega.to(module.dtype), positions=positions, phase=phase, **made.options)
+    for a, b in zip(module(*xs, positions=positions), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert ((expected[1][..., : made.head_dim] - xs[1]).abs().max() > 0.05).item()
+
+
+def test_what_learns_and_in_which_dtype(made):
+    module = PresetMd(made)
+    learned = LEARNED.get(made.name, set())
+    assert {name for name, _ in module.named_parameters()} == learned == module.no_weight_decay()
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    fixed = module.omega if learned <= {"phase"} else None
+    assert fixed is None or fixed.dtype == torch.float64
+    assert set(module.state_dict()) == learned
+    if made.scheme.phase:
+        assert module.phase.shape == made.phase == (2, made.head_dim)
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_frequencies_train(name):
+    """Whatever the scheme: what is learned moves, and a frequency a channel stays on its axis."""
+    module = PresetMd(preset(name, num_heads=2), learnable=True)
+    xs, positions = on_grid(module)
+    before, laid = {n: p.detach().clone() for n, p in module.named_parameters()}, module.get_omega().detach().clone()
+    assert torch.equal(laid, module.preset.omega.float())
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    loss = sum((y * torch.randn(y.shape, generator=generator)).sum() for y in module(*xs, positions=positions))
+    loss.backward()
+    optimizer.step()
+    for n, p in module.named_parameters():
+        assert not torch.equal(p, before[n]), n
+    after = module.get_omega().detach()
+    assert not torch.equal(after, laid)
+    if module.preset.scheme.frequencies.__class__.__name__ == "Axial":
+        assert torch.equal(after != 0, laid != 0)
+
+
+def test_learned_where_the_scheme_learns_unless_told():
+    assert not list(PresetMd(preset("mochi"), learnable=False).parameters())
+    assert PresetMd(preset("mochi"), learnable=False).omega.dtype == torch.float64
+    assert PresetMd(preset("mochi"), dtype=torch.float64).omega.dtype == torch.float64
+    assert PresetMd(preset("wan"), dtype=torch.float32).omega.dtype == torch.float32
+    assert PresetMd(preset("pope"), dtype=torch.float64).phase.dtype == torch.float64
+    assert PresetMd(preset("transnormer"), act="relu").act == "relu"
+    assert PresetMd(preset("transnormer")).act == "silu"
+
+
+def test_state_dict_copy_pickle(made):
+    module = moved(PresetMd(made))
+    other = PresetMd(made)
+    other.load_state_dict(module.state_dict())
+    xs, positions = on_grid(module)
+    expected = module(*xs, positions=positions)
+    for copied in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert tensors(copied).keys() == tensors(module).keys()
+        for name, t in tensors(copied).items():
+            assert torch.equal(t, tensors(module)[name]), name
+        for a, b in zip(copied(*xs, positions=positions), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("learnable", [None, True])
+def test_casts_and_the_meta_device(made, learnable):
+    real = PresetMd(made, learnable=learnable)
+    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(real)).to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    with torch.device("meta"):
+        late = PresetMd(
+            MADE["wan, stretched"]() if isinstance(made.amplitude, torch.Tensor) else made, learnable=learnable
+        )
+        whole = nn.Sequential(nn.Linear(4, 4), PresetMd(made, learnable=learnable))
+    assert all(t.is_meta for t in (*tensors(late).values(), *tensors(whole).values()))
+    assert late.positions(*SEGMENTS[late.num_axes]).num_tokens > 1
+    late.to_empty(device="cpu")
+    state = nn.Sequential(nn.Linear(4, 4), real).bfloat16().state_dict()
+    whole.load_state_dict({name: t.bfloat16() for name, t in state.items()}, assign=True)
+    for module in (model[1], late, whole[1]):
+        for name, t in tensors(module).items():
+            assert t.dtype == tensors(real)[name].dtype, name
+            expected = tensors(real)[name]
+            rounded = module is whole[1] and isinstance(t, nn.Parameter)
+            assert torch.equal(t, expected.bfloat16().to(t.dtype) if rounded else expected), name
+    reset = moved(copy.deepcopy(real))
+    reset.reset_parameters()
+    for name, t in tensors(reset).items():
+        assert torch.equal(t, tensors(real)[name]), name
+
+
+def test_tables_lie_where_the_module_does():
+    """Text on the diagonal makes a table; a grid needs none."""
+    module = PresetMd(preset("qwen2_vl", 16))
+    assert module.positions(3, (2, 4)).coords.device.type == "cpu"
+    assert module.to("meta").positions(3, (2, 4)).coords.is_meta
+    assert module.positions(3, (2, 4), device="cpu").coords.device.type == "cpu"
+    eva = PresetMd(preset("eva02"))
+    assert eva.positions(1, (8, 4), reference=(8, 8)) == Grid((8, 4), 1).interpolate(8)
+    dino = PresetMd(preset("dinov3"))
+    assert dino.positions(5, (2, 4), by="longer") == Grid((2, 4), 5).cells("longer")
+
+
+def test_the_phase_is_kept_in_its_range_and_on_the_keys():
+    module = PresetMd(preset("pope", 8, num_heads=2))
+    (q, k), positions = on_grid(module)
+    with torch.no_grad():
+        module.phase.copy_(torch.linspace(-9, 3, 16).reshape(2, 8))
+    made = module.preset
+    kept = module.phase.detach().clamp(-2 * torch.pi, 0)
+    assert not torch.equal(kept, module.phase)
+    expected = cosine(q, k, omega=made.omega, positions=positions, phase=(None, kept), **made.options)
+    for a, b in zip(module(q, k, positions=positions), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    # Wherever it is, it gets the gradient of where it is kept.
+    (found,) = torch.autograd.grad(module(q, k, positions=positions)[1].square()[..., :8].sum(), module.phase)
+    kept.requires_grad_()
+    y = cosine(k, omega=made.omega, positions=positions, phase=kept, **made.options)
+    torch.testing.assert_close(found, torch.autograd.grad(y.square()[..., :8].sum(), kept)[0])
+    with pytest.raises(ValueError, match="xs: expected q and k, since the phase is on the keys alone, got 1"):
+        module(k, positions=positions)
+
+
+def test_the_kernels_run_it():
+    """A float64 omega with a float32 phase, an amplitude a pair, a learned theta."""
+    for module in (
+        moved(PresetMd(preset("pope", 8, num_heads=2), impl="triton")),
+        PresetMd(preset("wan", 24, scaling=YARN), impl="triton"),
+        PresetMd(preset("flux2", 16), learnable=True, impl="triton"),
+    ):
+        xs, positions = on_grid(module)
+        found = module(*xs, positions=positions)
+        module.impl = "reference"
+        for a, b in zip(found, module(*xs, positions=positions), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compiles():
+    module = PresetMd(preset("pope", 16, num_heads=2), learnable=True)
+    xs, positions = on_grid(module)
+
+    def loss(call):
+        return sum((y.square() * torch.linspace(0, 1, y.shape[-1])).sum() for y in call(*xs, positions=positions))
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *xs, positions: module(*xs, positions=positions), fullgraph=True, backend="aot_eager"
+    )
+    wanted = list(module.parameters())
+    for a, b in zip(*(torch.autograd.grad(loss(call), wanted) for call in (compiled, module)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_repr():
+    text = repr(PresetMd(preset("pope", 8, num_heads=2), learnable=True))
+    for part in ("'pope'", "head_dim=8", "num_heads=2", "learnable=True", "phase='k'", "act='softplus'"):
+        assert part in text
+    assert "'wan'" in repr(PresetMd(preset("wan")))
+
+
+def test_a_preset_of_ones_own():
+    """Data that was changed by hand."""
+    eva = preset("eva02", 8)
+    module = PresetMd(replace(eva, omega=eva.omega.flip(-1), scheme=replace(eva.scheme, pairs="half")))
+    x, positions = torch.randn(1, 1, 8, 8), module.positions((2, 4))
+    expected = rotate(x, omega=eva.omega.flip(-1), positions=positions, pairs="half")
+    assert torch.equal(module(x, positions=positions), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wan", "pope", "rope_vit_mixed", "qwen2_vl", "transnormer"])
+def test_on_a_gpu(name):
+    """Moved there, with its tables; one step of training."""
+    module = moved(PresetMd(preset(name, num_heads=2)))
+    segments = [3, *SEGMENTS[module.num_axes]] if module.preset.scheme.tokens else SEGMENTS[module.num_axes]
+    positions = module.positions(*segments)
+    xs = [torch.randn(1, 2, positions.num_tokens, module.head_dim) for _ in range(2)]
+    expected = module(*xs, positions=positions)
+    there = copy.deepcopy(module).cuda()
+    cuda = there.positions(*segments)
+    found = there(*(x.cuda() for x in xs), positions=cuda)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+    wanted = list(module.parameters())
+    if wanted:
+        grads = torch.autograd.grad(sum(y.square().mean() * (i + 1) for i, y in enumerate(expected)), wanted)
+        same = torch.autograd.grad(
+            sum(y.square().mean() * (i + 1) for i, y in enumerate(found)), list(there.parameters())
+        )
+        for a, b in zip(same, grads, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-5)

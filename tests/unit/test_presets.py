@@ -1,0 +1,786 @@
+"""Each preset against the original code, on random q and k; where that is in no package, against its formula.
+
+Bounds. An original in float64 angles: 1e-6. One in float32: 1e-5 and what its angles cost it, which are off by the
+rounding of the exponent, the power, the reciprocal and the product: (3 + ln base) · 2^-24 of each s_j ω_j.
+"""
+
+import copy
+import importlib
+import math
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lrpe_md import (
+    AugmentPositions,
+    Coordinates,
+    Grid,
+    Tokens,
+    compose,
+    cosine,
+    list_presets,
+    pack,
+    pad,
+    preset,
+    rotate,
+)
+from lrpe_md.frequencies import llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
+from lrpe_md.presets.registry import SCHEMES
+from lrpe_md.testing import budget_violation
+
+BATCH, HEADS = 2, 2
+
+
+# --- what the operators will take as arguments -------------------------------------------------------------
+
+
+def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
+    """q and k by a preset."""
+    call = rotate if p.scheme.map == "rotate" else cosine
+    phase = None if phase is None else (None, phase)
+    omega = p.omega if omega is None else omega
+    return call(q, k, omega=omega, positions=positions, phase=phase, impl=impl, **p.options)
+
+
+def original(name):
+    """A module of timm, transformers or diffusers, in the versions that the presets were read from, or later ones."""
+    oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
+    package = name.split(".")[0]
+    pytest.importorskip(package, minversion=oldest[package])
+    return importlib.import_module(name)
+
+
+# --- the originals: (q, k, p, segments, options) → q, k, all (B, H, N, D) ----------------------------------
+
+
+def swap(*xs):
+    """(B, H, N, D) ↔ (B, N, H, D)."""
+    return tuple(x.transpose(1, 2) for x in xs)
+
+
+def on(tokens, call, *xs):
+    """``call`` on a slice of the tokens, the others as they are."""
+    found = []
+    for x in xs:
+        y = x.clone()
+        y[:, :, tokens] = call(x[:, :, tokens])
+        found.append(y)
+    return tuple(found)
+
+
+def timm_axial(q, k, p, segments, options, temperature=1e4, reference=None, **kwargs):
+    rope = original("timm.layers.pos_embed_sincos")
+    prefix, shape = segments
+    kwargs |= {"temperature": temperature, "ref_feat_shape": options.get("reference", reference)}
+    embed = rope.RotaryEmbeddingCat(p.head_dim, in_pixels=False, **kwargs).get_embed(shape)
+    return on(slice(prefix, None), lambda x: rope.apply_rot_embed_cat(x, embed), q, k)
+
+
+def dinov3(q, k, p, segments, options):
+    rope = original("timm.layers.pos_embed_sincos")
+    normalize = {"axis": "separate", "shorter": "min", "longer": "max"}[options.get("by", "axis")]
+    embed = rope.RotaryEmbeddingDinoV3(p.head_dim, normalize_coords=normalize).get_embed(segments[1])
+    return on(slice(segments[0], None), lambda x: rope.apply_rot_embed_cat(x, embed, half=True), q, k)
+
+
+def pixtral(q, k, p, segments, options):
+    module = original("transformers.models.pixtral.modeling_pixtral")
+    from transformers import PixtralVisionConfig
+
+    config = PixtralVisionConfig(hidden_size=p.head_dim * HEADS, num_attention_heads=HEADS)
+    ids = torch.cat([torch.cartesian_prod(*map(torch.arange, shape)) for shape in segments])
+    cos, sin = module.PixtralVisionRotaryEmbedding(config)(q, ids)
+    return module.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=0)
+
+
+def qwen2_vl_vision(q, k, p, segments, options):
+    module = original("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+
+    config = Qwen2VLVisionConfig(embed_dim=p.head_dim * HEADS, num_heads=HEADS)
+    grid = torch.tensor([s if len(s) == 3 else (1, *s) for s in segments])
+    cos, sin = module.Qwen2VLVisionRotaryEmbedding(config)(q, module.get_vision_position_ids(grid, 2))
+    return swap(*module.apply_rotary_pos_emb_vision(*swap(q, k), cos, sin))
+
+
+def qwen_text(q, k, p, segments, options, name, model, base, sections, scaling=None):
+    """The text model's rotary on the ids that the whole model gives a sequence of text and images."""
+    module = original(f"transformers.models.{name}.modeling_{name}")
+    package = original(f"transformers.models.{name}")
+    config = getattr(package, f"{model}TextConfig")(
+        hidden_size=p.head_dim * HEADS, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=p.head_dim,
+        rope_parameters={
+            "rope_theta": base, "mrope_section": sections, "rope_type": "default", **(scaling or {}),
+        },
+    )  # fmt: skip
+    images = [(s[0], 2 * s[1], 2 * s[2]) for s in segments if not isinstance(s, int)]
+    kinds = [kind for s in segments for kind in ([0] * s if isinstance(s, int) else [1] * math.prod(s))]
+    whole = getattr(module, f"{model}Model")
+    self = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    self.get_vision_position_ids = partial(whole.get_vision_position_ids, self)
+    ids, _ = whole.get_rope_index(
+        self, torch.zeros(1, len(kinds), dtype=torch.int64), torch.tensor([kinds]),
+        image_grid_thw=torch.tensor(images) if images else None,
+    )  # fmt: skip
+    rotary = getattr(module, f"{model}RotaryEmbedding" if name == "qwen2_vl" else f"{model}TextRotaryEmbedding")
+    cos, sin = rotary(config)(q, ids)
+    return module.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def flux(q, k, p, segments, options, name, base, dims, text, reference=0):
+    module = original(f"diffusers.models.transformers.transformer_{name}")
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    ids, number = [], 0
+    for segment in segments:
+        if isinstance(segment, int):
+            ids.append(text(segment))
+            continue
+        zeros = [torch.tensor([0])] * (len(dims) - 3)
+        ids.append(torch.cartesian_prod(torch.tensor([reference * number]), *map(torch.arange, segment), *zeros))
+        number += 1
+    embed = (module.FluxPosEmbed if name == "flux" else module.Flux2PosEmbed)(base, list(dims))(torch.cat(ids))
+    return swap(*(apply_rotary_emb(x, embed, sequence_dim=1) for x in swap(q, k)))
+
+
+def lumina2(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_lumina2")
+    text, (height, width) = segments
+    rope = module.Lumina2RotaryPosEmbed(10000, [p.head_dim // 3] * 3, axes_lens=(64, 64, 64), patch_size=2)
+    latent, mask = torch.zeros(1, 1, 2 * height, 2 * width), torch.ones(1, text, dtype=torch.int64)
+    freqs = rope(latent, mask)[3]
+    return swap(*(module.apply_rotary_emb(x, freqs, use_real=False) for x in swap(q, k)))
+
+
+def qwen_image(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_qwenimage")
+    text, *shapes = segments
+    shapes = [s if len(s) == 3 else (1, *s) for s in shapes]
+    rope = module.QwenEmbedRope(10000, [p.head_dim // 8, 7 * p.head_dim // 16, 7 * p.head_dim // 16], scale_rope=True)
+    images, words = rope([shapes], device=torch.device("cpu"), max_txt_seq_len=text)
+    freqs = torch.cat([words, images])
+    return swap(*(module.apply_rotary_emb_qwen(x, freqs, use_real=False) for x in swap(q, k)))
+
+
+def cogvideox(q, k, p, segments, options):
+    embeddings = original("diffusers.models.embeddings")
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    text, (frames, *size) = segments
+    base = options.get("size", (30, 45))
+    if base is None:
+        kwargs = {"crops_coords": None, "grid_type": "slice", "max_size": (64, 64)}
+    else:
+        kwargs = {"crops_coords": get_resize_crop_region_for_grid(tuple(size), base[1], base[0])}
+    embed = embeddings.get_3d_rotary_pos_embed(p.head_dim, grid_size=size, temporal_size=frames, **kwargs)
+    return on(slice(text, None), lambda x: embeddings.apply_rotary_emb(x, embed), q, k)
+
+
+def hunyuan_video(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_hunyuan_video")
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    shape, text = segments
+    dims = [p.head_dim // 8, 7 * p.head_dim // 16, 7 * p.head_dim // 16]
+    embed = module.HunyuanVideoRotaryPosEmbed(2, 1, dims)(torch.zeros(1, 1, shape[0], 2 * shape[1], 2 * shape[2]))
+    return on(slice(None, -text), lambda x: apply_rotary_emb(x, embed), q, k)
+
+
+def wan(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_wan")
+    cos, sin = module.WanRotaryPosEmbed(p.head_dim, (1, 1, 1), 64)(torch.zeros(1, 1, *segments[0]))
+
+    def turned(x):  # inside WanAttnProcessor there
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        c, s = cos[..., 0::2], sin[..., 1::2]
+        return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2).type_as(x)
+
+    return swap(*map(turned, swap(q, k)))
+
+
+def mochi_frequencies(p):
+    return torch.randn(3, HEADS, p.head_dim // 2, generator=torch.Generator().manual_seed(1)) / 5
+
+
+def mochi(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_mochi")
+    shape, text = segments
+    cos, sin = module.MochiRoPE()(mochi_frequencies(p), *shape, dtype=torch.float32)
+
+    def turned(x):  # inside MochiAttnProcessor2_0 there, on (B, N, H, D)
+        (x,) = swap(x)
+        a, b = x[..., 0::2], x[..., 1::2]
+        return swap(torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2))[0]
+
+    return on(slice(None, -text), turned, q, k)
+
+
+def cosmos(q, k, p, segments, options):
+    module = original("diffusers.models.transformers.transformer_cosmos")
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    embed = module.CosmosRotaryPosEmbed(p.head_dim, patch_size=(1, 1, 1))(
+        torch.zeros(1, 1, *segments[0]), fps=options.get("fps")
+    )
+    return tuple(apply_rotary_emb(x, embed, use_real_unbind_dim=-2) for x in (q, k))
+
+
+def mixed_parameter(p):
+    rope = original("timm.layers.pos_embed_sincos")
+    torch.manual_seed(3)
+    return rope.RotaryEmbeddingMixed(p.head_dim * HEADS, depth=3, num_heads=HEADS)
+
+
+def rope_vit_mixed(q, k, p, segments, options):
+    apply_rot_embed_cat = original("timm.layers").apply_rot_embed_cat
+    embed = mixed_parameter(p).get_embed(segments[1])[1]
+    return on(slice(segments[0], None), lambda x: apply_rot_embed_cat(x, embed), q, k)
+
+
+def transnormer(q, k, p, segments, options):
+    """Lrpe in TransNormerLLM: theta = 10000^(-2 i / d) for i < d = heads · head_dim, by head."""
+    size = HEADS * p.head_dim
+    theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
+    angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
+    acted = (x / (1 + torch.exp(-x)) for x in (q, k))
+    return tuple(torch.cat([x * angles.cos(), x * angles.sin()], dim=-1) for x in acted)
+
+
+def cosformer(q, k, p, segments, options):
+    """Eq. 10 of the paper, as in the authors' code: index π/2 · i / M from i = 1, [sin, cos], on relu(q), relu(k)."""
+    (num,) = segments[0]
+    index = math.pi / 2 * torch.arange(1, num + 1).reshape(-1, 1) / options.get("longest", num)
+    acted = (x.clamp_min(0) for x in (q, k))
+    return tuple(torch.cat([x * index.sin(), x * index.cos()], dim=-1) for x in acted)
+
+
+def pope_phase(p):
+    return -2 * math.pi * torch.rand(HEADS, p.head_dim, generator=torch.Generator().manual_seed(2))
+
+
+def pope(q, k, p, segments, options):
+    """Eq. 5 and 6: softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary parts."""
+    theta = torch.tensor([1e4 ** (-c / p.head_dim) for c in range(p.head_dim)])
+    angles = torch.arange(segments[0][0]).reshape(-1, 1) * theta
+    found = []
+    for x, phase in ((q, torch.zeros(HEADS, 1, 1)), (k, pope_phase(p)[:, None])):
+        z = torch.polar(torch.log1p(x.exp()), (angles + phase).expand(BATCH, -1, -1, -1))
+        found.append(torch.cat([z.real, z.imag], dim=-1))
+    return tuple(found)
+
+
+def case(name, code, *segments, head_dim=None, split=None, double=False, omega=None, phase=None, **options):
+    return name, code, segments, head_dim, split, double, omega, phase, options
+
+
+xy = partial(timm_axial, grid_indexing="xy")
+kontext = partial(
+    flux, name="flux", base=10000, dims=(16, 56, 56), text=lambda n: torch.zeros(n, 3, dtype=torch.int64), reference=1
+)
+flux2 = partial(
+    flux, name="flux2", base=2000, dims=(32, 32, 32, 32), reference=10,
+    text=lambda n: torch.cartesian_prod(*[torch.tensor([0])] * 3, torch.arange(n)),
+)  # fmt: skip
+text2 = partial(qwen_text, name="qwen2_vl", model="Qwen2VL", base=1e6, sections=(16, 24, 24))
+text3 = partial(qwen_text, name="qwen3_vl", model="Qwen3VL", base=5e6, sections=(24, 20, 20))
+eva02 = partial(timm_axial, reference=(16, 16))
+encoder = partial(timm_axial, grid_indexing="xy", reference=(24, 24))
+
+CASES = [
+    case("eva02", eva02, 1, (5, 9)),
+    case("eva02", eva02, 1, (5, 9), head_dim=32, reference=(24, 20)),
+    case("rope_vit_axial", partial(xy, temperature=100.0), 1, (5, 9)),
+    case("rope_vit_axial", partial(xy, temperature=100.0), 0, (7, 3), head_dim=48, reference=(14, 12)),
+    case("rope_vit_mixed", rope_vit_mixed, 1, (5, 9), omega=lambda p: mixed_parameter(p).freqs[:, 1].flip(0)),
+    case(
+        "rope_vit_mixed", rope_vit_mixed, 2, (7, 3), head_dim=32,
+        omega=lambda p: mixed_parameter(p).freqs[:, 1].flip(0),
+    ),
+    case("dinov3", dinov3, 5, (5, 9)),
+    case("dinov3", dinov3, 5, (5, 9), by="shorter", head_dim=32),
+    case("dinov3", dinov3, 0, (5, 9), by="longer"),
+    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9)),
+    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9), head_dim=96, reference=(32, 28)),
+    case("perception_encoder", encoder, 0, (5, 9), offset=0, reference=(32, 32)),
+    case("pixtral", pixtral, (5, 9), (7, 4)),
+    case("pixtral", pixtral, (5, 9), head_dim=32),
+    case("qwen2_vl_vision", qwen2_vl_vision, (2, 4, 6), (8, 2)),
+    case("qwen2_vl_vision", qwen2_vl_vision, (4, 6), head_dim=64),
+    case("qwen2_vl", text2, 3, (1, 3, 5), 2, (2, 2, 3), 4),
+    case("qwen2_vl", text2, (1, 3, 5), 2),
+    case("qwen2_vl", partial(text2, sections=(8, 12, 12)), 3, (1, 3, 5), 2, head_dim=64),
+    case("qwen3_vl", text3, 3, (1, 3, 5), 2, (1, 3, 5), 4),
+    case("qwen3_vl", partial(text3, sections=(8, 12, 12)), 3, (1, 3, 5), 2, head_dim=64, split=(8, 12, 12)),
+    case("flux1", kontext, 6, (5, 9), double=True),
+    case("flux1", kontext, 6, (5, 9), (4, 7), double=True),
+    case("flux1", partial(kontext, dims=(8, 28, 28)), 6, (5, 9), head_dim=64, double=True),
+    case("flux2", flux2, 6, (5, 9), double=True),
+    case("flux2", flux2, 6, (5, 9), (3, 4), (4, 7), double=True),
+    case("flux2", partial(flux2, dims=(16, 16, 16, 16)), 6, (5, 9), head_dim=64, double=True),
+    case("lumina2", lumina2, 6, (5, 9), double=True),
+    case("lumina2", lumina2, 6, (5, 9), head_dim=48, double=True),
+    case("qwen_image", qwen_image, 6, (5, 9)),
+    case("qwen_image", qwen_image, 6, (5, 8), (11, 3), head_dim=64),
+    case("cogvideox", cogvideox, 6, (3, 5, 9)),
+    case("cogvideox", cogvideox, 6, (3, 9, 4), head_dim=32),
+    case("cogvideox", cogvideox, 6, (3, 5, 9), size=None),
+    case("cogvideox", cogvideox, 6, (3, 5, 4), size=(48, 32)),
+    case("hunyuan_video", hunyuan_video, (3, 5, 9), 6),
+    case("hunyuan_video", hunyuan_video, (3, 5, 9), 6, head_dim=64),
+    case("wan", wan, (3, 5, 9), double=True),
+    case("wan", wan, (3, 5, 9), head_dim=64, double=True),
+    case("mochi", mochi, (3, 5, 9), 6, omega=mochi_frequencies),
+    case("mochi", mochi, (3, 5, 9), 6, head_dim=64, omega=mochi_frequencies),
+    case("cosmos", cosmos, (3, 5, 9)),
+    case("cosmos", cosmos, (3, 5, 9), head_dim=64, fps=16),
+    case("transnormer", transnormer, (40,)),
+    case("transnormer", transnormer, (40,), head_dim=16),
+    case("cosformer", cosformer, (40,)),
+    case("cosformer", cosformer, (40,), head_dim=8, longest=55),
+    case("pope", pope, (40,), phase=pope_phase),
+    case("pope", pope, (40,), head_dim=16, phase=pope_phase),
+]  # fmt: skip
+
+
+def inputs(num_tokens, head_dim, heads=HEADS):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(BATCH, heads, num_tokens, head_dim, generator=generator) for _ in range(2))
+
+
+def table(positions):
+    return positions.explicit().explicit().coords
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+def test_preset_equals_the_original(number, impl):
+    name, code, segments, head_dim, split, double, omega, phase, options = CASES[number]
+    p = preset(name, head_dim, num_heads=HEADS if name in ("transnormer", "pope") else 1, split=split)
+    positions = p.positions(*segments, **options)
+    weights = p.omega if omega is None else omega(p).permute(1, 2, 0)
+    q, k = inputs(positions.num_tokens, p.head_dim)
+    with torch.no_grad():
+        expected = code(q, k, p, segments, options)
+        found = encode(p, q, k, positions, omega=weights, phase=None if phase is None else phase(p), impl=impl)
+        bound = torch.tensor(1e-6)
+        if not double:
+            base = p.scheme.frequencies.base or 1.0
+            cost = (table(positions).abs()[:, None, None, :] * weights.abs()).sum(-1) * (3 + math.log(base)) * 2.0**-24
+            size = max(q.abs().max(), k.abs().max()) * (2**0.5 if p.scheme.map == "rotate" else 1)
+            cost = cost.permute(1, 0, 2) * size  # (H or 1, N, C)
+            half = p.scheme.map == "cosine" or p.scheme.pairs == "half"
+            bound = 1e-5 + (cost.repeat(1, 1, 2) if half else cost.repeat_interleave(2, dim=-1))
+            assert bound.max() < 1e-3
+    for a, b, x in zip(found, expected, (q, k), strict=True):
+        assert a.shape == b.shape
+        assert ((a - b).abs() <= bound).all(), f"{(a - b).abs().max():.2e}"
+        assert (b[..., : p.head_dim] - x).abs().max() > 0.1
+
+
+def test_every_preset_has_a_case():
+    assert {c[0] for c in CASES} == set(list_presets()) == set(SCHEMES)
+    assert len(SCHEMES) == 21
+
+
+MODELS = {  # in timm, with what they give to their rotary
+    "eva02_tiny_patch14_224": "eva02",
+    "vit_small_patch16_rope_224": "rope_vit_axial",
+    "vit_small_patch16_dinov3": "dinov3",
+    "vit_pe_core_tiny_patch16_384": "perception_encoder",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_presets_of_whole_models(model):
+    timm = original("timm")
+    vit = timm.create_model(model, depth=1, dynamic_img_size=True)
+    p = preset(MODELS[model])
+    q, k = inputs(vit.num_prefix_tokens + 45, p.head_dim)
+    embed, half = vit.rope.get_embed((5, 9)), vit.blocks[0].attn.rotate_half
+    expected = on(
+        slice(vit.num_prefix_tokens, None), lambda x: timm.layers.apply_rot_embed_cat(x, embed, half=half), q, k
+    )
+    found = encode(p, q, k, p.positions(vit.num_prefix_tokens, (5, 9)))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+# --- what holds for each -----------------------------------------------------------------------------------
+
+
+SEGMENTS = {name: next(c[2] for c in CASES if c[0] == name) for name in SCHEMES}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@given(steps=st.lists(st.floats(-100, 100), min_size=4, max_size=4))
+@settings(deadline=None, max_examples=6)
+def test_scores_depend_on_relative_positions_alone(name, steps):
+    """Moving all that is rotated by the same step leaves every score as it was."""
+    p = preset(name, num_heads=HEADS)
+    positions = p.positions(*SEGMENTS[name])
+    rows = positions.explicit().explicit()
+    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64)
+    q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim))
+    scores, moved = (torch.matmul(a, b.mT) for a, b in (encode(p, q, k, at) for at in (rows, rows.offset(step))))
+    here = torch.ones(rows.num_tokens, dtype=torch.bool) if rows.rotated is None else rows.rotated
+    same = here[:, None] == here[None, :]
+    torch.testing.assert_close(scores[..., same], moved[..., same], rtol=1e-9, atol=1e-9)
+    unmoved = torch.matmul(*(t if i == 0 else t.mT for i, t in enumerate(encode(p, q, k, rows.rescale(0.0)))))
+    assert (scores - unmoved).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@given(data=st.data())
+@settings(deadline=None, max_examples=6)
+def test_a_shard_is_a_slice(name, data):
+    p = preset(name, num_heads=HEADS)
+    whole = p.positions(*SEGMENTS[name])
+    start = data.draw(st.integers(0, whole.num_tokens))
+    for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
+        part = p.positions(*SEGMENTS[name], start=start, length=length)
+        expected = whole.explicit().shard(start, length).explicit()
+        torch.testing.assert_close(table(part), expected.coords, rtol=1e-12, atol=1e-12)
+        mask = part.explicit().explicit().rotated
+        full = torch.ones(expected.num_tokens, dtype=torch.bool)
+        assert torch.equal(full if mask is None else mask, full if expected.rotated is None else expected.rotated)
+
+
+PAIRS = {  # or channels, of each axis, as published; the slowest frequencies barely show in an output
+    "eva02": (16, 16), "rope_vit_axial": (16, 16), "rope_vit_mixed": (32, 32), "dinov3": (16, 16),
+    "perception_encoder": (16, 16), "pixtral": (16, 16), "qwen2_vl_vision": (20, 20), "qwen2_vl": (16, 24, 24),
+    "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
+    "qwen_image": (8, 28, 28), "cogvideox": (8, 12, 12), "hunyuan_video": (8, 28, 28), "wan": (22, 21, 21),
+    "mochi": (64, 64, 64), "cosmos": (22, 21, 21), "transnormer": (128,), "cosformer": (64,), "pope": (64,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_a_preset_says(name):
+    p = preset(name, num_heads=HEADS)
+    scheme = p.scheme
+    assert p.name == name
+    assert p.omega.dtype == torch.float64
+    channels = p.head_dim if scheme.map == "cosine" else p.head_dim // 2
+    assert p.omega.shape[1:] == (channels, scheme.frequencies.num_axes)
+    assert p.omega.shape[0] == (HEADS if name in ("rope_vit_mixed", "mochi", "transnormer") else 1)
+    assert p.phase == ((HEADS, channels) if scheme.phase else None)
+    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"}
+    assert p.amplitude == 1
+    assert len(scheme.doc.strip().splitlines()) >= 3
+    assert "arXiv" in scheme.doc or "diffusers" in scheme.doc
+    assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
+    assert ((p.omega != 0).sum(-1) == (p.num_axes if name in ("rope_vit_mixed", "mochi") else 1)).all()
+    assert scheme.learned == (name in ("rope_vit_mixed", "mochi", "transnormer"))
+
+
+def test_no_scheme_is_named_elsewhere():
+    """No branch on a scheme's name: outside of presets/registry.py the names are in no code."""
+    import ast
+    from pathlib import Path
+
+    import lrpe_md
+
+    for path in Path(lrpe_md.__file__).parent.rglob("*.py"):
+        strings = [
+            node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]  # fmt: skip
+        found = [text for text in strings if text in SCHEMES]
+        assert sorted(found) == (sorted(SCHEMES) if path.name == "registry.py" else []), path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_presets_on_a_gpu(name):
+    """The kernels on every preset, in float32: as near to float64 as the reference."""
+    p = preset(name, num_heads=HEADS)
+    positions = p.positions(*SEGMENTS[name])
+    cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
+    q, k = inputs(positions.num_tokens, p.head_dim)
+    exact = encode(p, q.double(), k.double(), positions)
+    found = encode(p, q.cuda(), k.cuda(), cuda, omega=p.omega.cuda(), impl="triton")
+    same = encode(p, q, k, positions)
+    for a, b, c in zip(found, exact, same, strict=True):
+        assert budget_violation(name, a.cpu(), c, b) is None
+
+
+# --- grids stay grids, and become tables where they must -----------------------------------------------------
+
+GRIDS = {
+    "eva02": (5, (4, 6)), "dinov3": (5, (4, 6)), "flux1": (7, (4, 6)), "qwen2_vl": ((2, 4, 6),),
+    "hunyuan_video": ((2, 4, 6), 7), "cogvideox": (7, (2, 4, 6)), "wan": ((2, 4, 6),), "mochi": ((2, 4, 6), 7),
+    "cosmos": ((2, 4, 6),), "pope": ((9,),), "cosformer": ((9,),), "qwen_image": ((4, 6),), "lumina2": ((4, 6),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_needs_no_table(name):
+    positions = preset(name).positions(*GRIDS[name])
+    assert isinstance(positions, Grid)
+    numbers = [s if isinstance(s, int) else math.prod(s) for s in GRIDS[name]]
+    assert positions.num_tokens == sum(numbers)
+    before = 0 if not isinstance(GRIDS[name][0], int) else numbers[0]
+    assert (positions.prefix, positions.suffix) == (before, sum(numbers) - before - positions.num_grid_tokens)
+
+
+def test_segments_go_through():
+    p = preset("flux1")
+    grid = Grid((1, 2, 3), start=1, length=3)
+    assert torch.equal(table(p.positions(grid)), grid.coordinates())
+    assert p.positions(2, Grid((1, 2, 3), prefix=1, suffix=2), 3) == Grid((1, 2, 3), prefix=3, suffix=5)
+    found = p.positions(2, (2, 3), Tokens(1, "diagonal", start=5), Grid((1, 1, 2)), [1, 2])
+    expected = compose(
+        Tokens(2, "zero"), Grid((1, 2, 3)), Tokens(1, "diagonal", start=5), Grid((1, 1, 2)),
+        Grid((1, 1, 2)).offset((1, 0, 0)),
+    )  # fmt: skip
+    assert torch.equal(table(found), table(expected))
+
+
+def test_a_batch_of_captions_and_sizes():
+    """Lumina 2 with captions of two lengths and images of three sizes, padded and packed."""
+    p = preset("lumina2", 24)
+    layouts = [p.positions(n, shape) for n, shape in ((7, (3, 5)), (4, (6, 2)), (4, (2, 7)))]
+    xs = [list(inputs(layout.num_tokens, 24)) for layout in layouts]
+    expected = [encode(p, *x, layout) for x, layout in zip(xs, layouts, strict=True)]
+    packed = encode(p, *(torch.cat(t, dim=2) for t in zip(*xs, strict=True)), pack(layouts).positions)
+    for found, parts in zip(packed, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.cat(parts, dim=2))
+    longest = max(layout.num_tokens for layout in layouts)
+    padded = [
+        torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in t])
+        for t in zip(*xs, strict=True)
+    ]
+    rows = pad(layouts)
+    rows = Coordinates(rows.coords.repeat_interleave(BATCH, 0), rotated=rows.rotated.repeat_interleave(BATCH, 0))
+    found = encode(p, *padded, rows)[0]
+    for i, (q, _) in enumerate(expected):
+        torch.testing.assert_close(found[i * BATCH : (i + 1) * BATCH, :, : q.shape[2]], q)
+
+
+def test_resolution_is_a_position_rule():
+    p = preset("rope_vit_axial")
+    small, large = p.positions(1, (14, 10)), p.positions(1, (28, 20), reference=(14, 10))
+    assert torch.equal(table(small)[1:].reshape(14, 10, 2), table(large)[1:].reshape(28, 20, 2)[::2, ::2])
+
+
+# --- frequencies of presets ----------------------------------------------------------------------------------
+
+
+def test_rope_mixed_begins_as_the_original():
+    """Half of a head's pairs along a random angle, half across, magnitudes 10^(-4 i / D)."""
+    p = preset("rope_vit_mixed", num_heads=40)
+    angles = torch.atan2(p.omega[:, 0, 0], p.omega[:, 0, 1])  # y, x
+    magnitudes = torch.tensor([10.0 ** (-4 * i / 64) for i in range(16)], dtype=torch.float64)
+    for half in (0, 1):
+        turned = (angles + half * math.pi / 2)[:, None]
+        expected = torch.stack([magnitudes * turned.sin(), magnitudes * turned.cos()], dim=-1)
+        torch.testing.assert_close(p.omega[:, 16 * half : 16 * half + 16], expected)
+    assert angles.min() < -2
+    assert angles.max() > 2
+    assert torch.equal(p.omega, preset("rope_vit_mixed", num_heads=40).omega)
+    assert not torch.equal(p.omega, preset("rope_vit_mixed", num_heads=40, seed=1).omega)
+
+
+def test_dinov3_trains_with_its_augmentation():
+    p = preset("dinov3")
+    augment = AugmentPositions(**p.scheme.augment)
+    positions = augment(p.positions(5, (4, 6)))
+    ratio = positions.coordinates()[5:] / p.positions(5, (4, 6)).coordinates()[5:]
+    assert ratio.std() < 1e-12
+    assert 0.5 <= ratio[0, 0] <= 2
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters"),
+    [
+        (
+            partial(yarn_scaling, factor=4.0, original_length=512),
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        ),
+        (
+            partial(llama3_scaling, factor=4.0, original_length=512),
+            {
+                "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 512, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
+        (
+            partial(
+                longrope_scaling, short=[1.0 + i / 64 for i in range(64)], long=[2.0] * 64, factor=4.0, length=30,
+                original_length=512,
+            ),
+            {
+                "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 512,
+                "short_factor": [1.0 + i / 64 for i in range(64)], "long_factor": [2.0] * 64,
+            },
+        ),
+    ],
+    ids=["yarn", "llama3", "longrope"],
+)  # fmt: skip
+def test_text_side_scalings(scaling, parameters):
+    """Qwen2-VL stretched, with its amplitude."""
+    p, segments = preset("qwen2_vl", scaling=scaling), (3, (1, 3, 5), 20)
+    positions = p.positions(*segments)
+    q, k = inputs(positions.num_tokens, 128)
+    expected = text2(q, k, p, segments, {}, scaling=parameters)
+    for a, b in zip(encode(p, q, k, positions), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
+    assert (p.amplitude == 1) == (parameters["rope_type"] == "llama3")
+    assert not torch.allclose(p.omega, preset("qwen2_vl").omega)
+
+
+def test_a_scaling_an_axis():
+    """Each axis its own series, and its own amplitude, which is then one a pair."""
+    yarn = partial(yarn_scaling, factor=4.0, original_length=64)
+    p, plain = preset("wan", scaling=(None, yarn, partial(ntk_scaling, factor=2.0))), preset("wan")
+    assert torch.equal(p.omega[..., 0], plain.omega[..., 0])
+    t = plain.omega[0, 22:43, 1]
+    assert torch.equal(p.omega[0, 22:43, 1], yarn(t)[0])
+    assert torch.equal(p.omega[0, 43:, 2], ntk_scaling(plain.omega[0, 43:, 2], 2.0)[0])
+    assert p.amplitude.tolist() == [1.0] * 22 + [yarn(t)[1]] * 21 + [1.0] * 21
+    q, k = inputs(24, 128)
+    ratio = encode(p, q, k, p.positions((2, 3, 4)))[0].square().unflatten(-1, (-1, 2)).sum(-1)
+    ratio = ratio / q.square().unflatten(-1, (-1, 2)).sum(-1)
+    torch.testing.assert_close(ratio, p.amplitude.square().float().expand_as(ratio), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_copies(name):
+    p = preset(name, num_heads=HEADS)
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert torch.equal(other.omega, p.omega)
+        assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
+
+
+def test_an_image_is_one_frame():
+    for name in ("cogvideox", "mochi", "cosmos", "hunyuan_video", "wan", "flux1", "qwen_image", "qwen2_vl"):
+        p = preset(name)
+        assert torch.equal(table(p.positions((4, 6))), table(p.positions((1, 4, 6))))
+
+
+def test_changes():
+    p = preset("flux1", 64, base=500.0, split=(2, 3, 3))
+    assert (p.omega[0] != 0).sum(0).tolist() == [8, 12, 12]
+    torch.testing.assert_close(p.omega[0, 1, 0].item(), 500 ** (-1 / 8))
+    assert preset("mochi", base=2.0).omega.norm(dim=-1).min() >= 0.49
+
+
+BAD = {
+    "unknown name": (r"name: .*'eva02'.*got 'flux'", lambda: preset("flux")),
+    "head_dim that can't be shared": (
+        r"head_dim: flux1 can't have 60: .*multiple of 16, to be shared 2 : 7 : 7, got 30", lambda: preset("flux1", 60),
+    ),
+    "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
+    "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
+    "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
+    "split of a dense scheme": (
+        r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
+        lambda: preset("mochi", split=(1, 1, 1)),
+    ),
+    "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
+    "base of a scheme without": (
+        r"base: .*cosformer has none \(it takes scaling\), got 500", lambda: preset("cosformer", base=500.0),
+    ),
+    "split of one axis": (r"split: .*pope has none", lambda: preset("pope", split=(1,))),
+    "split for other axes": (
+        r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
+    ),
+    "seed of what is not random": (
+        r"seed: .*eva02 has none.*base and scaling and split", lambda: preset("eva02", seed=3),
+    ),
+    "crop of a sliver": (
+        r"start, stop: expected the last of 2 positions.*= 8.*start = 14",
+        lambda: preset("cogvideox").positions((2, 40)),
+    ),
+    "scalings of another length": (
+        r"scaling: .*3 axes, got 2", lambda: preset("wan", scaling=(None, partial(ntk_scaling, factor=2.0))),
+    ),
+    "bad scaling": (r"factor: .*got -1", lambda: preset("wan", scaling=partial(ntk_scaling, factor=-1.0))),
+    "text where there is none": (r"segments: wan .*got 5", lambda: preset("wan").positions(5, (2, 3, 4))),
+    "shape of other axes": (r"segments: eva02 has 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
+    "odd size to merge": (
+        r"segments: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
+    ),
+    "reference of a table": (
+        r"reference: qwen2_vl_vision has a table", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
+    ),
+}  # fmt: skip
+
+
+TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
+TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
+TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
+OPTIONS = {"dinov3": "by", "perception_encoder": "offset", "qwen2_vl_vision": "merge", "cogvideox": "size"}
+OPTIONS |= {"mochi": "area", "cosmos": "fps", "cosformer": "longest"}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_said_is_taken_or_refused(name):
+    """No argument passes without effect."""
+    plain = preset(name, num_heads=HEADS)
+    shares = (1, *[2] * (plain.num_axes - 1))
+    changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
+    for key, value in changes.items():
+        if key in TAKES[name]:
+            size = 3360 if plain.scheme.map == "rotate" else 1680  # which all shares divide
+            changed = preset(name, size, HEADS, **{key: value})
+            if (name, key) != ("cosformer", "scaling"):
+                assert not torch.equal(changed.omega, preset(name, size, HEADS).omega), key
+        else:
+            with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
+                preset(name, num_heads=HEADS, **{key: value})
+    # Options of the grids.
+    shape = next(s for s in SEGMENTS[name] if isinstance(s, tuple))
+    options = {"by": "longer", "offset": 3, "merge": 1, "size": None, "area": 9, "fps": 7, "longest": 99}
+    for option, value in {**options, "prefix": 1, "scale": 2.0}.items():
+        if OPTIONS.get(name) == option:
+            assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
+        else:
+            with pytest.raises(TypeError, match=rf"{option}: {name}'s grids take .*, got"):
+                plain.positions(shape, **{option: value})
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_head_dim_is_laid_out_or_refused(name):
+    """One message that names head_dim, or frequencies for every channel."""
+    refused = []
+    for head_dim in range(42):
+        try:
+            p = preset(name, head_dim)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert p.omega.shape[1] == (head_dim if p.scheme.map == "cosine" else head_dim // 2)
+            assert p.omega.isfinite().all()
+    assert all(message.startswith("head_dim: ") for message in refused)
+    assert 1 <= len(refused) < 42
+
+
+@pytest.mark.parametrize("name", ["pope", "transnormer"])
+def test_a_sequence_counts_on(name):
+    """Parts of a sequence of one axis are behind each other, in whatever pieces it is given."""
+    p = preset(name)
+    whole = torch.arange(10, dtype=torch.float64)[:, None]
+    for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):
+        assert torch.equal(table(p.positions(*segments)), whole)
+        assert torch.equal(table(p.positions(*segments, start=2, length=5)), whole[2:7])
+
+
+def test_a_preset_made_on_the_meta_device_has_values():
+    with torch.device("meta"):
+        found = [preset(name, num_heads=HEADS) for name in SCHEMES]
+    for p in found:
+        assert torch.equal(p.omega, preset(p.name, num_heads=HEADS).omega)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    message, call = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
