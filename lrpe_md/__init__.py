@@ -29,7 +29,7 @@ from .presets.registry import preset as preset
 
 __version__ = "0.1.0"
 
-# In a checkout the backbones and the commands lie beside the package, as lrpe_md.models and lrpe_md.scripts; a wheel has
+# lrpe_md.models and lrpe_md.scripts, the backbones and the commands, lie beside the package in a checkout; a wheel has
 # them inside.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():

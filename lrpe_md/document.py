@@ -7,6 +7,7 @@ without autograd; ``*_cache_*`` keeps Θ (H, N, D) in float32, modulo 2π, and r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import overload
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from .engine import boundary
-from .engine.validate import Act, Impl, Pairs, Positions, check_input, prepare, rotary_slice
+from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
+from .engine.dispatch import encode, use_triton
+from .engine.validate import check_input, rotary_slice, validate
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
-from .functional import cosine, encode, rotate, use_triton
+from .functional import cosine, rotate
 from .positions.grid import Grid
 from .positions.sequences import text_positions
 
@@ -67,12 +70,12 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """The forward pass alone; arguments of :func:`lrpe_cosine_md`."""
-    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs))[0]
+    return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
 def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
     """The backward pass alone: (dx, dtheta)."""
-    return _backward("cosine", do, x, theta, _cosine_call, kwargs)
+    return _backward(do, x, theta, partial(_cosine_call, **kwargs))
 
 
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
@@ -81,12 +84,14 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     It is here for the document's sake: on an H200 (64×64 grid, head_dim 64, shared θ, bfloat16) the forward is as fast
     as without, the backward 1% slower, with and without the gradient of θ. With a θ for each head it has more to read.
     """
-    return _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True, differentiable=True)[0]
+    call = _cosine_call(x, theta, **kwargs)
+    use_triton("triton", (x,), call.tables)
+    return boundary.encode(call, (x,), boundary.is_direct((x, *call.tables)), cache=True)[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
     """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
-    o, *_, theta_cache = _forward("cosine", x, *_cosine_call(x, theta, **kwargs), cache=True)
+    o, *_, theta_cache = _forward(x, _cosine_call(x, theta, **kwargs), cache=True)
     return o, theta_cache
 
 
@@ -94,7 +99,7 @@ def lrpe_cosine_md_cache_bwd_triton(
     do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
 ) -> tuple[Tensor, Tensor]:
     """The backward pass alone, with the angles of the forward: (dx, dtheta)."""
-    return _backward("cosine", do, x, theta, _cosine_call, kwargs, theta_cache)
+    return _backward(do, x, theta, partial(_cosine_call, **kwargs), theta_cache)
 
 
 @overload
@@ -141,7 +146,8 @@ def lrpe_rotate_1d(
     """
     xs = x if isinstance(x, tuple) else (x,)
     omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
-    return encode("rotate", xs, omega, positions, act, dim, None, pairs, rotary_dim, impl, amplitude)
+    options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
+    return encode(options, xs, omega, positions, amplitude=amplitude)
 
 
 lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")
@@ -150,12 +156,12 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """The forward pass alone; arguments of :func:`lrpe_rotate_1d`."""
-    return _forward("rotate", x, *_rotate_call(x, theta, **kwargs))[0]
+    return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 
 def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
     """The backward pass alone: (dx, dtheta)."""
-    return _backward("rotate", do, x, theta, _rotate_call, kwargs)
+    return _backward(do, x, theta, partial(_rotate_call, **kwargs))
 
 
 def lrpe_rotate_md(
@@ -201,39 +207,49 @@ def _rotate_1d(
     return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)
 
 
-def _cosine_call(x, theta, *, shape, l=0, act="none", dim=None, axis_order: AxisOrder = "minor_first"):  # noqa: E741
+def _cosine_call(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    shape: tuple[int, ...],
+    l: int = 0,  # noqa: E741
+    act: Act = "none",
+    dim: int | None = None,
+    axis_order: AxisOrder = "minor_first",
+) -> Call:
     kwargs = _cosine_md(x, theta, shape, l, axis_order)
-    return kwargs["omega"], kwargs["positions"], act, dim, None, "half", None
+    return validate(Options("cosine", act, dim), (x,), kwargs["omega"], kwargs["positions"])
 
 
 def _rotate_call(
-    x, theta, *, offset=0, cu_seqlens=None, act="none", dim=None, rotary_dim=None, pairs: Pairs = "half", amplitude=None
-):  # fmt: skip
+    x: Tensor,
+    theta: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    act: Act = "none",
+    dim: int | None = None,
+    rotary_dim: int | slice | None = None,
+    pairs: Pairs = "half",
+    amplitude: float | Tensor | None = None,
+) -> Call:
     omega, positions = _rotate_1d((x,), theta, offset, cu_seqlens, dim, rotary_dim)
-    return omega, positions, act, dim, rotary_dim, pairs, amplitude
+    return validate(Options("rotate", act, dim, pairs, rotary_dim), (x,), omega, positions, amplitude=amplitude)
 
 
-def _forward(
-    map: str, x: Tensor, omega: Tensor, positions: Positions, act: str, dim: int | None,
-    rotary_dim: int | slice | None, pairs: Pairs, amplitude: float | Tensor | None, *, cache: bool = False,
-    differentiable: bool = False,
-):  # fmt: skip
-    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
-    use_triton("triton", (x,), tables)
-    if differentiable:
-        return boundary.encode(spec, layout, tables, omega, None, (x,), boundary.is_direct(x, omega), cache)
-    direct = boundary.is_direct(x, omega, *tables)
-    return boundary.call_forward(direct, (x,), omega, None, tables, spec, layout, cache)
+def _forward(x: Tensor, call: Call, *, cache: bool = False) -> list[Tensor]:
+    use_triton("triton", (x,), call.tables)
+    return boundary.forward(call, (x,), boundary.is_direct((x, *call.tables)), cache)
 
 
 def _backward(
-    map: str, do: Tensor, x: Tensor, theta: Tensor, call, kwargs: dict, theta_cache: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    do: Tensor, x: Tensor, theta: Tensor, make_call: Callable[[Tensor, Tensor], Call], theta_cache: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     theta = theta.detach().requires_grad_()
     with torch.enable_grad():
-        omega, positions, act, dim, rotary_dim, pairs, amplitude = call(x, theta, **kwargs)
-    spec, layout, tables = prepare(map, (x,), omega, positions, act, dim, None, pairs, rotary_dim, amplitude)
-    use_triton("triton", (x,), tables)
+        call = make_call(x, theta)
+    spec, omega = call.spec, call.tables.omega
+    use_triton("triton", (x,), call.tables)
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
         raise ValueError(
@@ -247,12 +263,8 @@ def _backward(
             f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
             f"{theta_cache.dtype} on {theta_cache.device}"
         )
-    direct = boundary.is_direct(do, x, omega, *tables, theta_cache)
-    stats = []
-    if dim == -2:
-        stats = boundary.call_forward(direct, (x,), omega, None, tables, spec, layout, False)[1:]
-    dx, domega = boundary.call_backward(
-        direct, [do], [x], stats, omega, None, tables, theta_cache, spec, layout, True, False
-    )
+    direct = boundary.is_direct((do, x, *call.tables, theta_cache))
+    _, *stats = boundary.forward(call, (x,), direct) if spec.dim == -2 else (None,)
+    dx, domega = boundary.backward(call, [do], [x], stats, theta_cache, Needs(omega=True), direct)
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta

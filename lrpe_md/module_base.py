@@ -13,7 +13,7 @@ from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, chec
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
-from .functional import encode
+from .functional import cosine, rotate
 
 __all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
 
@@ -184,9 +184,15 @@ class FrequencyModule(nn.Module):
                         f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors"
                     )
                 phase = (None, phase)
-        return encode(
-            self.map, xs, self.get_omega(), positions, self.act, self.dim, phase, self.pairs, self.rotary_dim,
-            self.impl, self._buffers.get("amplitude"), self.order,
+        omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
+        if self.map == "cosine":
+            return cosine(
+                *xs, omega=omega, positions=positions, act=self.act, dim=self.dim, phase=phase, amplitude=amplitude,
+                order=self.order, impl=self.impl,
+            )  # fmt: skip
+        return rotate(
+            *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
+            dim=self.dim, phase=phase, amplitude=amplitude, impl=self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -12,16 +12,41 @@ Angles are formed in at least float32; x is upcast to at least float32, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "activate", "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward", "fold", "join_pairs",
-    "rotate", "split_pairs",
+    "ACTIVATIONS", "MAPS", "Act", "Activation", "Map", "MapName", "Spec", "activate", "activate_backward", "angles",
+    "cos_sin", "cosine", "encode", "encode_backward", "fold", "join_pairs", "rotate", "split_pairs",
 ]  # fmt: skip
+
+
+MapName = Literal["cosine", "rotate"]
+Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
+
+
+class Spec(NamedTuple):
+    """What is computed."""
+
+    map: MapName
+    act: Act = "none"
+    dim: int = 0  # softmax over -1 (features) or -2 (sequence); 0 otherwise
+    pairs: str = "half"  # | "interleaved" | "blocks"
+    rotary_start: int = 0  # the first channel that is turned
+    num_channels: int = 0  # C: head_dim for cosine, pairs for rotate
+    sections: tuple[int, ...] = ()  # pairs a block, for pairs "blocks"
+    order: str = "cos_sin"  # | "sin_cos"
+
+    def out_dim(self, head_dim: int) -> int:
+        return MAPS[self.map].out_dim(head_dim)
+
+    def head_dim(self, out_dim: int) -> int:
+        return MAPS[self.map].head_dim(out_dim)
 
 
 def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: Tensor | None = None) -> Tensor:
@@ -55,28 +80,53 @@ def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
     return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
+class Activation(NamedTuple):
+    """x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``."""
+
+    forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
+    backward: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # dx from dx̄, x, x̄ and dim
+    never_negative: bool = False
+    dims: tuple[int, ...] = ()  # what it can be taken over; none: element by element
+
+
+def _silu_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, dim: int | None) -> Tensor:
+    s = torch.sigmoid(x)
+    return dx_bar * (s * (1 + x * (1 - s)))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "none": Activation(lambda x, dim: x, lambda dx_bar, x, x_bar, dim: dx_bar),
+    "relu": Activation(
+        lambda x, dim: torch.relu(x), lambda dx_bar, x, x_bar, dim: dx_bar * (x > 0), never_negative=True
+    ),
+    "sigmoid": Activation(
+        lambda x, dim: torch.sigmoid(x),
+        lambda dx_bar, x, x_bar, dim: dx_bar * (torch.sigmoid(x) * (1 - torch.sigmoid(x))),
+        never_negative=True,
+    ),
+    "silu": Activation(lambda x, dim: F.silu(x), _silu_backward),
+    "softplus": Activation(
+        lambda x, dim: F.softplus(x, threshold=40.0),  # the default threshold, 20, is off by 2e-9 in float64
+        lambda dx_bar, x, x_bar, dim: dx_bar * torch.sigmoid(x),
+        never_negative=True,
+    ),
+    "softmax": Activation(
+        lambda x, dim: torch.softmax(x, -1 if dim is None else dim),
+        lambda dx_bar, x, x_bar, dim: x_bar * (dx_bar - (x_bar * dx_bar).sum(dim, keepdim=True)),
+        never_negative=True,
+        dims=(-1, -2),
+    ),
+}
+
+
 def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
     """x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
-    if act == "none":
-        return x
-    if act == "softmax":
-        assert dim is not None
-        return torch.softmax(x, dim)
-    if act == "softplus":
-        return F.softplus(x, threshold=40.0)  # the default threshold, 20, is off by 2e-9 in float64
-    return {"relu": torch.relu, "sigmoid": torch.sigmoid, "silu": F.silu}[act](x)
+    return ACTIVATIONS[act].forward(x, dim)
 
 
 def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: int | None = None) -> Tensor:
     """dx from dx̄."""
-    if act == "none":
-        return dx_bar
-    if act == "softmax":
-        return x_bar * (dx_bar - (x_bar * dx_bar).sum(dim, keepdim=True))
-    if act == "relu":
-        return dx_bar * (x > 0)
-    s = torch.sigmoid(x)
-    return dx_bar * {"sigmoid": s * (1 - s), "silu": s * (1 + x * (1 - s)), "softplus": s}[act]
+    return ACTIVATIONS[act].backward(dx_bar, x, x_bar, dim)
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin") -> Tensor:
@@ -114,26 +164,64 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
     return torch.cat([half for block in blocks for half in block], dim=-1)
 
 
+class Map(NamedTuple):
+    """x̄ → y. The kernels have a branch for each entry, in ``engine/kernels/encode.py``."""
+
+    channels: Callable[[int], int]  # C: angles of a head, from the channels that are turned
+    out_dim: Callable[[int], int]  # of a head of y, from head_dim
+    head_dim: Callable[[int], int]  # and back
+    apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Spec], tuple[Tensor, Tensor]]  # dx̄ and dΘ from dy and these
+
+
+def _cosine_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    first, second = dy.chunk(2, dim=-1)
+    dy_cos, dy_sin = (first, second) if spec.order == "cos_sin" else (second, first)
+    return dy_cos * cos + dy_sin * sin, x_bar * (dy_sin * cos - dy_cos * sin)
+
+
+def _rotate_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    def turned(t: Tensor) -> tuple[Tensor, Tensor]:
+        width = 2 * cos.shape[-1]
+        _, middle, _ = t.split([spec.rotary_start, width, t.shape[-1] - spec.rotary_start - width], dim=-1)
+        return split_pairs(middle, spec.pairs, spec.sections)
+
+    dx_bar = rotate(dy, cos, -sin, spec.pairs, spec.rotary_start, spec.sections)
+    (a, b), (da, db) = turned(x_bar), turned(dx_bar)
+    return dx_bar, a * db - b * da
+
+
+MAPS: dict[str, Map] = {
+    "cosine": Map(
+        channels=lambda width: width,
+        out_dim=lambda head_dim: 2 * head_dim,
+        head_dim=lambda out_dim: out_dim // 2,
+        apply=lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order),
+        backward=_cosine_backward,
+    ),
+    "rotate": Map(
+        channels=lambda width: width // 2,
+        out_dim=lambda head_dim: head_dim,
+        head_dim=lambda out_dim: out_dim,
+        apply=lambda x_bar, cos, sin, spec: rotate(x_bar, cos, sin, spec.pairs, spec.rotary_start, spec.sections),
+        backward=_rotate_backward,
+    ),
+}
+
+
 def _no_autocast(x: Tensor):
     kind = x.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def encode(
+    spec: Spec,
     x: Tensor,
     coords: Tensor,
     rotated: Tensor | None,
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
-    *,
-    map: str,
-    act: str = "none",
-    dim: int | None = None,
-    pairs: str = "half",
-    start: int = 0,
-    sections: tuple[int, ...] = (),
-    order: str = "cos_sin",
 ) -> Tensor:
     """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
     with _no_autocast(x):
@@ -142,13 +230,12 @@ def encode(
         # Query head h takes the frequencies of head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
-        x_bar = activate(x.to(dtype), act, dim)
-        if map == "cosine":
-            return cosine(x_bar, cos, sin, order).to(x.dtype)
-        return rotate(x_bar, cos, sin, pairs, start, sections).to(x.dtype)
+        x_bar = activate(x.to(dtype), spec.act, spec.dim or None)
+        return MAPS[spec.map].apply(x_bar, cos, sin, spec).to(x.dtype)
 
 
 def encode_backward(
+    spec: Spec,
     dy: Tensor,
     x: Tensor | None,
     coords: Tensor,
@@ -156,14 +243,6 @@ def encode_backward(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
-    *,
-    map: str,
-    act: str = "none",
-    dim: int | None = None,
-    pairs: str = "half",
-    start: int = 0,
-    sections: tuple[int, ...] = (),
-    order: str = "cos_sin",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, in closed form, for where autograd can't record.
 
@@ -180,21 +259,10 @@ def encode_backward(
         theta = fold(theta, dtype).repeat_interleave(dy.shape[1] // groups, dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
         g = dy.to(dtype)
-        head_dim = g.shape[-1] // 2 if map == "cosine" else g.shape[-1]
-        x = g.new_zeros((*g.shape[:3], head_dim)) if x is None else x.to(dtype)
-        x_bar = activate(x, act, dim)
-        if map == "cosine":
-            g_cos, g_sin = g.chunk(2, dim=-1) if order == "cos_sin" else g.chunk(2, dim=-1)[::-1]
-            dx_bar = g_cos * cos + g_sin * sin
-            dtheta = x_bar * (g_sin * cos - g_cos * sin)
-        else:
-            dx_bar = rotate(g, cos, -sin, pairs, start, sections)
-            width = 2 * theta.shape[-1]
-            cut = [start, width, head_dim - start - width]
-            a, b = split_pairs(x_bar.split(cut, dim=-1)[1], pairs, sections)
-            da, db = split_pairs(dx_bar.split(cut, dim=-1)[1], pairs, sections)
-            dtheta = a * db - b * da
-        dx = activate_backward(dx_bar, x, x_bar, act, dim).to(dy.dtype)
+        x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(dtype)
+        x_bar = activate(x, spec.act, spec.dim or None)
+        dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
+        dx = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None).to(dy.dtype)
         if rotated is not None:
             dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)
         # Sum over the heads that share a frequency in at least omega's dtype: (B, G, N, C).

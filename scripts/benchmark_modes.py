@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lrpe_md import CosineMd, RotateMd, reference, rotate
 from lrpe_md.engine import boundary
+from lrpe_md.engine.call import Needs
 from lrpe_md.testing import Inputs, Workload, as_tuple
 
 from .benchmark_measure import Session, describe, device_events, quantiles, scratch, time_peer
-from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, prepared
+from .benchmark_peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, make_call
 
 SMALL = Workload(1, 12, (14, 14), 1, 64)  # where the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")
@@ -110,8 +111,8 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
-        spec, layout, tables = prepared(inputs, tuple(inputs.xs), inputs.omega)
-        ys = boundary.forward(tuple(inputs.xs), inputs.omega, None, tables, spec, layout)
+        xs = tuple(inputs.xs)
+        ys = boundary.forward(make_call(inputs, xs, inputs.omega), xs, direct=True)
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
@@ -133,7 +134,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
 
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
     """The same launcher behind torch.library.custom_op and register_autograd."""
-    spec, layout, tables = prepared(inputs, tuple(inputs.xs), inputs.omega)
+    checked = make_call(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
     result = "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
@@ -142,11 +143,14 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
         return ts[0] if number == 1 else tuple(ts)
 
     def forward(*args: Tensor) -> Any:
-        return single(boundary.forward(args[:number], args[number], None, tables, spec, layout))
+        xs, omega = args[:number], args[number]
+        call = checked._replace(tables=checked.tables._replace(omega=omega))
+        return single(boundary.forward(call, xs, direct=True))
 
     def backward(*args: Tensor) -> Any:
         grads, omega = args[:number], args[number]
-        return single(boundary.backward(grads, [], [], omega, None, tables, None, spec, layout, False, False))
+        call = checked._replace(tables=checked.tables._replace(omega=omega))
+        return single(boundary.backward(call, grads, [], [], None, Needs(), direct=True))
 
     def define(name: str, function: Any) -> Any:
         schema = f"({', '.join(names)}, Tensor omega) -> {result}"

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, reference
 from lrpe_md.engine import boundary
-from lrpe_md.engine.validate import prepare
+from lrpe_md.engine.call import Call, Options
+from lrpe_md.engine.validate import validate
 from lrpe_md.testing import Case, Inputs, bind
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
@@ -92,17 +93,18 @@ def torch_eager(inputs: Inputs) -> Forward:
     return bind(inputs, "reference")
 
 
-def prepared(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Any, Any, Any]:
-    """Spec, layout and tables, for the operators below the public functions."""
-    case = inputs.case
-    return prepare(case.map, xs, omega, inputs.positions, case.act, case.dim, None, case.pairs, case.rotary_dim)
+def make_call(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> Call:
+    """For what is below the public functions."""
+    case: Any = inputs.case
+    options = Options(case.map, case.act, case.dim, case.pairs, case.rotary_dim)
+    return validate(options, xs, omega, inputs.positions)
 
 
 def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return boundary.encode(*prepared(inputs, xs, omega), omega, None, xs, boundary.is_direct(*xs, omega), True)
+        return boundary.encode(make_call(inputs, xs, omega), xs, boundary.is_direct((*xs, omega)), cache=True)
 
     return forward
 

@@ -50,3 +50,12 @@ def nan_filled():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def known_launches():
+    """The launches that were prepared since the test began: a function."""
+    from lrpe_md.engine import call
+
+    call.remembered.clear()
+    return lambda: [launch for known in call.remembered.values() for launch in known.launches.values()]

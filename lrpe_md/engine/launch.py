@@ -1,4 +1,4 @@
-"""Launch grids, strides, allocation."""
+"""Launches: the numbers and the variant of a kernel from shapes and strides, allocation, and the launch itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from triton.compiler import CompiledKernel
 
 from ..positions.grid import affine_on, grid_coordinates
 from . import kernels
-from .boundary import Layout, Spec, Tables, accumulator, like_in_memory, strides_in_memory
-from .plan import parts, plan
+from .call import Call, Layout, Needs, Tables, Variant, remember, remembered
+from .memory import accumulator, like_in_memory, strides_in_memory
+from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = ["INTERPRETING", "backward", "forward"]
 
@@ -29,235 +30,317 @@ INTERPRETING = not isinstance(lrpe_kernel, triton.JITFunction)
 MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
 
 
-class _Call(NamedTuple):
-    """What forward and backward prepare alike: the arguments about positions and frequencies."""
-
-    omega: Tensor
-    phase: Tensor | None
-    tables: Tables
-    layout: Layout
-
-
-def _positions(omega, phase, tables: Tables, layout: Layout) -> _Call:
-    coords, affine, rotated, amplitude = tables
-    if len(layout.sizes) > MAX_AXES:
-        coords, _ = grid_coordinates(
-            layout.num_grid_tokens, layout.sizes, 0, 0, affine, coords, device=omega.device, dtype=torch.float64
-        )
-        affine, layout = None, layout._replace(sizes=())
-    if coords is not None:
-        coords = _materialised(coords).contiguous()
-    if rotated is not None:
-        rotated = rotated.contiguous().view(torch.uint8)
-    if amplitude is not None:
-        amplitude = _materialised(amplitude).contiguous()
-    phase = None if phase is None else _materialised(phase).contiguous()
-    return _Call(_materialised(omega).contiguous(), phase, Tables(coords, affine, rotated, amplitude), layout)
+def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
+    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
+    xs = [_materialise(x) for x in xs]
+    ready = _make_readable(call)
+    stats, theta = [], None
+    with _current_device(xs[0]):
+        if call.spec.dim == -2:
+            for x in xs:
+                stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
+                _launch_softmax(x, stats[-1])
+        if cache:
+            heads = _num_groups(ready.tables)
+            size = (heads, call.layout.num_tokens, call.spec.num_channels)
+            theta = ready.tables.omega.new_empty(size, dtype=torch.float32)
+        outs, _ = _run(ready, Rows(xs, [], stats, theta), False)
+    return [*outs, *stats, theta] if theta is not None else [*outs, *stats]
 
 
-def _materialised(t: Tensor) -> Tensor:
-    """A kernel reads memory, which a lazily negated view has not changed."""
-    return t.resolve_neg() if t.is_neg() else t
+def backward(
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], theta: Tensor | None, needs: Needs
+) -> list[Tensor]:
+    """dx for each gradient, then dω and dφ where needed."""
+    grads, xs = [_materialise(g) for g in grads], [_materialise(x) for x in xs]
+    theta = None if theta is None else theta.contiguous()
+    ready = _make_readable(call)
+    over_sequence = call.spec.dim == -2
+    need_dtheta = needs.omega or needs.phase
+    with _current_device(grads[0]):
+        inner = ready
+        if over_sequence:
+            inner = ready._replace(spec=call.spec._replace(act="none"))
+        load = xs if need_dtheta or inner.spec.act != "none" else []
+        dxs, partial = _run(inner, Rows(load, grads, stats, theta, theta is not None), need_dtheta)
+        if over_sequence:
+            dx_bars = dxs
+            dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
+            for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
+                _launch_softmax(x, stat, dx_bar, dx)
+        if partial is not None:
+            dxs += _reduce(partial, ready, needs)
+    return dxs
 
 
-def _run(
-    spec: Spec,
-    call: _Call,
-    xs: list[Tensor],
-    dys: list[Tensor],
-    stats: list[Tensor],
-    theta: Tensor | None,
-    load_theta: bool,
-    need_dtheta: bool,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
-    omega, phase, tables, layout = call
-    coords, affine, rotated, amplitude = tables
-    source, device = (dys or xs)[0], omega.device
-    dtype = source.dtype
-    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
-        dtype = accumulator(dtype)
-    # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
-    if coords is None and affine is None and max(layout.sizes) > 2**16 and _is_fast(dtype, need_dtheta):
-        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
-        tables = tables._replace(affine=affine)
-    address, geometry = 0, []
-    for t in xs:
-        address |= t.data_ptr()
-        geometry += t.shape, t.stride()
-    for t in dys:
-        address |= t.data_ptr()
-        geometry += t.shape, t.stride()
-    key = (
-        spec, layout, dtype, len(xs), len(dys), *geometry, address % 16 == 0, omega.shape,
-        0 if phase is None else phase.shape[0], 0 if amplitude is None else amplitude.shape[0],
-        None if coords is None else coords.shape, rotated is None, affine is None, theta is None, load_theta,
-        need_dtheta,
-    )  # fmt: skip
-    numbers = _known.get(key)
-    if numbers is None:
-        if len(_known) >= 4096:
-            _known.clear()
-        numbers = _known[key] = _numbers(
-            spec, layout, dtype, xs, dys, address % 16 == 0, omega, phase, tables, theta, load_theta, need_dtheta
-        )
-    outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in numbers.outs]
-    partial = torch.empty(numbers.partial_shape, dtype=torch.float64, device=device) if need_dtheta else None
-    if numbers.grid[0]:
-        x0, x1 = (*xs, None, None)[:2]
-        dy0, dy1 = (*dys, None, None)[:2]
-        stat0, stat1 = (*stats, None, None)[:2]
-        o0, o1 = (*outs, None)[:2]
-        tensors = x0, dy0, o0, stat0, x1, dy1, o1, stat1, omega, phase, *tables, theta, partial
-        _launch(numbers, source.dtype, tensors)
-    return outs, partial
+class Rows(NamedTuple):
+    """What a launch reads beside the tables: for one tensor, or for q and k."""
+
+    xs: list[Tensor]  # none where the backward needs none
+    dys: list[Tensor]  # none in the forward
+    stats: list[Tensor]
+    theta: Tensor | None = None  # the angles: to be kept, or
+    load_theta: bool = False  # to be read
 
 
-class _Numbers:
-    """Everything about a launch but the tensors, and the kernels compiled for it."""
+class Launch:
+    """Everything about a launch but the tensors."""
 
-    __slots__ = ("compiled", "grid", "options", "outs", "partial_shape", "scalars")
+    __slots__ = ("compiled", "grid", "options", "outs", "partial_shape", "scalars", "variant")
 
     def __init__(
-        self, programs: int, outs: list, partial_shape: tuple, scalars: tuple[int, ...], options: dict
+        self, programs: int, outs: list, partial_shape: tuple, scalars: tuple[int, ...], variant: Variant, options: dict
     ) -> None:
         self.grid = (programs, 1, 1)
         self.outs = outs  # (size, stride) of each output
         self.partial_shape = partial_shape
         self.scalars = scalars
+        self.variant = variant
         self.options = options
-        self.compiled: dict[Any, tuple[Any, tuple]] = {}
+        self.compiled: Any = None
 
 
-_known: dict[Any, _Numbers] = {}
-
-
-def _launch(numbers: _Numbers, dtype: torch.dtype, tensors: tuple[Tensor | None, ...]) -> None:
-    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
-    omega: Any = tensors[8]
-    phase, coords, _, _, amplitude = tensors[9:14]
-    # What chooses the kernel beside what _numbers is told.
-    key = (
-        dtype, omega.device, omega.dtype, phase is None or phase.dtype, coords is None or coords.dtype,
-        amplitude is None or amplitude.dtype,
+def _make_readable(call: Call) -> Call:
+    """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
+    omega, phase, coords, origin, affine, rotated, amplitude = call.tables
+    layout = call.layout
+    if len(layout.sizes) > MAX_AXES:
+        coords, _ = grid_coordinates(
+            layout.num_grid_tokens, layout.sizes, 0, 0, affine, origin, device=omega.device, dtype=torch.float64
+        )
+        affine, origin, layout = None, None, layout._replace(sizes=())
+    if rotated is not None:
+        rotated = rotated.contiguous().view(torch.uint8)
+    tables = Tables(
+        _make_dense(omega), _make_dense(phase), _make_dense(coords), _make_dense(origin), affine, rotated,
+        _make_dense(amplitude),
     )  # fmt: skip
-    found = numbers.compiled.get(key)
-    if found is not None and not lrpe_kernel.pre_run_hooks:
-        compiled, constants = found
-        compiled[numbers.grid](*tensors, *numbers.scalars, *constants)
+    return Call(call.spec, layout, tables, call.launches)
+
+
+def _make_dense(t: Any) -> Any:
+    return None if t is None else _materialise(t).contiguous()
+
+
+def _materialise(t: Tensor) -> Tensor:
+    """A kernel reads memory, which a lazily negated view has not changed."""
+    return t.resolve_neg() if t.is_neg() else t
+
+
+def _run(call: Call, rows: Rows, need_dtheta: bool) -> tuple[list[Tensor], Tensor | None]:
+    """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
+    spec, layout, tables, launches = call
+    xs, dys, stats, theta, load_theta = rows
+    source = (dys or xs)[0]
+    dtype, device = source.dtype, source.device
+    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
+        dtype = accumulator(dtype)
+    # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
+    far = layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
+    if far and _is_fast(dtype, need_dtheta):
+        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
+        tables = tables._replace(affine=affine)
+        call = call._replace(tables=tables)
+    address, geometry = 0, []
+    for t in (*xs, *dys):
+        address |= t.data_ptr()
+        geometry.append(t.stride())
+    aligned = address % 16 == 0
+    if launches is None:
+        launches = _recall_launches(call, rows)
+    key = spec.act, bool(xs), bool(dys), need_dtheta, theta is None, load_theta, aligned, *geometry
+    launch = launches.get(key)
+    if launch is None:
+        launch = launches[key] = _make_launch(call, rows, dtype, aligned, need_dtheta)
+    outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
+    partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dtheta else None
+    if launch.grid[0]:
+        x0, x1 = (*xs, None, None)[:2]
+        dy0, dy1 = (*dys, None, None)[:2]
+        stat0, stat1 = (*stats, None, None)[:2]
+        o0, o1 = (*outs, None)[:2]
+        _start(launch, (x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, theta, partial))
+    return outs, partial
+
+
+def _recall_launches(call: Call, rows: Rows) -> dict:
+    """Those of calls with the same sizes, dtypes and devices, for a call that comes without."""
+    tensors = (*rows.xs, *rows.dys, *call.tables)
+    metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
+    key = "launches", call.spec, call.layout, len(rows.xs), len(rows.dys), metas
+    known = remembered.get(key) or remember(key, call.spec, call.layout)
+    return known.launches
+
+
+def _start(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
+    compiled = launch.compiled
+    if compiled is not None and not lrpe_kernel.pre_run_hooks:
+        compiled[launch.grid](*tensors, *launch.scalars, launch.variant)
         return
-    compiled = lrpe_kernel[numbers.grid](*tensors, *numbers.scalars, **numbers.options)
+    compiled = lrpe_kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
     if isinstance(compiled, CompiledKernel):
-        names = [name for name in lrpe_kernel.arg_names if name in numbers.options]
-        numbers.compiled[key] = compiled, tuple(numbers.options[name] for name in names)
+        launch.compiled = compiled
 
 
-def _numbers(
-    spec: Spec,
-    layout: Layout,
-    dtype: torch.dtype,
-    xs: list[Tensor],
-    dys: list[Tensor],
-    aligned: bool,
-    omega: Tensor,
-    phase: Tensor | None,
-    tables: Tables,
-    theta: Tensor | None,
-    load_theta: bool,
-    need_dtheta: bool,
-) -> _Numbers:
+def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dtheta: bool) -> Launch:
     """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes."""
+    spec, layout, tables, _ = call
+    xs, dys = rows.xs, rows.dys
     sources = dys or xs
     batch, heads0, num_tokens, last = sources[0].shape
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
-    cosine = spec.map == "cosine"
-    head_dim = last // 2 if cosine and dys else last
+    head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
     outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
-    omega_heads, channels, num_axes = omega.shape
-    coords, affine, rotated, amplitude = tables
-    phase_heads, amplitude_heads = (0 if t is None else t.shape[0] for t in (phase, amplitude))
-    groups = max(omega_heads, phase_heads, amplitude_heads, 1)
+    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
+    aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
+    variant = _describe(call, rows, dtype, head_dim, aligned, need_dtheta, strides)
+    if not spec.dim and aligned:
+        variant = _flatten_channels(variant, num_tokens)
+
+    groups = max(1, _num_groups(tables))
     group0, group1 = heads0 // groups, heads1 // groups
-    by_sample = coords is not None and coords.ndim == 3
-    block_c, flat = triton.next_power_of_2(channels), 0
-    in_strides, dy_strides, out_strides = [x.stride() for x in xs], [dy.stride() for dy in dys], [o[1] for o in outs]
-    every = [*in_strides, *dy_strides, *out_strides]
-    aligned = aligned and _in_eights(head_dim, every)
-    whole = cosine or 2 * channels == head_dim  # then channels is a multiple of 4, or of 8
-    if aligned and whole and not spec.dim and channels < block_c and num_tokens * channels < 2**31:
-        block_c = min(8, channels & -channels)
-        flat = channels // block_c
-    width = block_c if cosine else 2 * block_c
-    tail = 0 if cosine else head_dim - spec.rotary_start - 2 * channels
-    block_head = triton.next_power_of_2(spec.rotary_start) if spec.rotary_start else 0
-    block_tail = triton.next_power_of_2(tail) if tail else 0
-    if need_dtheta:  # what is not rotated waits with the rest
-        width = triton.next_power_of_2(width + block_head + block_tail)
-    span = (group0 + group1) * (1 if by_sample else batch)
-    direction = "dtheta" if need_dtheta else "backward" if dys else "forward"
-    if spec.act != "none":
-        direction += " activated"
-    num_rows = num_tokens * max(1, flat)
-    heads, samples = group0 + group1, batch if by_sample else 1
-    step = flat if flat and need_dtheta else 1  # each thread stays with its channels
-    chosen = plan(
-        spec.map, direction, num_rows, groups, span, heads, width, dtype.itemsize, samples, step, INTERPRETING
-    )
+    samples = batch if variant.by_sample else 1
+    num_rows = num_tokens * max(1, variant.flat)
+    span = (group0 + group1) * batch // samples
+    work = Work(
+        map=spec.map, stage=Pass.DTHETA if need_dtheta else Pass.BACKWARD if dys else Pass.FORWARD,
+        activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
+        width=_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
+        step=variant.flat if variant.flat and need_dtheta else 1,  # each thread stays with its channels
+        interpreting=INTERPRETING,
+    )  # fmt: skip
+    chosen = plan(work)
+    variant = variant._replace(
+        block_r=chosen.block_r, block_n=chosen.block_n, stages=chosen.stages, rows_first=chosen.rows_first,
+        early=need_dtheta and _can_launch_early(),
+    )  # fmt: skip
     num_blocks = triton.cdiv(num_rows, chosen.block_n)
     token_programs = chosen.token_programs if num_blocks else 0
-    in_sample, outer = parts(span, heads, chosen.per)
+    in_sample, outer = share_rows(span, group0 + group1, chosen.per)
     programs = token_programs * groups * in_sample * outer * samples
-    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
     first, second = token_programs, groups * in_sample
-    first, second = (first, second) if tokens_first else (second, first)
-    slots = num_axes + (phase_heads > 0)
-
-    unit = 8 if aligned else 1
-    numbers: dict[str, int] = {}
-    for name, group in (("x", in_strides), ("dy", dy_strides), ("o", out_strides)):
-        for k in range(2):
-            b, h, n, d = group[k] if k < len(group) else (0, 0, 0, 0)
-            numbers |= {
-                f"{name}{k}_b": b // unit, f"{name}{k}_h": h // unit, f"{name}{k}_n": n // unit, f"{name}{k}_d": d
-            }  # fmt: skip
-
-    sizes = layout.sizes[::-1]  # fastest first: n1, n2, n3
-    n1, n2, n3 = (*sizes, 1, 1, 1)[:3]
-    numbers |= {
-        "coords_b": coords.stride(0) if coords is not None and by_sample else 0,
-        "omega_h": channels * num_axes if omega_heads > 1 else 0,
-        "phase_h": channels if phase_heads > 1 else 0,
-        "amplitude_h": channels if amplitude_heads > 1 else 0,
-        "rotated_b": rotated.stride(0) if rotated is not None and by_sample else 0,
-        "B": batch, "H0": heads0, "H1": heads1, "N": num_tokens,
-        "prefix": layout.prefix, "num_grid": layout.num_grid_tokens, "start": layout.start,
-        "n1": n1, "n2": n2, "n3": n3, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
+    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
+    if not tokens_first:
+        first, second = second, first
+    numbers = {
+        **_count_strides(strides, 8 if aligned else 1), **_count_tables(call, variant), **_count_grid(layout),
+        "B": batch, "N": num_tokens, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
         "first": first, "second": second, "G": groups, "M": in_sample, "P": outer, "span": span, "per": chosen.per,
         "group0": group0, "group1": group1,
+        **_magic("_first", first), **_magic("_second", second), **_magic("_g", groups), **_magic("_p", outer),
+        **_magic("_h", group0 + group1),
     }  # fmt: skip
-    divisors = {
-        "1": n1, "2": n2, "3": n3, "_first": first, "_second": second, "_g": groups, "_p": outer, "_h": group0 + group1
-    }  # fmt: skip
-    for name, divisor in divisors.items():
-        numbers[f"magic{name}"], numbers[f"shift{name}"] = _magic(divisor)
-    options = {
-        "D": head_dim, "C": channels, "K": num_axes, "START": spec.rotary_start,
-        "COSINE": cosine, "SIN_FIRST": spec.order == "sin_cos",
-        "INTERLEAVED": spec.pairs == "interleaved", "SECTIONS": spec.sections, "ACT": spec.act, "DIM": spec.dim,
-        "BACKWARD": bool(dys), "LOAD_X": bool(xs), "EXPLICIT": not layout.sizes, "BY_SAMPLE": by_sample,
-        "AFFINE": affine is not None,
-        "LOAD_THETA": load_theta, "STORE_THETA": theta is not None and not load_theta,
-        "ALIGNED": aligned, "LONG": any(s // unit >= 2**31 for stride in every for s in stride),
-        "WIDE": dtype == torch.float64,
-        "FAST": _is_fast(dtype, need_dtheta), "PTX": _has_ptx(dtype),
-        "BLOCK_R": chosen.block_r, "BLOCK_N": chosen.block_n, "BLOCK_C": block_c,
-        "BLOCK_HEAD": block_head, "BLOCK_TAIL": block_tail,
-        "FLAT": flat, "STAGES": chosen.stages, "EARLY": need_dtheta and _early(), "ROWS_FIRST": chosen.rows_first,
-        "num_warps": chosen.num_warps, **_registers(chosen.max_registers),
-    }  # fmt: skip
+    partial_shape = programs // groups, groups, variant.num_axes + variant.has_phase, spec.num_channels
     scalars = tuple(numbers[name] for name in kernels.lrpe_kernel.arg_names if name in numbers)
-    return _Numbers(programs, outs, (programs // groups, groups, slots, channels), scalars, options)
+    return Launch(programs, outs, partial_shape, scalars, variant, _compiler_options(chosen))
+
+
+def _num_groups(tables: Tables) -> int:
+    """Groups of heads that share frequencies."""
+    return max(t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None)
+
+
+def _describe(
+    call: Call, rows: Rows, dtype: torch.dtype, head_dim: int, aligned: bool, need_dtheta: bool, strides: dict
+) -> Variant:
+    """The variant, but for how the work is cut."""
+    spec, layout, tables, _ = call
+    positions = tables.coords if tables.coords is not None else tables.origin
+    rotating = spec.map == "rotate"
+    block_c = triton.next_power_of_2(spec.num_channels)
+    begins, widths, blocks = [0], [spec.num_channels], [block_c]
+    if rotating:
+        head, tail = spec.rotary_start, spec.rotary_start + 2 * spec.num_channels
+        begins, widths, blocks = [head, head + spec.num_channels], widths * 2, blocks * 2
+        for begin, end in ((0, head), (tail, head_dim)):
+            if end > begin:
+                begins.append(begin)
+                widths.append(end - begin)
+                blocks.append(triton.next_power_of_2(end - begin))
+    explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
+    fast, ptx, unit = _is_fast(dtype, need_dtheta), _has_ptx(dtype), 8 if aligned else 1
+    return Variant(
+        *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
+        backward=bool(rows.dys), need_dtheta=need_dtheta, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
+        load_theta=rows.load_theta, store_theta=rows.theta is not None and not rows.load_theta,
+        explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
+        has_origin=tables.origin is not None, has_phase=tables.phase is not None,
+        wide=wide, fast=fast,
+        # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
+        fixed=positions is None and not (affine or wide or fast), functions=2 if fast else int(ptx),
+        aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
+        num_turned=2 if rotating else 1, begins=tuple(begins), widths=tuple(widths), blocks=tuple(blocks),
+        block_c=block_c,
+    )  # fmt: skip
+
+
+def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
+    """Tiles of blocks of channels where these are no power of two and nothing is summed over them, so that no thread
+    idles on channels that are not there."""
+    channels = variant.num_channels  # a multiple of 4, or of 8, where they are all
+    if len(variant.begins) > variant.num_turned or channels == variant.block_c or num_tokens * channels >= 2**31:
+        return variant
+    block_c = min(8, channels & -channels)
+    blocks = (block_c,) * variant.num_turned
+    return variant._replace(block_c=block_c, blocks=blocks, flat=channels // block_c)
+
+
+def _tile_width(variant: Variant) -> int:
+    """Channels of a row that a tile holds."""
+    if not variant.need_dtheta:
+        return variant.num_turned * variant.block_c
+    return triton.next_power_of_2(sum(variant.blocks))  # what is not turned waits with the rest
+
+
+def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
+    numbers = {}
+    for name, group in strides.items():
+        for k in range(2):
+            b, h, n, d = group[k] if k < len(group) else (0, 0, 0, 0)
+            at = f"{name}{k}"
+            numbers |= {f"{at}_b": b // unit, f"{at}_h": h // unit, f"{at}_n": n // unit, f"{at}_d": d}
+    return numbers
+
+
+def _count_tables(call: Call, variant: Variant) -> dict[str, int]:
+    """Steps from one sample's, or one head's, part of a table to the next."""
+    omega, phase, coords, origin, _, rotated, amplitude = call.tables
+    positions = coords if coords is not None else origin
+    channels = variant.num_channels
+
+    def step(t: Tensor | None, size: int) -> int:
+        return size if t is not None and t.shape[0] > 1 else 0
+
+    return {
+        "positions_b": positions.stride(0) if positions is not None and variant.by_sample else 0,
+        "rotated_b": rotated.stride(0) if rotated is not None and variant.by_sample else 0,
+        "omega_h": step(omega, channels * variant.num_axes),
+        "phase_h": step(phase, channels), "amplitude_h": step(amplitude, channels),
+    }  # fmt: skip
+
+
+def _count_grid(layout: Layout) -> dict[str, int]:
+    n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest first
+    sizes = {"n1": n1, "n2": n2, "n3": n3, **_magic("1", n1), **_magic("2", n2), **_magic("3", n3)}
+    return {"first_index": layout.start - layout.prefix, "num_grid": layout.num_grid_tokens, **sizes}
+
+
+def _magic(name: str, divisor: int) -> dict[str, int]:
+    magic, shift = _divide_by(divisor)
+    return {f"magic{name}": magic, f"shift{name}": shift}
+
+
+@lru_cache(maxsize=4096)
+def _divide_by(n: int) -> tuple[int, int]:
+    """32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
+    bits = max(n - 1, 0).bit_length()
+    return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
+
+
+def _compiler_options(chosen: Plan) -> dict[str, Any]:
+    return {"num_warps": chosen.num_warps, **_registers(chosen.max_registers)}
 
 
 def _registers(most: int | None) -> dict[str, int]:
@@ -265,14 +348,7 @@ def _registers(most: int | None) -> dict[str, int]:
     return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
 
 
-@lru_cache(maxsize=4096)
-def _magic(n: int) -> tuple[int, int]:
-    """32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
-    bits = max(n - 1, 0).bit_length()
-    return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
-
-
-def _aligned(head_dim: int, tensors: list[Tensor]) -> bool:
+def _is_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
     """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
     return all(t.data_ptr() % 16 == 0 for t in tensors) and _in_eights(head_dim, [t.stride() for t in tensors])
 
@@ -287,7 +363,7 @@ def _is_fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
 
 
 @cache
-def _early() -> bool:
+def _can_launch_early() -> bool:
     """A kernel can be launched while the one before it runs, and wait for it.
 
     CUDA's programmatic dependent launch: from compute capability 9 on; graphs capture it since CUDA 12.3.
@@ -308,85 +384,53 @@ def _has_ptx(dtype: torch.dtype) -> bool:
     return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
 
 
-def _softmax_sequence(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
+def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
+    """Softmax over the sequence: its maximum and sum, or with g its backward."""
     if not x.numel():
         return
     batch, heads, num_tokens, head_dim = x.shape
     block_d = 16
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
-    aligned = _aligned(head_dim, tensors)
+    aligned = _is_aligned(head_dim, tensors)
     unit = 8 if aligned else 1
     strides = [x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit, x.stride(3)]
     for t in (g, dx):
         strides += [0, 0, 0] if t is None else [s // unit for s in t.stride()[:3]]
-    softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
-        x, g, dx, stat, *strides, batch, heads, num_tokens,
-        D=head_dim, ALIGNED=aligned, LONG=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
-        WIDE=x.dtype == torch.float64, PTX=_has_ptx(x.dtype), BLOCK_N=block_n, BLOCK_D=block_d,
+    variant = Variant(
+        act="softmax", dim=-2, head_dim=head_dim, backward=g is not None, wide=x.dtype == torch.float64,
+        functions=int(_has_ptx(x.dtype)), aligned=aligned,
+        long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
     )  # fmt: skip
+    softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
+        x, g, dx, stat, *strides, batch, heads, num_tokens, V=variant
+    )
 
 
-def forward(xs, omega, phase, tables: Tables, spec: Spec, layout: Layout, cache: bool) -> list[Tensor]:
-    """See :func:`lrpe_md.ops.forward`."""
-    xs = [_materialised(x) for x in xs]
-    call = _positions(omega, phase, tables, layout)
-    stats, theta = [], None
-    with _on(xs[0]):
-        if spec.dim == -2:
-            for x in xs:
-                stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
-                _softmax_sequence(x, stats[-1])
-        if cache:
-            heads = max(t.shape[0] for t in (omega, phase, tables.amplitude) if t is not None)
-            theta = omega.new_empty((heads, layout.num_tokens, spec.num_channels), dtype=torch.float32)
-        outs, _ = _run(spec, call, xs, [], stats, theta, False, False)
-    return [*outs, *stats, theta] if theta is not None else [*outs, *stats]
-
-
-def backward(
-    grads, xs, stats, omega, phase, tables: Tables, theta, spec: Spec, layout: Layout,
-    need_omega: bool, need_phase: bool,
-) -> list[Tensor]:  # fmt: skip
-    """See :func:`lrpe_md.ops.backward`."""
-    grads, xs = [_materialised(g) for g in grads], [_materialised(x) for x in xs]
-    theta = None if theta is None else theta.contiguous()
-    call = _positions(omega, phase, tables, layout)
-    sequence = spec.dim == -2
-    need_dtheta = need_omega or need_phase
-    load = xs if need_dtheta or (spec.act != "none" and not sequence) else []
-    with _on(grads[0]):
-        inner = spec._replace(act="none") if sequence else spec
-        dxs, partial = _run(inner, call, load, grads, stats, theta, theta is not None, need_dtheta)
-        if sequence:
-            dx_bars = dxs
-            dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
-            for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
-                _softmax_sequence(x, stat, dx_bar, dx)
-        if partial is not None:
-            domega = torch.empty_like(call.omega) if need_omega else None
-            dphase = torch.empty_like(call.phase) if need_phase and call.phase is not None else None
-            _reduce(partial, domega, dphase, call)
-            dxs += [t for t in (domega, dphase) if t is not None]
-    return dxs
-
-
-def _reduce(partial: Tensor, domega: Tensor | None, dphase: Tensor | None, call: _Call) -> None:
+def _reduce(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
+    """dω and dφ, those that are needed, from partial sums."""
+    omega, phase = call.tables.omega, call.tables.phase
+    domega = torch.empty_like(omega) if needs.omega else None
+    dphase = torch.empty_like(phase) if needs.phase and phase is not None else None
     rows, groups, slots, channels = partial.shape
-    num_axes = call.omega.shape[2]
+    num_axes = omega.shape[2]
     omega_heads = 0 if domega is None else domega.shape[0]
     phase_heads = 0 if dphase is None else dphase.shape[0]
     # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
-    early = _early() and rows > 0  # behind a first pass
+    early = _can_launch_early() and rows > 0  # behind a first pass
+    variant = Variant(
+        num_channels=channels, num_axes=num_axes, has_phase=slots > num_axes, early=early,
+        block_r=max(1, 4096 // block_c), block_c=block_c,
+    )  # fmt: skip
     reduce_partial_kernel[((omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c),)](
-        partial, domega, dphase, rows, groups, omega_heads, phase_heads,
-        C=channels, K=num_axes, J=slots, EARLY=early, BLOCK_R=max(1, 4096 // block_c), BLOCK_C=block_c,
+        partial, domega, dphase, rows, groups, omega_heads, phase_heads, V=variant,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+    return [t for t in (domega, dphase) if t is not None]
 
 
-def _on(x: Tensor):
+def _current_device(x: Tensor):
     """Triton launches on the current device: make it x's."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if elsewhere else nullcontext()

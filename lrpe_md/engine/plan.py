@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
 import triton
 
-__all__ = ["TILES", "Plan", "Tile", "cut", "parts", "plan", "tile"]
+__all__ = ["TILES", "Pass", "Plan", "Tile", "Work", "cut_rows", "plan", "share_rows", "tile"]
+
+
+class Pass(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    DTHETA = "dtheta"  # a backward with the gradient of the frequencies or the phase
+
+
+class Work(NamedTuple):
+    """What is to be cut."""
+
+    map: str
+    stage: Pass
+    activated: bool
+    num_tokens: int
+    groups: int  # of heads that share frequencies; for each of the samples, where they have coordinates of their own
+    rows: int  # of a group, heads of samples
+    heads: int  # rows of a group in one sample
+    width: int  # channels of a row that a tile holds
+    itemsize: int
+    samples: int = 1
+    step: int = 1  # what the number of programs along the tokens must be divisible by
+    interpreting: bool = False  # for Triton's interpreter
 
 
 class Plan(NamedTuple):
@@ -33,96 +57,70 @@ class Tile(NamedTuple):
     rows_first: bool = False
 
 
-# Bytes an element, map and pass -> tiles up to 16, up to 64, more channels wide. A pass of two words that is not here
-# has the tiles of the first.
-# Chosen in tuning runs on an H200 among about 20 tiles each, by the worst of shared and per-head frequencies on the
-# workloads of scripts/benchmark.py (14×14 and 64×64 grids with head_dim 64; 21×30×52 with 128): within 2% of the best
-# found for each, within 4% with dω and an activation. Tiles up to 16 wide, mostly of blocks of channels: on 64×64 with
-# head_dim 72 and 80 (rotate also 48 and 96), within 4% of the best with shared frequencies, 10% with dω by head.
-# float64 is not tuned, nor partial rotation.
-# Two rows of four tokens a tile rather than one of eight: cosine's forward the same on 64×64, 0.5% faster on 14×14, 4%
-# with coordinates, 8% with silu.
-# The compiler asks for rows late, after the frequencies have come, where their addresses take long to compute.
-# rows_first holds it back: rotate 0.2 to 0.5% faster, and 1% where it reads coordinates or activates; cosine 1% with
-# head_dim 72 and 128, but 0.3% slower with 64.
-# With dω, stages let rows wait in shared memory rather than in registers, which an activation needs: cosine with silu
-# 0.88 with three and 0.80 without, softplus 0.88 and 0.72 (64×64). Rotate in 16 bits, up to 64 wide, is as
-# fast without stages.
+# Bytes an element, map, pass and whether there is an activation -> tiles up to 16, up to 64, more channels wide. A pass
+# with an activation that is not here has the tiles of the pass without. How they were found, and what each is worth:
+# docs/tuning.md; scripts/bench/tune.py finds them for another GPU. float64 is not tuned, nor partial rotation.
 _ONE, _FEW, _MANY, _16 = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1), Tile(2, 512, 1)
 _FEW_FIRST, _MANY_FIRST, _16_FIRST = (t._replace(rows_first=True) for t in (_FEW, _MANY, _16))
 TILES = {
-    (2, "cosine", "forward"): (_FEW_FIRST, _FEW, _FEW),
-    (2, "cosine", "forward activated"): (_MANY_FIRST, _FEW, _16_FIRST),
-    (2, "cosine", "backward"): (_FEW, _FEW, _16_FIRST),
-    (2, "cosine", "dtheta"): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
-    (2, "cosine", "dtheta activated"): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
-    (2, "rotate", "forward"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", "forward activated"): (
+    (2, "cosine", Pass.FORWARD, False): (_FEW_FIRST, _FEW, _FEW),
+    (2, "cosine", Pass.FORWARD, True): (_MANY_FIRST, _FEW, _16_FIRST),
+    (2, "cosine", Pass.BACKWARD, False): (_FEW, _FEW, _16_FIRST),
+    (2, "cosine", Pass.DTHETA, False): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
+    (2, "cosine", Pass.DTHETA, True): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
+    (2, "rotate", Pass.FORWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
+    (2, "rotate", Pass.FORWARD, True): (
         _MANY_FIRST, Tile(4, 512, 1, rows_first=True), Tile(4, 2048, 4, rows_first=True)
     ),
-    (2, "rotate", "backward"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", "dtheta"): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
-    (2, "rotate", "dtheta activated"): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
-    (4, "cosine", "forward"): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
-    (4, "cosine", "backward"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    (4, "cosine", "dtheta"): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
-    (4, "rotate", "forward"): (_FEW, _FEW, _FEW),
-    (4, "rotate", "backward"): (_ONE, _ONE, _FEW),
-    (4, "rotate", "dtheta"): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
+    (2, "rotate", Pass.BACKWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
+    (2, "rotate", Pass.DTHETA, False): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
+    (2, "rotate", Pass.DTHETA, True): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
+    (4, "cosine", Pass.FORWARD, False): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
+    (4, "cosine", Pass.BACKWARD, False): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
+    (4, "cosine", Pass.DTHETA, False): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
+    (4, "rotate", Pass.FORWARD, False): (_FEW, _FEW, _FEW),
+    (4, "rotate", Pass.BACKWARD, False): (_ONE, _ONE, _FEW),
+    (4, "rotate", Pass.DTHETA, False): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # an SM
-# What a new block of tokens costs, in blocks of rows: the angles are half to one of them, and where programs share
-# blocks they read less side by side. Measured on an H200: 2 makes cosine on 14×14 tokens with ω by head 1% slower
-# (44 × 4 programs a head instead of 50 × 3), and the others differ by less than their medians do.
+# What a new block of tokens costs, in blocks of rows (docs/tuning.md).
 NEW_TOKENS = 8
 
 
-def tile(map: str, direction: str, width: int, itemsize: int) -> Tile:
-    """For tiles ``width`` channels wide. Sizes never choose another compiled kernel."""
-    plain = direction.partition(" ")[0]
-    if itemsize == 8:
-        return _64._replace(max_registers=255) if plain == "dtheta" else _64
-    tiles = TILES.get((itemsize, map, direction)) or TILES[itemsize, map, plain]
-    return tiles[(width > 16) + (width > 64)]
+def tile(work: Work) -> Tile:
+    """Sizes never choose another compiled kernel."""
+    if work.itemsize == 8:
+        return _64._replace(max_registers=255) if work.stage is Pass.DTHETA else _64
+    plain = TILES[work.itemsize, work.map, work.stage, False]
+    tiles = TILES.get((work.itemsize, work.map, work.stage, True), plain) if work.activated else plain
+    return tiles[(work.width > 16) + (work.width > 64)]
 
 
-def plan(
-    map: str, direction: str, num_tokens: int, groups: int, rows: int, heads: int, width: int, itemsize: int,
-    samples: int = 1, step: int = 1, interpreting: bool = False,
-) -> Plan:  # fmt: skip
-    """Cut the work.
-
-    Args:
-        direction: "forward", "backward", "dtheta" for a backward with the frequencies' or the phase's gradient; with an
-            activation "forward activated" and so on.
-        groups: of heads that share frequencies; for each of ``samples``, where they have coordinates of their own.
-        rows: of a group, heads of samples; heads: of a group in one sample.
-        step: what the number of programs along the tokens must be divisible by.
-        interpreting: for Triton's interpreter.
-    """
-    block_r, elements, num_warps, max_registers, stages, rows_first = tile(map, direction, width, itemsize)
-    block_n = max(1, elements // width)
-    if interpreting:  # the cost is by program and row, not by size
-        block_n = max(16, min(triton.next_power_of_2(num_tokens), 32768 // width))
-        block_r = max(1, min(rows, 8 if max_registers is None else 2))
-    token_blocks = triton.cdiv(num_tokens, block_n)
+def plan(work: Work) -> Plan:
+    """Cut the work."""
+    block_r, elements, num_warps, max_registers, stages, rows_first = tile(work)
+    block_n = max(1, elements // work.width)
+    if work.interpreting:  # the cost is by program and row, not by size
+        block_n = max(16, min(triton.next_power_of_2(work.num_tokens), 32768 // work.width))
+        block_r = max(1, min(work.rows, 8 if max_registers is None else 2))
+    token_blocks = triton.cdiv(work.num_tokens, block_n)
     if max_registers is None:
         token_programs, per = token_blocks, block_r
-    elif interpreting:
-        token_programs, per = step, max(1, rows)
+    elif work.interpreting:
+        token_programs, per = work.step, max(1, work.rows)
     else:
         # As many programs as run at once: they walk far, since their partial sums are written and read once more.
         # Registers decide: tests/kernels/test_aot.py checks that shared memory leaves room.
         programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
-        programs = max(1, programs // max(1, samples) // groups)
-        token_programs, per = cut(token_blocks, rows, heads, block_r, programs, step)
+        programs = max(1, programs // max(1, work.samples) // work.groups)
+        token_programs, per = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
     return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
 
 
 @lru_cache(maxsize=4096)
-def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
+def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
     """Programs along the tokens, and rows for each program, so that the longest walk is shortest.
 
     A program forms the angles of a block of tokens and goes through its rows, at every ``token_programs``-th block in
@@ -134,7 +132,7 @@ def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, s
     wanted = 1
     while wanted <= programs:
         blocks = -(-row_blocks // wanted)
-        number = math.prod(parts(rows, heads, blocks * block_r))
+        number = math.prod(share_rows(rows, heads, blocks * block_r))
         token_programs = max(step, min(token_blocks, programs // max(1, number)) // step * step)
         rounds, left = divmod(token_blocks, token_programs)
         walk = rounds * (NEW_TOKENS + blocks) + (NEW_TOKENS + -(-left * blocks // token_programs) if left else 0)
@@ -146,7 +144,7 @@ def cut(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, s
     return best
 
 
-def parts(rows: int, heads: int, per: int) -> tuple[int, int]:
+def share_rows(rows: int, heads: int, per: int) -> tuple[int, int]:
     """Programs for ``per`` rows each in a sample, and samples or runs of them; some can be left without rows."""
     in_sample, all_parts = -(-heads // per), -(-rows // per)
     return in_sample, -(-all_parts // max(1, in_sample))

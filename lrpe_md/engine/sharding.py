@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundary import Layout, Spec, Tables, strides_in_memory
+from .call import Call, Layout, Spec, Tables
+from .memory import strides_in_memory
 
 __all__ = ["encode", "is_sharded"]
 
-Call = tuple[Spec, Layout, Tables]
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
 
@@ -29,11 +29,7 @@ def is_sharded(*tensors: Tensor | None) -> bool:
 
 
 def encode(
-    run: Callable[[Call, tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, ...]],
-    call: Call,
-    xs: tuple[Any, ...],
-    omega: Tensor,
-    phase: Tensor | None,
+    run: Callable[[Call, tuple[Tensor, ...]], tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """``run`` on the local shards; DTensors with the placements of xs.
 
@@ -47,20 +43,17 @@ def encode(
         ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
             that the ranks don't divide.
     """
-    _check(call[0], xs, omega, phase)
+    spec, layout, tables, _ = call
+    _check(spec, xs, tables.omega, tables.phase)
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
-        return tuple(encode(run, call, (x,), omega, phase)[0] for x in xs)
+        q, k = xs
+        return encode(run, call, (q,)) + encode(run, call, (k,))
     from torch.distributed.tensor import DTensor
 
     x = xs[0]
-    spec, layout, tables = call
-    ys = run(
-        (spec, *_local_positions(layout, tables, x)),
-        tuple(x.to_local() for x in xs),
-        _local_heads("omega", omega, x),
-        None if phase is None else _local_heads("phase", phase, x),
-    )
+    local = Call(spec, *_local_positions(layout, tables, x))
+    ys = run(local, tuple(x.to_local() for x in xs))
     out = []
     for x, y in zip(xs, ys, strict=True):
         shape = torch.Size((*x.shape[:3], spec.out_dim(x.shape[3])))
@@ -141,14 +134,16 @@ def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
 
 
 def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
-    coords, affine, rotated, amplitude = tables
+    omega, phase, coords, origin, affine, rotated, amplitude = tables
+    omega = _local_heads("omega", omega, x)
+    phase = None if phase is None else _local_heads("phase", phase, x)
     affine = None if affine is None else _local(affine, x, {})
     amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
     start, length = _local_tokens(x)
-    by_sample = {BATCH: 0} if coords is not None and coords.ndim == 3 else {}
+    by_sample = {BATCH: 0} if any(t is not None and t.ndim == 3 for t in (coords, origin)) else {}
     if layout.sizes:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
-        coords = None if coords is None else _local(coords, x, by_sample)  # the origin
+        origin = None if origin is None else _local(origin, x, by_sample)
     else:
         if _ranks(x, TOKENS) > 1:  # prefix and suffix become rows
             coords, rotated = layout.positions(tables, x.device)
@@ -158,7 +153,7 @@ def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Ta
         coords = _local(coords, x, dims)
         if rotated is not None:
             rotated = _local(rotated, x, dims)
-    return layout, Tables(coords, affine, rotated, amplitude)
+    return layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude)
 
 
 def _local_tokens(x: Any) -> tuple[int, int]:

@@ -1,101 +1,96 @@
-"""Arguments of the public functions: checked before anything is launched, and made into what the ops take."""
+"""Arguments of the public functions: checked before anything is launched, and made into a :class:`Call`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ..positions.grid import Coordinates, Grid, fleeting
-from .boundary import Layout, Spec, Tables
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid, fleeting
+from ..reference import ACTIVATIONS, MAPS
+from .call import Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables
 
 __all__ = [
-    "ACTIVATIONS", "IMPLS", "Act", "Impl", "Order", "Pairs", "Positions", "check_act", "check_impl", "check_input",
-    "check_pairs", "prepare", "rotary_slice",
+    "IMPLS", "Act", "Impl", "Order", "Pairs", "Positions", "check_act", "check_impl", "check_input", "check_pairs",
+    "rotary_slice", "validate",
 ]  # fmt: skip
 
-Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
-Impl = Literal["auto", "triton", "reference"]
-Pairs = Literal["half", "interleaved"] | Sequence[int]
-Order = Literal["cos_sin", "sin_cos"]
-Positions = Grid | Coordinates | Tensor
-
-ACTIVATIONS, IMPLS, ORDERS = get_args(Act), get_args(Impl), get_args(Order)
+IMPLS, ORDERS = get_args(Impl), get_args(Order)
 PAIRS = ("half", "interleaved")
 
 
-def prepare(
-    map: str,
+def validate(
+    options: Options,
     xs: tuple[Tensor, ...],
     omega: Tensor,
     positions: Any,
-    act: str,
-    dim: int | None,
-    phase: Any,
-    pairs: Any,
-    rotary_dim: int | slice | None,
+    phase: Tensor | None = None,
     amplitude: float | Tensor | None = None,
-    order: str = "cos_sin",
-) -> tuple[Spec, Layout, Tables]:
+) -> Call:
     """Check every argument; what remains to be said to an operator."""
     if not 1 <= len(xs) <= 2:
-        raise TypeError(f"{map}: expected one tensor or two (q, k), got {len(xs)}")
+        raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     x = xs[0]
     for name, t in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
         check_input(name, t, x)
-    batch, _, num_tokens, head_dim = x.shape
-
-    check_act(act, dim)
-    if order not in ORDERS:
-        raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
-
+    spec = _specify(options, x.shape[-1])
     phase_name = "phase"
-    if map == "cosine":
-        start, channels, sections = 0, head_dim, ()
-        if isinstance(phase, Tensor) and phase.ndim == 3:
-            if not len(phase):
-                raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
-            phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
-    else:
-        start, width = rotary_slice(rotary_dim, head_dim)
-        channels = width // 2
-        pairs, sections = check_pairs(pairs, channels)
-
-    layout, coords, affine, rotated = _layout(positions, num_tokens, batch, x.device)
-    if act == "softmax" and dim == -2 and isinstance(positions, Grid) and not positions.whole:
+    if isinstance(phase, Tensor) and phase.ndim == 3 and spec.map == "cosine":
+        if not len(phase):
+            raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
+        phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
+    place = _locate(positions, x)
+    if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
-
-    num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
+    num_axes = len(place.layout.sizes) if place.coords is None else place.coords.shape[-1]
     if num_axes < 1:
-        raise ValueError(
-            f"positions: expected at least one axis, got coords {tuple(coords.shape) if coords is not None else ()}"
-        )
-    _check_omega("omega", omega, x, (channels, num_axes), "(H or 1, channels or pairs, axes)", xs)
-    amplitude = _amplitude(amplitude, channels, x.device)
+        size = () if place.coords is None else tuple(place.coords.shape)
+        raise ValueError(f"positions: expected at least one axis, got coords {size}")
+    channels = spec.num_channels
+    _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
+    amplitude = _lay_amplitude(amplitude, channels, x.device)
     for name, t in ((phase_name, phase), ("amplitude", amplitude)):
         if t is not None:
-            _check_omega(name, t, x, (channels,), "(H or 1, channels or pairs)", xs)
+            _check_omega(name, t, xs, (channels,), "(H or 1, channels or pairs)")
     tensors = (("omega", omega), (phase_name, phase), ("amplitude", amplitude))
     several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
     for name, t in several[1:]:
-        if t.shape[0] != several[0][1].shape[0]:
+        first_name, first = several[0]
+        if t.shape[0] != first.shape[0]:
             raise ValueError(
-                f"{name}: expected 1 head or {several[0][0]}'s {several[0][1].shape[0]}, got {t.shape[0]} "
-                f"({tuple(t.shape)})"
+                f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} ({tuple(t.shape)})"
             )
-    spec = Spec(map, act, dim or 0, pairs, start, channels, sections, order)
-    return spec, layout, Tables(coords, affine, rotated, amplitude)
+    tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
+    return Call(spec, place.layout, tables)
+
+
+def _specify(options: Options, head_dim: int) -> Spec:
+    """What is computed, from what was asked for."""
+    check_act(options.act, options.dim)
+    if options.order not in ORDERS:
+        raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
+    pairs, sections = "half", ()
+    if options.map == "cosine":
+        start, width = 0, head_dim
+    else:
+        start, width = rotary_slice(options.rotary_dim, head_dim)
+    channels = MAPS[options.map].channels(width)
+    if options.map != "cosine":
+        pairs, sections = check_pairs(options.pairs, channels)
+    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order)
 
 
 def check_act(act: Any, dim: Any) -> None:
-    if act not in ACTIVATIONS:
-        raise ValueError(f"act: expected one of {ACTIVATIONS}, got {act!r}")
-    if act == "softmax" and dim not in (-1, -2):
-        raise ValueError(f"dim: softmax needs -1 (features) or -2 (sequence), got {dim!r}")
-    if act != "softmax" and dim is not None:
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        raise ValueError(f"act: expected one of {tuple(ACTIVATIONS)}, got {act!r}")
+    dims = ACTIVATIONS[act].dims
+    if dims and dim not in dims:
+        raise ValueError(f"dim: {act} needs -1 (features) or -2 (sequence), got {dim!r}")
+    if not dims and dim is not None:
         raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
 
 
@@ -111,7 +106,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 
 
-def _amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
+def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         if value is None or value.ndim == 2:
             return value
@@ -156,7 +151,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> 
         )
 
 
-def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: str, xs: tuple[Tensor, ...]) -> None:
+def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, ...], form: str) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a tensor {form}, got {type(t).__name__}")
     if t.dtype not in (torch.float32, torch.float64):
@@ -164,8 +159,8 @@ def _check_omega(name: str, t: Tensor, x: Tensor, tail: tuple[int, ...], form: s
             f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
             "precision cast it, call fully_shard on the module that owns it first, without param_dtype"
         )
-    if t.device != x.device:
-        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
+    if t.device != xs[0].device:
+        raise ValueError(f"{name}: expected it on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
         raise ValueError(f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}")
     for tensor in xs:
@@ -194,45 +189,57 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, in
     return start, stop - start
 
 
-def _layout(
-    positions: Positions, num_tokens: int, batch: int, device: torch.device
-) -> tuple[Layout, Tensor | None, Tensor | None, Tensor | None]:
+class _Place(NamedTuple):
+    """Positions as a layout and tables."""
+
+    layout: Layout
+    coords: Tensor | None = None
+    origin: Tensor | None = None
+    affine: Tensor | None = None
+    rotated: Tensor | None = None
+
+
+def _locate(positions: Any, x: Tensor) -> _Place:
     if isinstance(positions, Grid):
-        if positions.num_tokens != num_tokens:
-            raise ValueError(
-                f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + grid "
-                f"{' x '.join(map(str, positions.shape))} + suffix {positions.suffix} = {positions.total}"
-                + ("" if positions.whole else f", of which the shard has {positions.num_tokens}")
-            )
-        origin = positions.origin_row
-        if origin is not None:
-            if origin.ndim == 3 and origin.shape[0] != batch:
-                raise ValueError(
-                    f"positions: expected an origin or offset for each of B = {batch} samples, got {origin.shape[0]}"
-                )
-            if origin.device != device:
-                raise ValueError(f"positions: expected the origin on x's device {device}, got {origin.device}")
-        layout = Layout(
-            num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, tuple(positions.shape)
-        )
-        return layout, origin, positions.affine(device), None
+        return _locate_grid(positions, x)
     if isinstance(positions, Tensor):
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):
         raise TypeError(
             f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {type(positions).__name__}"
         )
-    coords = positions.coords
+    coords, num_tokens = positions.coords, x.shape[2]
     if positions.num_tokens != num_tokens:
         raise ValueError(
             f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + coords "
             f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}"
         )
-    if coords.ndim == 3 and coords.shape[0] != batch:
-        raise ValueError(f"positions: expected coords (B, N, K) with B = {batch}, got {tuple(coords.shape)}")
-    if coords.device != device:
-        raise ValueError(f"positions: expected coords on x's device {device}, got {coords.device}")
-    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), coords, None, positions.rotated
+    if coords.ndim == 3 and coords.shape[0] != x.shape[0]:
+        raise ValueError(f"positions: expected coords (B, N, K) with B = {x.shape[0]}, got {tuple(coords.shape)}")
+    if coords.device != x.device:
+        raise ValueError(f"positions: expected coords on x's device {x.device}, got {coords.device}")
+    layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
+    return _Place(layout, coords, rotated=positions.rotated)
+
+
+def _locate_grid(grid: Grid, x: Tensor) -> _Place:
+    num_tokens = x.shape[2]
+    if grid.num_tokens != num_tokens:
+        raise ValueError(
+            f"positions: expected {num_tokens} tokens (x's N), got prefix {grid.prefix} + grid "
+            f"{' x '.join(map(str, grid.shape))} + suffix {grid.suffix} = {grid.total}"
+            + ("" if grid.whole else f", of which the shard has {grid.num_tokens}")
+        )
+    origin = grid.origin_row
+    if origin is not None:
+        if origin.ndim == 3 and origin.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"positions: expected an origin or offset for each of B = {x.shape[0]} samples, got {origin.shape[0]}"
+            )
+        if origin.device != x.device:
+            raise ValueError(f"positions: expected the origin on x's device {x.device}, got {origin.device}")
+    layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
+    return _Place(layout, origin=origin, affine=grid.affine(x.device))
 
 
 def check_impl(impl: Any) -> None:

@@ -26,8 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid
-from lrpe_md.engine import boundary, launch, validate
+from lrpe_md.engine import call as calls
+from lrpe_md.engine import launch
 from lrpe_md.engine import plan as plans
+from lrpe_md.engine.memory import accumulator
+from lrpe_md.engine.validate import rotary_slice, validate
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -150,15 +153,15 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch._has_ptx = launch._has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
-    early, launch._early = launch._early, lambda: case.early
-    launch._known.clear()
+    early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
+    calls.remembered.clear()
     try:
         for name, recorder in recorders.items():
             setattr(launch, name, recorder)
         call(case)
     finally:
-        launch._has_ptx, launch._registers, launch._early = has_ptx, registers, early
-        launch._known.clear()
+        launch._has_ptx, launch._registers, launch._can_launch_early = has_ptx, registers, early
+        calls.remembered.clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
@@ -182,25 +185,24 @@ def call(case: SimpleNamespace) -> None:
         rotated = torch.ones(coords.shape[:-1], dtype=torch.bool) if "masked" in case.positions else None
         positions = Coordinates(coords.long() if "integer" in case.positions else coords, prefix=1, rotated=rotated)
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
-    width = case.head_dim if case.map == "cosine" else validate.rotary_slice(rotary, case.head_dim)[1]
+    width = case.head_dim if case.map == "cosine" else rotary_slice(rotary, case.head_dim)[1]
     channels = width if case.map == "cosine" else width // 2
     omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
     amplitude = torch.randn(heads, channels) if case.amplitude else None
     pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
-    spec, layout, tables = validate.prepare(
-        "cosine" if case.map == "cosine" else "rotate", tuple(xs), omega, positions, act, int(dim) if dim else None,
-        phase, pairs, rotary, amplitude, case.order,
-    )  # fmt: skip
+    name = "cosine" if case.map == "cosine" else "rotate"
+    options = calls.Options(name, act, int(dim) if dim else None, pairs, rotary, case.order)
+    checked = validate(options, tuple(xs), omega, positions, phase, amplitude)
     if case.run == "forward":
-        launch.forward(xs, omega, phase, tables, spec, layout, case.cache)
+        launch.forward(checked, xs, case.cache)
         return
-    grads = [torch.randn(*x.shape[:3], spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
-    stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=boundary.accumulator(case.dtype)) for x in xs]
+    grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
+    stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
     theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
     need = case.run == "backward omega"
-    launch.backward(grads, xs, stats, omega, phase, tables, theta, spec, layout, need, need and case.phase)
+    launch.backward(checked, grads, xs, stats, theta, calls.Needs(need, need and case.phase))
 
 
 ZEROS = {"0f00000000", "0f80000000"}
@@ -290,7 +292,7 @@ def main() -> None:
         begin = time.perf_counter()
         error, text, resident = None, "", 0
         names = source.fn.arg_names
-        rows_first = "ROWS_FIRST" in names and source.constants[names.index("ROWS_FIRST"),]
+        rows_first = source.constants[names.index("V"),].rows_first
         try:
             kernel = triton.compile(source, target=target, options=options)
             text = kernel.asm.get("ptx", "")

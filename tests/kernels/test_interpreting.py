@@ -7,10 +7,10 @@ import triton.language as tl
 from interpreting import PatchOnce, quicken
 from triton.runtime import interpreter
 
-from lrpe_md import functional
+from lrpe_md.engine import dispatch
 from lrpe_md.testing import Case, make_inputs, run
 
-pytestmark = pytest.mark.skipif(not functional.INTERPRETING, reason="needs the interpreter")
+pytestmark = pytest.mark.skipif(not dispatch.INTERPRETING, reason="needs the interpreter")
 
 
 @triton.jit

@@ -99,16 +99,15 @@ CUTS = {
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize("coords", ["grid", "by_sample"])
 @pytest.mark.parametrize("name", CUTS)
-def test_every_way_to_cut_the_work(monkeypatch, map, coords, name):
+def test_every_way_to_cut_the_work(monkeypatch, known_launches, map, coords, name):
     """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
     cut = CUTS[name]
 
-    def plan(map: str, direction: str, num_tokens: int, *_: int) -> plans.Plan:
-        one_tile = cut._replace(token_programs=-(-num_tokens // cut.block_n), per=cut.block_r)
-        return cut if direction == "dtheta" else one_tile
+    def plan(work: plans.Work) -> plans.Plan:
+        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
+        return cut if work.stage is plans.Pass.DTHETA else one_tile
 
     monkeypatch.setattr(launch, "plan", plan)
-    monkeypatch.setattr(launch, "_known", {})
     case = Case(map, (3, 6), coords=coords, batch=3, heads=(4, 2), omega_heads=2, head_dim=8, phase=True)
     assert not violations(case)
 
@@ -125,12 +124,11 @@ def test_every_way_to_cut_the_work(monkeypatch, map, coords, name):
     ],
     ids=str,
 )
-def test_channels_that_are_no_power_of_two(monkeypatch, case):
+def test_channels_that_are_no_power_of_two(known_launches, case):
     """Tiles are of blocks of channels, as many as fit a load of 16 bytes."""
-    monkeypatch.setattr(launch, "_known", {})
     assert not violations(case, frequencies=False)
     assert not violations(case)
-    blocks = {(numbers.options["FLAT"], numbers.options["BLOCK_C"]) for numbers in launch._known.values()}
+    blocks = {(launched.variant.flat, launched.variant.block_c) for launched in known_launches()}
     width = 4 if case.channels % 8 else 8
     assert blocks == {(case.channels // width, width)}
 
@@ -138,22 +136,21 @@ def test_channels_that_are_no_power_of_two(monkeypatch, case):
 @pytest.mark.parametrize(
     "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
-def test_shared_blocks_of_channels(monkeypatch, case):
+def test_shared_blocks_of_channels(monkeypatch, known_launches, case):
     """Programs of the same channels share what is left after full rounds."""
     walks = []
 
-    def plan(*args) -> plans.Plan:
-        chosen = uncut(*args)
-        if args[1] != "dtheta":
+    def plan(work: plans.Work) -> plans.Plan:
+        chosen = uncut(work)
+        if work.stage is not plans.Pass.DTHETA:
             return chosen
-        step = args[-2]
-        blocks = -(-args[2] // 8)
+        step = work.step
+        blocks = -(-work.num_tokens // 8)
         walks.append((step, *divmod(blocks, 4 * step)))
         return chosen._replace(block_n=8, block_r=1, token_programs=4 * step)
 
     uncut = plans.plan
     monkeypatch.setattr(launch, "plan", plan)
-    monkeypatch.setattr(launch, "_known", {})
     assert not violations(case)
     assert walks
     assert all(step > 1 and rounds and left for step, rounds, left in walks), walks
@@ -282,22 +279,23 @@ def test_where_the_second_pass_is_launched_early(monkeypatch, driver, capabiliti
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert launch._early.__wrapped__() is early
+    assert launch._can_launch_early.__wrapped__() is early
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward", "dtheta"])
+@pytest.mark.parametrize("stage", plans.Pass)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
-def test_plans_for_a_gpu(direction, num_tokens, rows):
+def test_plans_for_a_gpu(stage, num_tokens, rows):
     """What the interpreter does not run: empty calls, and coordinates by sample, whose programs stay one wave."""
     for map in ("cosine", "rotate"):
         for samples, step in ((1, 1), (256, 1), (1, 9)):
             rows_each = rows // samples
-            chosen = plans.plan(map, direction, num_tokens, 1, rows_each, 12, 64, 2, samples, step)
+            work = plans.Work(map, stage, False, num_tokens, 1, rows_each, 12, 64, 2, samples, step)
+            chosen = plans.plan(work)
             assert chosen.per % chosen.block_r == 0
             assert chosen.per >= chosen.block_r
-            if direction == "dtheta":
+            if stage is plans.Pass.DTHETA:
                 assert chosen.token_programs % step == 0
-                programs = samples * chosen.token_programs * math.prod(plans.parts(rows_each, 12, chosen.per))
+                programs = samples * chosen.token_programs * math.prod(plans.share_rows(rows_each, 12, chosen.per))
                 assert programs <= max(samples, plans.NUM_SM * 16)
 
 
@@ -313,16 +311,16 @@ def test_a_cut_has_the_shortest_walk(token_blocks, samples, heads, block_r, prog
     rows = samples * heads
 
     def fits(across, per):
-        return across * math.prod(plans.parts(rows, heads, per)) <= programs
+        return across * math.prod(plans.share_rows(rows, heads, per)) <= programs
 
     def walk(across, per):
         rounds, left = divmod(token_blocks, across)
         steps = per // block_r
         return rounds * (plans.NEW_TOKENS + steps) + (plans.NEW_TOKENS + -(-left * steps // across) if left else 0)
 
-    across, per = plans.cut(token_blocks, rows, heads, block_r, programs, step)
+    across, per = plans.cut_rows(token_blocks, rows, heads, block_r, programs, step)
     assert across % step == per % block_r == 0
-    assert per * math.prod(plans.parts(rows, heads, per)) >= rows
+    assert per * math.prod(plans.share_rows(rows, heads, per)) >= rows
     every = [
         (t, p)
         for p in range(block_r, rows + block_r, block_r)
@@ -356,8 +354,8 @@ def test_budget_can_fail(monkeypatch):
 
     real = boundary.forward
 
-    def no_phase(xs, omega, phase, *rest):
-        return real(xs, omega, None, *rest)
+    def no_phase(call, *rest):
+        return real(call._replace(tables=call.tables._replace(phase=None), launches={}), *rest)
 
     def unwritten(*args):
         out = real(*args)

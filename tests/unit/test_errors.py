@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lrpe_md
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, axial_omega, cosine, functional, rotate
-from lrpe_md.engine import launch
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, axial_omega, cosine, rotate
+from lrpe_md.engine import dispatch, launch
 
 x = torch.randn(2, 4, 12, 8)
 omega = torch.rand(1, 8, 2)
@@ -210,7 +210,7 @@ def test_one_clear_error(name, monkeypatch):
 
 
 def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr(functional, "INTERPRETING", False)
+    monkeypatch.setattr(dispatch, "INTERPRETING", False)
     with pytest.raises(ValueError, match=r"impl: 'triton' needs tensors on a GPU.*cpu"):
         cosine(x, omega=omega, positions=grid, impl="triton")
     with pytest.raises(ValueError, match="'triton' needs tensors on a GPU"):
@@ -219,12 +219,12 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
 
 def test_auto_says_once_why_it_is_slow(monkeypatch):
     """A GPU without triton: the reference, and one warning."""
-    monkeypatch.setattr(functional, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
 
     class OnGpu:
         is_cuda = True
 
     with pytest.warns(RuntimeWarning, match="triton is not installed"):
-        assert not functional.use_triton("auto", (OnGpu(),), None)
+        assert not dispatch.use_triton("auto", (OnGpu(),), None)
     with pytest.raises(ValueError, match="triton package"):
-        functional.use_triton("triton", (OnGpu(),), None)
+        dispatch.use_triton("triton", (OnGpu(),), None)

@@ -18,7 +18,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "positions": set(),
     "frequencies": set(),
     "engine": {"positions", "reference"},
-    "functional": {"engine", "positions"},
+    "functional": {"engine"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
@@ -65,6 +65,28 @@ def test_the_layer_test_can_fail():
     assert imported(path, "import lrpe_md.modules") == {"modules"}
 
 
+ENGINE = {  # within the engine, from top to bottom
+    "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
+    "boundary": {"call", "launch", "memory"},
+    "sharding": {"call", "memory"},
+    "validate": {"call"},
+    "launch": {"call", "kernels", "memory", "plan"},
+    "plan": set(),
+    "call": set(),
+    "memory": set(),
+    "kernels": set(),
+}
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_layers_of_the_engine(name):
+    paths = [PACKAGE / "engine" / f"{name}.py"] if name != "kernels" else sorted((PACKAGE / "engine/kernels").glob("*"))
+    names = [n for path in paths if path.suffix == ".py" for n in imported(path)]
+    found = {n.split(".")[1] for n in names if n.startswith("engine.")}
+    assert found - {name} <= ENGINE[name]
+    assert name != "kernels" or all(n.startswith("engine.kernels") for n in names)
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """A chain of modules that import each other in a circle; none: []."""
     done, walk = set(), []
@@ -83,6 +105,11 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         return []
 
     return next((found for name in sorted(graph) if (found := visit(name))), [])
+
+
+def test_no_module_imports_itself_by_others():
+    graph = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): imported(p) for p in FILES}
+    assert circle(graph) == []
 
 
 def test_the_circle_test_can_fail():

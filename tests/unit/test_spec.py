@@ -4,12 +4,13 @@ The loops are float64 torch scalars, so that autograd gives their gradients; the
 """
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 import lrpe_md
-from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md
+from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md, reference
 from lrpe_md.testing import budget_violation
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
@@ -288,3 +289,8 @@ def test_cached_angles_are_theta_modulo_a_turn():
     difference = (cache - exact) / (2 * math.pi)
     assert (difference - difference.round()).abs().max() * 2 * math.pi < 1e-6
     assert cache.abs().max() <= math.pi + 1e-6
+
+
+def test_types_name_the_entries_of_the_tables():
+    assert get_args(reference.Act) == tuple(reference.ACTIVATIONS)
+    assert get_args(reference.MapName) == tuple(reference.MAPS)

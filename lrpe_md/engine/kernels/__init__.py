@@ -8,6 +8,7 @@ position, w frequency; BLOCK_R rows (a row is a head of a sample), BLOCK_N token
 """
 
 from .encode import lrpe_kernel
-from .sums import reduce_partial_kernel, softmax_sequence_kernel
+from .reduce import reduce_partial_kernel
+from .softmax import softmax_sequence_kernel
 
 __all__ = ["lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel"]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if FAST), as unevaluated sums of two float32.
+# 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if V.fast), unevaluated sums of two float32.
 C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
@@ -25,10 +25,10 @@ def divide(o, magic, shift):
 
 
 @triton.jit
-def index(o_g, grid, j: tl.constexpr, K: tl.constexpr):
+def index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
     """Index on axis j, int32, of the tokens with index o_g on the grid."""
     n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
-    FASTER: tl.constexpr = K - 1 - j
+    FASTER: tl.constexpr = V.num_axes - 1 - j
     s = o_g
     if FASTER >= 1:
         s = divide(s, magic1, shift1)
@@ -47,28 +47,29 @@ def index(o_g, grid, j: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def coordinate(
-    o_g, m_g, p_coords, p_affine, grid,
-    j: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0)."""
-    if EXPLICIT:
-        s = tl.load(p_coords + o_g.to(tl.int64) * K + j, mask=m_g, other=0)
+def coordinate(o_g, m_g, positions, j: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr):
+    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0).
+
+    positions: pointers to coordinates, a grid's origin, its scale and shift; sizes of the grid. WIDE: float64.
+    """
+    p_coords, p_origin, p_affine, grid = positions
+    if V.explicit:
+        s = tl.load(p_coords + o_g.to(tl.int64) * V.num_axes + j, mask=m_g, other=0)
     else:
-        s = index(o_g, grid, j, K)
-        if p_coords is not None:  # the grid's origin
-            s = tl.where(m_g, s + tl.load(p_coords + j).to(tl.int64), 0)
-        if AFFINE:
+        s = index(o_g, grid, j, V)
+        if V.has_origin:
+            s = tl.where(m_g, s + tl.load(p_origin + j).to(tl.int64), 0)
+        if V.affine:
             s = s.to(tl.float64) * tl.load(p_affine + 2 * j) + tl.load(p_affine + 2 * j + 1)
             s = tl.where(m_g, s, 0.0)
     if WIDE:
         s_hi = s.to(tl.float64)
         s_lo = tl.zeros_like(s_hi)
-    elif AFFINE or p_coords is not None:
+    elif V.explicit or V.affine or V.has_origin:
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
     else:
-        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as AFFINE where the angles need it
+        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as affine where the angles need it
         s_lo = tl.zeros_like(s_hi)
     return s_hi, s_lo
 
@@ -133,33 +134,32 @@ def not_finite(loaded):
 
 
 @triton.jit
-def frequencies(
-    p_omega, p_phase, o_c, m_c, K: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
-):  # fmt: skip
+def frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
-    float64 radians if WIDE; lo in radians if FAST. If FIXED fixed point of turns for both; the lowest bit of the first
-    says whether one of them is not finite. o_c: the channels, (BLOCK_C) of all tokens or (tokens, BLOCK_C) of each;
-    m_c: which there are, None: all.
+    float64 radians if V.wide; lo in radians if V.fast. If V.fixed fixed point of turns for both; the lowest bit of the
+    first says whether one of them is not finite. o_c: the channels, (block_c) of all tokens or (tokens, block_c) of
+    each; m_c: which there are, None: all.
     """
+    K: tl.constexpr = V.num_axes
     loaded = ()
     for j in tl.static_range(K):
         loaded += (load_channels(p_omega + o_c * K + j, m_c),)
-    if p_phase is not None:
+    if V.has_phase:
         loaded += (load_channels(p_phase + o_c, m_c),)
     omega = ()
     for j in tl.static_range(len(loaded)):
         w = loaded[j]
-        if FIXED:
+        if V.fixed:
             hi, lo = counted(w)
             if j == 0:
                 lo = (lo & 0xFFFFFFFE) | not_finite(loaded)
-        elif WIDE or j == K:
-            hi = w.to(tl.float64 if WIDE else tl.float32)
+        elif V.wide or j == K:
+            hi = w.to(tl.float64 if V.wide else tl.float32)
             lo = (w - hi.to(w.dtype)).to(hi.dtype)
         else:
-            hi, lo = turns(w, 1.0 if FAST else 2.0)
-            if FAST:
+            hi, lo = turns(w, 1.0 if V.fast else 2.0)
+            if V.fast:
                 lo *= TAU
         omega += (_of_tokens(hi, lo),)
     return omega
@@ -182,93 +182,129 @@ def _of_tokens(hi, lo):
 
 
 @triton.jit
-def angle(
-    omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_theta, o_c, grid,
-    C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr,
-    WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Θ (BLOCK_N, BLOCK_C) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
+def angle(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
+    """Θ (block_n, block_c) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
-    The unit is a half turn, which leaves small remainders to round. FAST: radians, up to half a turn an axis is left,
-    and the lowest bit says nothing. WIDE: float64 radians, all in the remainder. FIXED, for the indices of a grid:
-    turns are counted in integers, which drop the whole ones by themselves and lose 2^-32 of one an axis, anywhere.
+    The unit is a half turn, which leaves small remainders to round. V.fast: radians, up to half a turn an axis is left,
+    and the lowest bit says nothing. V.wide: float64 radians, all in the remainder. cache: pointer to angles, their rows
+    and which of them there are.
     """
-    UNIT: tl.constexpr = 1.0 if FAST else 2.0
-    LOW: tl.constexpr = TAU if FAST else 1.0  # the unit of what the float32 hi leave out
-    ANY_SIZE: tl.constexpr = AFFINE or p_coords is not None
-    half = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
-    if LOAD_THETA:
-        theta = tl.load(p_theta + o_theta[:, None] * C + o_c, mask=m_theta[:, None] & (o_c < C), other=0)
-        if WIDE:
-            theta = theta.to(tl.float64)
-        elif not FAST:
-            theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, False)
-    elif WIDE:
-        theta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-        for j in tl.static_range(K):
-            s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-            theta += s[:, None] * omega[j][0]
-        if p_phase is not None:
-            theta += tl.where(m_g[:, None], omega[K][0], 0.0)
-    elif FIXED:
-        turn = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.int32)
-        for j in tl.static_range(K):
-            s = index(o_g, grid, j, K)[:, None]
-            w_hi, w_lo = omega[j]
-            turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
-        if p_phase is not None:  # one more axis: position 1 on the grid and 0 off it, frequency φ
-            turn += m_g.to(tl.int32)[:, None] * omega[K][0]
-        theta = (turn << 1).to(tl.float32) * HALF_TURN
-        half = (turn + QUARTER) >> 31
-        # All ones are a NaN. A bit: what is not finite would take a register for each channel, or a branch.
-        marked = (omega[0][1] << 31).to(tl.int32, bitcast=True) >> 31
-        theta = (theta.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
+    if V.load_theta:
+        return angle_cached(cache, o_c, V)
+    elif V.wide:
+        return angle_wide(omega, positions, o_g, m_g, V)
+    elif V.fixed:
+        return angle_fixed(omega, positions, o_g, m_g, V)
     else:
-        for j in tl.static_range(K):
-            s_hi, s_lo = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, WIDE)
-            w_hi, w_lo = omega[j]
-            s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
-            w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
-            a, odd = remainder(s, w, ANY_SIZE)  # the launcher sends large grids as AFFINE
-            if j == 0:
-                part = a  # Σ of s·hi less whole units, each exact to rounding
-                low = s * w_lo  # Σ of what the float32 hi leaves out
-            else:
-                part += a
-                low += s * w_lo
-            half += odd
-            if ANY_SIZE:
-                low += s_lo[:, None] * (w_hi * LOW)
-        if p_phase is not None:  # one more axis: position φ on the grid and 0 off it, frequency 1
-            f_hi, f_lo = omega[K]
-            one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
-            a, odd = remainder(f_hi, one, True)
-            on_grid = m_g[:, None]
-            part += tl.where(on_grid, a, 0.0)
-            low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one) * LOW, 0.0)
-            half += tl.where(on_grid, odd, 0)
-        if FAST:  # the hardware's functions bear a few turns more
-            theta = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
-        else:
-            theta = part + low
-            shifted = theta + ROUND
-            theta -= shifted - ROUND
-            half += shifted.to(tl.int32, bitcast=True)
+        return angle_float(omega, positions, o_g, m_g, V)
+
+
+@triton.jit
+def angle_cached(cache, o_c, V: tl.constexpr):
+    """From radians that a forward has stored."""
+    UNIT: tl.constexpr = 1.0 if V.fast else 2.0
+    p_theta, o_theta, m_theta = cache
+    half = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    mask = m_theta[:, None] & (o_c < V.num_channels)
+    theta = tl.load(p_theta + o_theta[:, None] * V.num_channels + o_c, mask=mask, other=0)
+    if V.wide:
+        theta = theta.to(tl.float64)
+    elif not V.fast:
+        theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, False)
     return theta, half
 
 
 @triton.jit
-def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
+def angle_wide(omega, positions, o_g, m_g, V: tl.constexpr):
+    """In float64 radians."""
+    K: tl.constexpr = V.num_axes
+    theta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
+    for j in tl.static_range(K):
+        s, _ = coordinate(o_g, m_g, positions, j, True, V)
+        w, _ = omega[j]
+        theta += s[:, None] * w
+    if V.has_phase:
+        phase, _ = omega[K]
+        theta += tl.where(m_g[:, None], phase, 0.0)
+    return theta, tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+
+
+@triton.jit
+def angle_fixed(omega, positions, o_g, m_g, V: tl.constexpr):
+    """For the indices of a grid: turns are counted in integers, which drop the whole ones by themselves and lose 2^-32
+    of one an axis, anywhere."""
+    K: tl.constexpr = V.num_axes
+    _, _, _, grid = positions
+    turn = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    for j in tl.static_range(K):
+        s = index(o_g, grid, j, V)[:, None]
+        w_hi, w_lo = omega[j]
+        turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
+    if V.has_phase:  # one more axis: position 1 on the grid and 0 off it, frequency φ
+        phase, _ = omega[K]
+        turn += m_g.to(tl.int32)[:, None] * phase
+    theta = (turn << 1).to(tl.float32) * HALF_TURN
+    half = (turn + QUARTER) >> 31
+    # All ones are a NaN. A bit: what is not finite would take a register for each channel, or a branch.
+    _, bits = omega[0]
+    marked = (bits << 31).to(tl.int32, bitcast=True) >> 31
+    theta = (theta.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
+    return theta, half
+
+
+@triton.jit
+def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
+    """In double-float: the products' whole turns go one by one, what the float32 leave out is summed apart."""
+    K: tl.constexpr = V.num_axes
+    UNIT: tl.constexpr = 1.0 if V.fast else 2.0
+    LOW: tl.constexpr = TAU if V.fast else 1.0  # the unit of what the float32 hi leave out
+    ANY_SIZE: tl.constexpr = V.explicit or V.affine or V.has_origin  # the launcher sends large grids as affine
+    half = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    for j in tl.static_range(K):
+        s_hi, s_lo = coordinate(o_g, m_g, positions, j, False, V)
+        w_hi, w_lo = omega[j]
+        s = tl.broadcast_to(s_hi[:, None], [V.block_n, V.block_c])
+        w = tl.broadcast_to(w_hi, [V.block_n, V.block_c])
+        a, odd = remainder(s, w, ANY_SIZE)
+        if j == 0:
+            part = a  # Σ of s·hi less whole units, each exact to rounding
+            low = s * w_lo  # Σ of what the float32 hi leaves out
+        else:
+            part += a
+            low += s * w_lo
+        half += odd
+        if ANY_SIZE:
+            low += s_lo[:, None] * (w_hi * LOW)
+    if V.has_phase:  # one more axis: position φ on the grid and 0 off it, frequency 1
+        f_hi, f_lo = omega[K]
+        one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
+        a, odd = remainder(f_hi, one, True)
+        on_grid = m_g[:, None]
+        part += tl.where(on_grid, a, 0.0)
+        low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one) * LOW, 0.0)
+        half += tl.where(on_grid, odd, 0)
+    if V.fast:  # the hardware's functions bear a few turns more
+        theta = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
+    else:
+        theta = part + low
+        shifted = theta + ROUND
+        theta -= shifted - ROUND
+        half += shifted.to(tl.int32, bitcast=True)
+    return theta, half
+
+
+@triton.jit
+def cos_sin(theta, half, V: tl.constexpr):
     """cos and sin of an angle from :func:`angle`.
 
-    FAST: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and somewhat more at the few turns of a
-    sum over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on
+    V.fast: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and somewhat more at the few turns of
+    a sum over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on
     [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
     """
-    if WIDE:
+    if V.wide:
         cos = tl.cos(theta)
         sin = tl.sin(theta)
-    elif FAST:
+    elif V.fast:
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
     else:
@@ -286,9 +322,9 @@ def cos_sin(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def radians(theta, half, WIDE: tl.constexpr, FAST: tl.constexpr):
+def radians(theta, half, V: tl.constexpr):
     """The angle in [-π, π] as float32, to be cached."""
-    if WIDE or FAST:
+    if V.wide or V.fast:
         x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
     else:
         x = tl.where((half & 1) != 0, tl.where(theta > 0.0, theta - 1.0, theta + 1.0), theta) * (TAU / 2.0)

@@ -1,168 +1,203 @@
 """Both maps, forward and backward, in one kernel.
 
-A program owns a block of tokens and BLOCK_R rows (heads of samples, of q and then of k) that share frequencies. It asks
+A program owns a block of tokens and block_r rows (heads of samples, of q and then of k) that share frequencies. It asks
 for its rows, forms the angles of the block while they are on their way, and maps row after row with cos Θ and sin Θ in
 registers. Where the frequencies need a gradient, programs are few and walk over many blocks and rows: in one loop, so
 that the rows of a next block can be on their way, too.
 
-The rows are unrolled: as a dimension of the tile they would be spread over threads, which then form the same angles.
+A row's channels are a tuple of tiles (tokens, channels): what the map turns (cosine: x̄; rotate: both halves of the
+pairs), then what passes as x̄. The rows are unrolled: as a dimension of the tile they would be spread over threads,
+which then form the same angles.
 """
 
 import triton
 import triton.language as tl
 
-from .activations import activate, activate_backward, masked_exp, masked_max, reciprocal, softmax_sequence
+from .activations import activate, activate_backward
 from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
+from .reduce import launch_second_pass
 from .signature import kernel
-from .sums import launch_second_pass
-from .tiles import apart, load, load_pairs, origin, pair_channels, row_at, store, store_pairs, upcast
+from .softmax import softmax_features, softmax_features_backward, softmax_sequence
+from .tiles import load, load_pairs, origin, pair_channels, row_at, split_pairs, store, store_pairs, upcast
 
-# --- the two maps, on tiles (tokens, channels) ---------------------------------------------------------------
-
-
-@triton.jit
-def _cosine(
-    x, dy_cos, dy_sin, place, cos, sin, o_n, c0,
-    D: tl.constexpr, SIN_FIRST: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr,
-    LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """x -> [x̄ cos Θ, x̄ sin Θ], or the gradients: dx̄ = dy_cos cos Θ + dy_sin sin Θ, and dΘ of each row."""
-    ACC: tl.constexpr = cos.dtype
-    _, _, o_row, num, p_stat, num_stats = place
-    m_n = o_n < num
-    dtheta = cos
-    if LOAD_X:
-        x = upcast(x, ACC, PTX)
-        if DIM == -1:
-            e = masked_exp(x, masked_max(x, D, BLOCK_C), D, PTX, BLOCK_C)
-            x_bar = e * reciprocal(tl.sum(e, axis=1), PTX)[:, None]
-        elif DIM == -2:
-            o_d = tl.arange(0, BLOCK_C)[None, :]
-            x_bar = softmax_sequence(x, p_stat, num_stats, o_d, o_d < D, PTX)
-        else:
-            x_bar = activate(x, ACT, PTX)
-    if BACKWARD:
-        dy_cos = upcast(dy_cos, ACC, PTX)
-        dy_sin = upcast(dy_sin, ACC, PTX)
-        dx = dy_cos * cos + dy_sin * sin
-        if NEED_DTHETA:
-            dtheta = x_bar * (dy_sin * cos - dy_cos * sin)
-        if DIM == -1:
-            dx = x_bar * (dx - tl.sum(x_bar * dx, axis=1)[:, None])
-        elif ACT != "none":
-            dx = activate_backward(x, x_bar, dx, ACT, PTX)
-        store(o_row, dx, o_n, m_n, c0, 0, D, ALIGNED, LONG, BLOCK_C)
-    else:
-        store(o_row, x_bar * cos, o_n, m_n, c0, D if SIN_FIRST else 0, D, ALIGNED, LONG, BLOCK_C)
-        store(o_row, x_bar * sin, o_n, m_n, c0, 0 if SIN_FIRST else D, D, ALIGNED, LONG, BLOCK_C)
-    return dtheta
+# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS ---------------------
 
 
 @triton.jit
-def _rotate(
-    xa, xb, ga, gb, place, cos, sin, o_n, c0,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-):  # fmt: skip
-    """(a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ), or the gradients: the rotation by -Θ, and dΘ of each row.
+def apply_map(x_bar, cos, sin, V: tl.constexpr):
+    """What the map turns, turned: (x̄) -> (x̄ cos Θ, x̄ sin Θ); (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)."""
+    if V.map == "cosine":
+        return x_bar[0] * cos, x_bar[0] * sin
+    elif V.map == "rotate":
+        return x_bar[0] * cos - x_bar[1] * sin, x_bar[0] * sin + x_bar[1] * cos
+    else:
+        tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
 
-    The channels before START (head) and after the rotated ones (tail) pass as x̄.
-    """
+
+@triton.jit
+def apply_map_backward(dy, cos, sin, V: tl.constexpr):
+    """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ."""
+    if V.map == "cosine":
+        dy_cos, dy_sin = dy
+        return (dy_cos * cos + dy_sin * sin,)
+    elif V.map == "rotate":
+        da, db = dy
+        return da * cos + db * sin, db * cos - da * sin
+    else:
+        tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
+
+
+@triton.jit
+def angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
+    """dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ); a db̄ - b dā."""
+    if V.map == "cosine":
+        dy_cos, dy_sin = dy
+        return x_bar[0] * (dy_sin * cos - dy_cos * sin)
+    elif V.map == "rotate":
+        return x_bar[0] * dx_bar[1] - x_bar[1] * dx_bar[0]
+    else:
+        tl.static_assert(False, "this map has no branch in kernels/encode.py: angle_gradient")
+
+
+# --- a row's tiles: loads and stores --------------------------------------------------------------------------
+
+
+@triton.jit
+def halves(V: tl.constexpr):
+    """Where the cosine map's two halves of y begin."""
+    if V.order == "sin_cos":
+        return V.head_dim, 0
+    else:
+        return 0, V.head_dim
+
+
+@triton.jit
+def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
+    """Of a row of x what the map turns, as two tiles or twice the same."""
+    if V.map == "cosine":
+        x = load(row, o_n, m_n, c0, 0, V.head_dim, V.block_c, V)
+        return x, x
+    else:
+        return load_pairs(row, o_n, m_n, c0, V)
+
+
+@triton.jit
+def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
+    """Of a row of dy what the map has turned, as two tiles or twice the same."""
+    if V.map == "cosine":
+        cos_begin, sin_begin = halves(V)
+        dy_cos = load(row, o_n, m_n, c0, cos_begin, V.head_dim, V.block_c, V)
+        dy_sin = load(row, o_n, m_n, c0, sin_begin, V.head_dim, V.block_c, V)
+        return dy_cos, dy_sin
+    else:
+        return load_pairs(row, o_n, m_n, c0, V)
+
+
+@triton.jit
+def load_passing(row, o_n, m_n, ACC: tl.constexpr, V: tl.constexpr):
+    """The tiles of a row that pass as x̄."""
+    passing = ()
+    for i in tl.static_range(V.num_turned, len(V.begins)):
+        x = load(row, o_n, m_n, origin(), V.begins[i], V.widths[i], V.blocks[i], V)
+        passing += (upcast(x, ACC, V),)
+    return passing
+
+
+@triton.jit
+def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
+    """The inverse of :func:`load_gradients`."""
+    if V.map == "cosine":
+        cos_begin, sin_begin = halves(V)
+        store(row, turned[0], o_n, m_n, c0, cos_begin, V.head_dim, V.block_c, V)
+        store(row, turned[1], o_n, m_n, c0, sin_begin, V.head_dim, V.block_c, V)
+    else:
+        store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
+
+
+@triton.jit
+def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
+    """The inverse of :func:`load_inputs`."""
+    if V.map == "cosine":
+        store(row, turned[0], o_n, m_n, c0, 0, V.head_dim, V.block_c, V)
+    else:
+        store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
+
+
+@triton.jit
+def channels_of(i: tl.constexpr, V: tl.constexpr):
+    """Channels (1, channels) of tile i of a row and which of them there are."""
+    if V.map == "rotate" and i < V.num_turned:
+        o_a, o_b = pair_channels(origin(), V)
+        o_d = o_b if i == 1 else o_a
+        m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
+    else:
+        o_d = V.begins[i] + tl.arange(0, V.blocks[i])[None, :]
+        m_d = o_d < V.begins[i] + V.widths[i]
+    return o_d, m_d
+
+
+@triton.jit
+def activate_row(x, stat, V: tl.constexpr):
+    """x̄ of a row's tiles."""
+    if V.dim == -1:
+        return softmax_features(x, V)
+    else:
+        x_bar = ()
+        for i in tl.static_range(len(x)):
+            if V.dim == -2:
+                o_d, m_d = channels_of(i, V)
+                x_bar += (softmax_sequence(x[i], stat, o_d, m_d, V),)
+            else:
+                x_bar += (activate(x[i], V),)
+        return x_bar
+
+
+@triton.jit
+def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
+    """dx of a row's tiles; with softmax over the sequence dx̄, of which another pass makes dx."""
+    if V.dim == -1:
+        return softmax_features_backward(x_bar, dx_bar)
+    elif V.act == "none":
+        return dx_bar
+    else:
+        dx = ()
+        for i in tl.static_range(len(x)):
+            dx += (activate_backward(x[i], x_bar[i], dx_bar[i], V),)
+        return dx
+
+
+@triton.jit
+def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
+    """One row from end to end; its dΘ where the frequencies need a gradient."""
     ACC: tl.constexpr = cos.dtype
-    TAIL: tl.constexpr = START + 2 * C
-    x_row, dy_row, o_row, num, p_stat, num_stats = place
+    xa, xb, ga, gb, place = fetched
+    x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
     dtheta = cos
-    if LOAD_X:
-        xa, xb = apart(upcast(xa, ACC, PTX), upcast(xb, ACC, PTX), INTERLEAVED, BLOCK_N, BLOCK_C)
-        if BLOCK_HEAD > 0:
-            xh = upcast(load(x_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD), ACC, PTX)
-        if BLOCK_TAIL > 0:
-            xt = upcast(load(x_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL), ACC, PTX)
-        if DIM == -1:
-            top = tl.maximum(masked_max(xa, C, BLOCK_C), masked_max(xb, C, BLOCK_C))
-            if BLOCK_HEAD > 0:
-                top = tl.maximum(top, masked_max(xh, START, BLOCK_HEAD))
-            if BLOCK_TAIL > 0:
-                top = tl.maximum(top, masked_max(xt, D - TAIL, BLOCK_TAIL))
-            a_bar = masked_exp(xa, top, C, PTX, BLOCK_C)
-            b_bar = masked_exp(xb, top, C, PTX, BLOCK_C)
-            total = tl.sum(a_bar + b_bar, axis=1)
-            if BLOCK_HEAD > 0:
-                h_bar = masked_exp(xh, top, START, PTX, BLOCK_HEAD)
-                total += tl.sum(h_bar, axis=1)
-            if BLOCK_TAIL > 0:
-                t_bar = masked_exp(xt, top, D - TAIL, PTX, BLOCK_TAIL)
-                total += tl.sum(t_bar, axis=1)
-            scale = reciprocal(total, PTX)[:, None]
-            a_bar = a_bar * scale
-            b_bar = b_bar * scale
-            if BLOCK_HEAD > 0:
-                h_bar = h_bar * scale
-            if BLOCK_TAIL > 0:
-                t_bar = t_bar * scale
-        elif DIM == -2:
-            o_a, o_b = pair_channels(origin(), START, C, INTERLEAVED, SECTIONS, BLOCK_C)
-            m_c = tl.arange(0, BLOCK_C)[None, :] < C
-            a_bar = softmax_sequence(xa, p_stat, num_stats, o_a, m_c, PTX)
-            b_bar = softmax_sequence(xb, p_stat, num_stats, o_b, m_c, PTX)
-            if BLOCK_HEAD > 0:
-                o_h = tl.arange(0, BLOCK_HEAD)[None, :]
-                h_bar = softmax_sequence(xh, p_stat, num_stats, o_h, o_h < START, PTX)
-            if BLOCK_TAIL > 0:
-                o_t = TAIL + tl.arange(0, BLOCK_TAIL)[None, :]
-                t_bar = softmax_sequence(xt, p_stat, num_stats, o_t, o_t < D, PTX)
+    x = ()
+    x_bar = ()
+    if V.load_x:
+        if V.map == "cosine":
+            x = (upcast(xa, ACC, V),)
         else:
-            a_bar = activate(xa, ACT, PTX)
-            b_bar = activate(xb, ACT, PTX)
-            if BLOCK_HEAD > 0:
-                h_bar = activate(xh, ACT, PTX)
-            if BLOCK_TAIL > 0:
-                t_bar = activate(xt, ACT, PTX)
-    if BACKWARD:
-        ga, gb = apart(upcast(ga, ACC, PTX), upcast(gb, ACC, PTX), INTERLEAVED, BLOCK_N, BLOCK_C)
-        a = ga * cos + gb * sin
-        b = gb * cos - ga * sin
-        if NEED_DTHETA:
-            dtheta = a_bar * b - b_bar * a
-        if BLOCK_HEAD > 0:
-            h = upcast(load(dy_row, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD), ACC, PTX)
-        if BLOCK_TAIL > 0:
-            t = upcast(load(dy_row, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL), ACC, PTX)
-        if DIM == -1:
-            dot = tl.sum(a_bar * a + b_bar * b, axis=1)
-            if BLOCK_HEAD > 0:
-                dot += tl.sum(h_bar * h, axis=1)
-            if BLOCK_TAIL > 0:
-                dot += tl.sum(t_bar * t, axis=1)
-            a = a_bar * (a - dot[:, None])
-            b = b_bar * (b - dot[:, None])
-            if BLOCK_HEAD > 0:
-                h = h_bar * (h - dot[:, None])
-            if BLOCK_TAIL > 0:
-                t = t_bar * (t - dot[:, None])
-        elif ACT != "none":
-            a = activate_backward(xa, a_bar, a, ACT, PTX)
-            b = activate_backward(xb, b_bar, b, ACT, PTX)
-            if BLOCK_HEAD > 0:
-                h = activate_backward(xh, h_bar, h, ACT, PTX)
-            if BLOCK_TAIL > 0:
-                t = activate_backward(xt, t_bar, t, ACT, PTX)
+            x = split_pairs(upcast(xa, ACC, V), upcast(xb, ACC, V), V)
+            x += load_passing(x_row, o_n, m_n, ACC, V)
+        x_bar = activate_row(x, stat, V)
+    if V.backward:
+        dy = (upcast(ga, ACC, V), upcast(gb, ACC, V))
+        if V.map == "rotate":
+            dy = split_pairs(dy[0], dy[1], V)
+        dx_bar = apply_map_backward(dy, cos, sin, V)
+        if V.need_dtheta:
+            dtheta = angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
+        dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, ACC, V)
+        out = activate_row_backward(x, x_bar, dx_bar, V)
+        store_input_gradients(o_row, out, o_n, m_n, c0, V)
     else:
-        a = a_bar * cos - b_bar * sin
-        b = a_bar * sin + b_bar * cos
-        if BLOCK_HEAD > 0:
-            h = h_bar
-        if BLOCK_TAIL > 0:
-            t = t_bar
-    store_pairs(o_row, a, b, o_n, m_n, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_N, BLOCK_C)
-    if BLOCK_HEAD > 0:
-        store(o_row, h, o_n, m_n, origin(), 0, START, ALIGNED, LONG, BLOCK_HEAD)
-    if BLOCK_TAIL > 0:
-        store(o_row, t, o_n, m_n, origin(), TAIL, D - TAIL, ALIGNED, LONG, BLOCK_TAIL)
+        out = x_bar
+        store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_n, c0, V)
+    for i in tl.static_range(V.num_turned, len(V.begins)):
+        store(o_row, out[i], o_n, m_n, origin(), V.begins[i], V.widths[i], V.blocks[i], V)
     return dtheta
 
 
@@ -170,13 +205,13 @@ def _rotate(
 
 
 @triton.jit
-def _row(r, r_hi, sample, g, heads, HAS_K: tl.constexpr):
+def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
     """Sample, head and tensor (is it k?) of row r of group g, and whether it is the program's."""
     per_sample, magic, shift, group0, group1 = heads
     i = divide(r, magic, shift)
     h = r - i * per_sample
     is_k = False
-    if HAS_K:
+    if V.has_k:
         is_k = h >= group0
         h = tl.where(is_k, g * group1 + h - group0, g * group0 + h)
     else:
@@ -185,152 +220,138 @@ def _row(r, r_hi, sample, g, heads, HAS_K: tl.constexpr):
 
 
 @triton.jit
-def _fetch(
-    x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, num_n, c0,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, SIN_FIRST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, HAS_K: tl.constexpr, ALIGNED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """For each of rows r0 .. r0 + BLOCK_R: x and dy as one tile (twice) or as two, and where the row is.
+def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
+    """For each of rows r0 .. r0 + block_r: x and dy as one tile (twice) or as two, and where the row is.
 
-    Where one of x and dy is not read the other stands for it. Where: places of x, dy and the output, number of tokens,
-    pointer to the maximum over the sequence and from there to the sum.
+    Where one of x and dy is not read the other stands for it. tensors: x, dy, the output and the statistics of softmax
+    over the sequence. rows: behind the last one, the first sample, the group and its heads. Where: places of x, dy and
+    the output, number of tokens, pointer to the maximum over the sequence and from there to the sum.
     """
+    x, dy, o, stat = tensors
+    r_hi, sample, g, G, heads = rows
     fetched = ()
-    for i in tl.static_range(BLOCK_R):
-        b, h, is_k, mine = _row(r0 + i, r_hi, sample, g, heads, HAS_K)
+    for i in tl.static_range(V.block_r):
+        b, h, is_k, mine = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(mine, num_n, 0)
-        o_row = row_at(o, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
-        if LOAD_X:
-            x_row = row_at(x, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
-            if COSINE:
-                xa = load(x_row, o_n, o_n < num, c0, 0, D, ALIGNED, LONG, BLOCK_C)
-                xb = xa
-            else:
-                xa, xb = load_pairs(x_row, o_n, o_n < num, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_C)
-        if BACKWARD:
-            dy_row = row_at(dy, is_k, b, h, n0, HAS_K, ALIGNED, LONG)
-            if COSINE:
-                ga = load(dy_row, o_n, o_n < num, c0, D if SIN_FIRST else 0, D, ALIGNED, LONG, BLOCK_C)
-                gb = load(dy_row, o_n, o_n < num, c0, 0 if SIN_FIRST else D, D, ALIGNED, LONG, BLOCK_C)
-            else:
-                ga, gb = load_pairs(dy_row, o_n, o_n < num, c0, START, C, INTERLEAVED, SECTIONS, ALIGNED, LONG, BLOCK_C)
-        if not LOAD_X:
+        o_row = row_at(o, is_k, b, h, n0, V)
+        if V.load_x:
+            x_row = row_at(x, is_k, b, h, n0, V)
+            xa, xb = load_inputs(x_row, o_n, o_n < num, c0, V)
+        if V.backward:
+            dy_row = row_at(dy, is_k, b, h, n0, V)
+            ga, gb = load_gradients(dy_row, o_n, o_n < num, c0, V)
+        if not V.load_x:
             x_row, xa, xb = dy_row, ga, gb
-        if not BACKWARD:
+        if not V.backward:
             dy_row, ga, gb = x_row, xa, xb
-        if DIM == -2:
-            p_stat0, p_stat1, B, H0, H1 = stat
-            num_heads = tl.where(is_k, H1, H0).to(tl.int64)
-            q_stat = tl.where(is_k, p_stat1, p_stat0) if HAS_K else p_stat0
-            q_stat += tl.where(mine, (b * num_heads + h) * D, 0)
-            num_stats = num_heads * B * D
+        if V.dim == -2:
+            p_stat0, p_stat1, B = stat
+            _, _, _, group0, group1 = heads
+            num_heads = (tl.where(is_k, group1, group0) * G).to(tl.int64)
+            p_stat = tl.where(is_k, p_stat1, p_stat0) if V.has_k else p_stat0
+            p_stat += tl.where(mine, (b * num_heads + h) * V.head_dim, 0)
+            row_stat = (p_stat, num_heads * B * V.head_dim)
         else:
-            q_stat, num_stats = 0, 0
-        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, q_stat, num_stats)),)
+            row_stat = (0, 0)
+        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat)),)
     return fetched
 
 
 @triton.jit
-def _angles(
-    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, first_index, num_grid,
-    o_n, o_c, m_c, grid, C: tl.constexpr, K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
-    LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, FIXED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    """cos Θ and sin Θ of tokens n0 .. n0 + BLOCK_N; their index on the grid (0 off it) and whether they are on it."""
+def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
+    """cos Θ and sin Θ of tokens n0 + o_n; their index on the grid (0 off it) and whether they are on it.
+
+    positions: those of :func:`coordinate`. tables: which tokens are rotated, the amplitude, the angles kept for the
+    backward and the first row of the group in them, whether this program keeps them; tokens, the index on the grid of
+    the first and the tokens on it.
+    """
+    p_rotated, p_amplitude, p_theta, theta_row, keeps, N, first_index, num_grid = tables
     m_n = n0 + o_n < N
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_g = tl.where(m_g, o_g, 0)
-    o_theta = tl.cast(g, tl.int64) * N + n0 + o_n
-    theta, half = angle(
-        omega, p_phase, p_coords, p_affine, p_theta, o_g, m_g, o_theta, m_n, o_c, grid,
-        C, K, EXPLICIT, AFFINE, LOAD_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C,
-    )  # fmt: skip
-    cos, sin = cos_sin(theta, half, WIDE, FAST)
+    o_theta = theta_row + n0 + o_n
+    theta, half = angle(omega, positions, (p_theta, o_theta, m_n), o_g, m_g, o_c, V)
+    cos, sin = cos_sin(theta, half, V)
     if p_amplitude is not None:
         amplitude = load_channels(p_amplitude + o_c, m_c).to(cos.dtype)
-        gain = tl.where(m_g[:, None], amplitude if FLAT else amplitude[None, :], 1.0)
+        gain = tl.where(m_g[:, None], amplitude if V.flat else amplitude[None, :], 1.0)
         cos *= gain
         sin *= gain
-    if STORE_THETA:
-        if slot == 0:
-            m_theta = m_n[:, None] & (o_c < C)
-            tl.store(p_theta + o_theta[:, None] * C + o_c, radians(theta, half, WIDE, FAST), mask=m_theta)
+    if V.store_theta:
+        if keeps:
+            m_theta = m_n[:, None] & (o_c < V.num_channels)
+            tl.store(p_theta + o_theta[:, None] * V.num_channels + o_c, radians(theta, half, V), mask=m_theta)
     return cos, sin, o_g, m_g
 
 
 @triton.jit
-def _map(
-    fetched, cos, sin, o_n, c0, dtheta,
-    D: tl.constexpr, C: tl.constexpr, START: tl.constexpr, COSINE: tl.constexpr, SIN_FIRST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    ACT: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, NEED_DTHETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, PTX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-):  # fmt: skip
+def map_rows(fetched, cos, sin, o_n, c0, dtheta, V: tl.constexpr):
     """Map fetched rows; dtheta with theirs added."""
-    for i in tl.static_range(BLOCK_R):
-        xa, xb, ga, gb, place = fetched[i]
-        if COSINE:
-            row_dtheta = _cosine(
-                xa, ga, gb, place, cos, sin, o_n, c0,
-                D, SIN_FIRST, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX, BLOCK_C,
-            )  # fmt: skip
-        else:
-            row_dtheta = _rotate(
-                xa, xb, ga, gb, place, cos, sin, o_n, c0,
-                D, C, START, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED, LONG, PTX,
-                BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-            )  # fmt: skip
-        if NEED_DTHETA:  # rows and tokens masked off have read dy = 0
-            if DIM == -2:  # but their x̄ can be inf
-                row_dtheta = tl.where((o_n < place[3])[:, None], row_dtheta, 0.0)
+    for i in tl.static_range(V.block_r):
+        row_dtheta = map_row(fetched[i], cos, sin, o_n, c0, V)
+        if V.need_dtheta:  # rows and tokens masked off have read dy = 0
+            if V.dim == -2:  # but their x̄ can be inf
+                _, _, _, _, place = fetched[i]
+                _, _, _, num, _ = place
+                row_dtheta = tl.where((o_n < num)[:, None], row_dtheta, 0.0)
             pair = row_dtheta if i % 2 == 0 else pair + row_dtheta
-            if i % 2 == 1 or i == BLOCK_R - 1:  # a conversion costs as much as eight additions
+            if i % 2 == 1 or i == V.block_r - 1:  # a conversion costs as much as eight additions
                 dtheta += pair.to(tl.float64)
     return dtheta
 
 
 @triton.jit
-def _weights(
-    o_g, m_g, p_phase, p_coords, p_affine, grid,
-    K: tl.constexpr, EXPLICIT: tl.constexpr, AFFINE: tl.constexpr,
-):  # fmt: skip
-    """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (BLOCK_N) each."""
+def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
+    """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (block_n) each."""
     weights = ()
-    for j in tl.static_range(K):
-        s, _ = coordinate(o_g, m_g, p_coords, p_affine, grid, j, K, EXPLICIT, AFFINE, True)
+    for j in tl.static_range(V.num_axes):
+        s, _ = coordinate(o_g, m_g, positions, j, True, V)
         weights += (s,)
-    if p_phase is not None:
+    if V.has_phase:
         weights += (m_g.to(tl.float64),)
     return weights
 
 
 @triton.jit
-def _walk(t, T, num_blocks, r_lo, r_hi, EVERY: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Program t's walk through all rows of a block of tokens, then those of the next: steps of BLOCK_R rows.
+def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
+    """Program t's walk through all rows of a block of tokens, then those of the next: steps of block_r rows.
 
     In as many rounds as are full it has every T-th block to itself, side by side with its neighbours; what is left is
-    shared evenly by the programs with the same channels (every EVERY-th). Returns the steps alone, all steps, and the
-    block and the row where its share begins.
+    shared evenly by the programs with the same channels (V.flat: every so-many-th). Returns the steps alone, all steps,
+    and the block and the row where its share begins.
     """
+    EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
     walkers = T // EVERY
     blocks = (num_blocks - first + EVERY - 1) // EVERY
     rounds = blocks // walkers
-    row_blocks = tl.maximum(r_hi - r_lo + BLOCK_R - 1, 0) // BLOCK_R
+    row_blocks = tl.maximum(r_hi - r_lo + V.block_r - 1, 0) // V.block_r
     left = (blocks - rounds * walkers) * row_blocks
     share = (left + walkers - 1) // walkers
     begin = tl.minimum(t // EVERY * share, left)
     skipped = begin // tl.maximum(row_blocks, 1)
     alone = rounds * row_blocks
     steps = alone + tl.minimum(share, left - begin)
-    return alone, steps, first + rounds * T + skipped * EVERY, r_lo + (begin - skipped * row_blocks) * BLOCK_R
+    return alone, steps, first + rounds * T + skipped * EVERY, r_lo + (begin - skipped * row_blocks) * V.block_r
+
+
+@triton.jit
+def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
+    """A program's sums over its tokens, (J, C)."""
+    C: tl.constexpr = V.num_channels
+    for j in tl.static_range(len(total)):
+        if V.flat:
+            for first_c in range(0, C, V.block_c):
+                mine = tl.broadcast_to(c0 == first_c, [V.block_n, V.block_c])
+                channel_sums = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
+                tl.store(p_partial + j * C + first_c + tl.arange(0, V.block_c), channel_sums)
+        elif m_c is None:
+            tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
+        else:
+            tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------
@@ -339,50 +360,34 @@ def _walk(t, T, num_blocks, r_lo, r_hi, EVERY: tl.constexpr, BLOCK_R: tl.constex
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
-    N: "i32", prefix: "i32", num_grid: "i32", start: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
+    N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
     tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", span: "i32", per: "i32",
     group0: "i32", group1: "i32", magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_h: "u32",
     shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_h: "i32",
     dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64", x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64",
     dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64", o1_b: "i64", o1_h: "i64", o1_n: "i64",
     n2: "i32", n3: "i32", magic2: "u32", magic3: "u32", shift2: "i32", shift3: "i32", num_blocks: "i32",
-    phase_h: "i32", amplitude_h: "i32", coords_b: "i64", rotated_b: "i64", P: "i32", magic_p: "u32", shift_p: "i32",
-    B: "i32", H0: "i32", H1: "i32",
-    D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, START: tl.constexpr,
-    COSINE: tl.constexpr, SIN_FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SECTIONS: tl.constexpr, ACT: tl.constexpr, DIM: tl.constexpr,
-    BACKWARD: tl.constexpr, LOAD_X: tl.constexpr, EXPLICIT: tl.constexpr, BY_SAMPLE: tl.constexpr,
-    AFFINE: tl.constexpr, LOAD_THETA: tl.constexpr, STORE_THETA: tl.constexpr,
-    ALIGNED: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    phase_h: "i32", amplitude_h: "i32", positions_b: "i64", rotated_b: "i64", P: "i32", magic_p: "u32", shift_p: "i32",
+    B: "i32", V: tl.constexpr,
 ):  # fmt: skip
     """Both maps, forward and backward, for one tensor or for q and k.
 
     Programs, all on the x axis of the launch grid: T over the token blocks, G groups of heads that share frequencies,
     and parts of a group's rows: M that share a sample, P times these, and all that for each sample where each has
-    coordinates of its own (BY_SAMPLE). The order follows memory: tokens first, or groups and parts of a sample. A
+    coordinates of its own (V.by_sample). The order follows memory: tokens first, or groups and parts of a sample. A
     group has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
-    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), or (.., 1, K), the origin
-    of a grid (not EXPLICIT), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached
-    angles in radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ.
+    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
+    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in
+    radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
+    below 0 where tokens are in front of it.
 
-    FLAT: not 0 where the channels are no power of two and x̄ needs no sum over them: the number of blocks of BLOCK_C
-    channels, and tiles have BLOCK_N of all the tokens' blocks, so that no thread idles on channels that are not there.
-    EARLY: the second pass of dω may be launched as soon as all programs of this one run. ROWS_FIRST: frequencies are
-    read after the rows.
+    V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
-    NEED_DTHETA: tl.constexpr = p_partial is not None
-    HAS_K: tl.constexpr = p_o1 is not None
-    FUNCTIONS: tl.constexpr = 2 if FAST else 1 if PTX else 0
-    # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
-    FIXED: tl.constexpr = p_coords is None and not (AFFINE or WIDE or FAST)
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
     d0 = pid - rest * first
@@ -396,104 +401,86 @@ def lrpe_kernel(
     g = inner - part * G
     slot = outer * M + part
     sample = 0
-    if BY_SAMPLE:
+    if V.by_sample:
         sample = divide(outer, magic_p, shift_p)
         outer -= sample * P
-        p_coords += sample.to(tl.int64) * coords_b
+        if V.explicit:
+            p_coords += sample.to(tl.int64) * positions_b
+        else:
+            p_origin += sample.to(tl.int64) * positions_b
         if p_rotated is not None:
             p_rotated += sample.to(tl.int64) * rotated_b
     part += outer * M
     r_lo = part * per
     r_hi = tl.minimum(r_lo + per, span)
 
-    grid = (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3)
     heads = (group0 + group1, magic_h, shift_h, group0, group1)
     one = tl.full([], 1, tl.int64)
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
-    stat = (p_stat0, p_stat1, B, H0, H1)
+    tensors = (x, dy, o, (p_stat0, p_stat1, B))
+    rows = (r_hi, sample, g, G, heads)
     p_omega += g * omega_h
-    if p_phase is not None:
+    if V.has_phase:
         p_phase += g * phase_h
     if p_amplitude is not None:
         p_amplitude += g * amplitude_h
-    o_n = tl.arange(0, BLOCK_N)
-    n0 = t * BLOCK_N
+    positions = (p_coords, p_origin, p_affine, (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3))
+    theta_row = tl.cast(g, tl.int64) * N
+    tables = (p_rotated, p_amplitude, p_theta, theta_row, slot == 0, N, first_index, num_grid)
+    o_n = tl.arange(0, V.block_n)
+    n0 = t * V.block_n
     c0 = origin()
-    o_c = tl.arange(0, BLOCK_C)
-    if FLAT:
-        rows = n0 + o_n
+    o_c = tl.arange(0, V.block_c)
+    if V.flat:
+        o_b = n0 + o_n
         n0 = 0
-        o_n = rows // FLAT
-        c0 = (rows % FLAT * BLOCK_C)[:, None]  # also of every FLAT-th block from here on
+        o_n = o_b // V.flat
+        c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
         o_c = c0 + o_c[None, :]
-    m_c = None if C % BLOCK_C == 0 else o_c < C
-    if not NEED_DTHETA:
-        fetched = _fetch(
-            x, dy, o, stat, r_lo, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-            D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-            BLOCK_R, BLOCK_C,
-        )  # fmt: skip
-        if ROWS_FIRST:
+    m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+    if not V.need_dtheta:
+        fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
+        if V.rows_first:
             tl.debug_barrier()  # which no load can be moved across
-        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
-        cos, sin, _, _ = _angles(
-            omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
-            num_grid, o_n, o_c, m_c, grid,
-            C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
-        )  # fmt: skip
-        _map(
-            fetched, cos, sin, o_n, c0, cos,
-            D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA, ALIGNED,
-            LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-        )  # fmt: skip
+        omega = frequencies(p_omega, p_phase, o_c, m_c, V)
+        cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
+        map_rows(fetched, cos, sin, o_n, c0, cos, V)
     else:
-        if EARLY:
+        if V.early:
             launch_second_pass()
-        J: tl.constexpr = K if p_phase is None else K + 1
-        EVERY: tl.constexpr = FLAT if FLAT else 1  # blocks with the same channels
-        omega = frequencies(p_omega, p_phase, o_c, m_c, K, WIDE, FAST, FIXED)
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
+        omega = frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
         for _ in tl.static_range(J):
-            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+            total += (tl.zeros([V.block_n, V.block_c], dtype=tl.float64),)
         # What a block's first step sets.
-        cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if WIDE else tl.float32)
+        cos = tl.zeros([V.block_n, V.block_c], dtype=tl.float64 if V.wide else tl.float32)
         sin = cos
-        dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-        o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
+        dtheta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
+        o_g = tl.zeros([V.block_n], dtype=tl.int32)
         m_g = o_g > 0
-        alone, steps, shared_block, shared_r0 = _walk(t, T, num_blocks, r_lo, r_hi, EVERY, BLOCK_R)
+        alone, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
         block = tl.where(alone > 0, t, shared_block)
         r0 = tl.where(alone > 0, r_lo, shared_r0)
-        for i in tl.range(0, steps, num_stages=STAGES):
-            if FLAT:
-                o_n = (block * BLOCK_N + tl.arange(0, BLOCK_N)) // FLAT
+        for i in tl.range(0, steps, num_stages=V.stages):
+            if V.flat:
+                o_n = (block * V.block_n + tl.arange(0, V.block_n)) // V.flat
             else:
-                n0 = block * BLOCK_N
-            fetched = _fetch(
-                x, dy, o, stat, r0, r_hi, sample, g, heads, n0, o_n, N - n0, c0,
-                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, DIM, BACKWARD, LOAD_X, HAS_K, ALIGNED, LONG,
-                BLOCK_R, BLOCK_C,
-            )  # fmt: skip
+                n0 = block * V.block_n
+            fetched = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
             if (r0 == r_lo) | (i == alone):
-                cos, sin, o_g, m_g = _angles(
-                    omega, p_phase, p_coords, p_affine, p_rotated, p_amplitude, p_theta, g, slot, n0, N, start - prefix,
-                    num_grid, o_n, o_c, m_c, grid,
-                    C, K, EXPLICIT, AFFINE, LOAD_THETA, STORE_THETA, WIDE, FAST, FIXED, BLOCK_N, BLOCK_C, FLAT,
-                )  # fmt: skip
-                dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            dtheta = _map(
-                fetched, cos, sin, o_n, c0, dtheta,
-                D, C, START, COSINE, SIN_FIRST, INTERLEAVED, SECTIONS, ACT, DIM, BACKWARD, LOAD_X, NEED_DTHETA,
-                ALIGNED, LONG, FUNCTIONS, BLOCK_R, BLOCK_N, BLOCK_C, BLOCK_HEAD, BLOCK_TAIL,
-            )  # fmt: skip
-            r0 += BLOCK_R
+                cos, sin, o_g, m_g = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
+                dtheta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
+            dtheta = map_rows(fetched, cos, sin, o_n, c0, dtheta, V)
+            r0 += V.block_r
             done = r0 >= r_hi
             if done | (i == steps - 1):
-                if DIM == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
+                if V.dim == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
                     dtheta = tl.where(m_g[:, None], dtheta, 0.0)
-                weights = _weights(o_g, m_g, p_phase, p_coords, p_affine, grid, K, EXPLICIT, AFFINE)
+                weights = weigh_tokens(o_g, m_g, positions, V)
                 added = ()
                 for j in tl.static_range(J):
                     added += (total[j] + weights[j][:, None] * dtheta,)
@@ -501,14 +488,5 @@ def lrpe_kernel(
             next_block = tl.where(i + 1 == alone, shared_block, block + tl.where(i < alone, T, EVERY))
             block = tl.where(done, next_block, block)
             r0 = tl.where(done, tl.where(i + 1 == alone, shared_r0, r_lo), r0)
-        p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * C)
-        for j in tl.static_range(J):
-            if FLAT:
-                for first_c in range(0, C, BLOCK_C):
-                    mine = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
-                    channel_sums = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
-                    tl.store(p_partial + j * C + first_c + tl.arange(0, BLOCK_C), channel_sums)
-            elif m_c is None:
-                tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
-            else:
-                tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)
+        p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * V.num_channels)
+        store_partial(p_partial, total, c0, o_c, m_c, V)

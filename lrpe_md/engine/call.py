@@ -1,0 +1,215 @@
+"""A call as one value: what the user asks for (:class:`Options`), checked and made into what everything below takes
+(:class:`Call`); and what of it a kernel is compiled for (:class:`Variant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid, grid_coordinates
+from ..reference import Act, MapName, Spec
+
+__all__ = [
+    "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "Options", "Order", "Pairs", "Positions", "Spec",
+    "Tables", "Variant", "declare", "flatten", "remember", "remembered", "unflatten",
+]  # fmt: skip
+
+Impl = Literal["auto", "triton", "reference"]
+Pairs = Literal["half", "interleaved"] | Sequence[int]
+Order = Literal["cos_sin", "sin_cos"]
+Positions = Grid | Coordinates | Tensor
+
+
+class Options(NamedTuple):
+    """What a user asks for, beside the tensors and the positions, as it was given."""
+
+    map: MapName
+    act: Act = "none"
+    dim: int | None = None
+    pairs: Pairs = "half"
+    rotary_dim: int | slice | None = None
+    order: Order = "cos_sin"
+    impl: Impl = "auto"
+
+
+class Tables(NamedTuple):
+    """Tensors beside x. The kernels give a gradient to omega and phase alone."""
+
+    omega: Tensor  # (H or 1, C, K)
+    phase: Tensor | None = None  # (H or 1, C)
+    coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
+    origin: Tensor | None = None  # of a grid: (1, K) or (B, 1, K)
+    affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
+    rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
+    amplitude: Tensor | None = None  # (H or 1, C)
+
+
+class Layout(NamedTuple):
+    """Where the tokens are, in integers that cross the operator boundary as SymInts."""
+
+    num_tokens: int
+    prefix: int
+    num_grid_tokens: int  # Π sizes, or the rows of explicit coords
+    start: int
+    sizes: tuple[int, ...]  # empty for explicit coords
+
+    def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
+        """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
+        if self.sizes:
+            plain = tables.affine is None and tables.origin is None
+            coords, rotated = grid_coordinates(
+                self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,
+                device=device, dtype=torch.float64,
+            )  # fmt: skip
+            # A plain grid's coordinates are small integers, which float32 holds up to 2^24.
+            return (coords.float() if plain and max(self.sizes) <= 2**24 else coords), rotated
+        coords, rows = tables.coords, tables.rotated
+        assert coords is not None
+        coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
+        suffix = self.num_tokens - self.prefix - self.num_grid_tokens
+        if self.prefix == 0 and suffix == 0:
+            return coords, rows
+        pad = torch.nn.functional.pad
+        if rows is None:
+            rows = torch.ones(self.num_grid_tokens, dtype=torch.bool, device=device)
+        return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward forms beside those of x."""
+
+    omega: bool = False
+    phase: bool = False
+
+
+class Call(NamedTuple):
+    """A checked call, all of it but x."""
+
+    spec: Spec
+    layout: Layout
+    tables: Tables
+    # What was prepared for calls of the same sizes, dtypes and devices: by the strides and the pass, a launch.
+    launches: dict[Hashable, Any] | None = None
+
+
+class Variant(NamedTuple):
+    """All that a kernel is compiled for, as one value that is passed whole to every helper.
+
+    Its repr can be evaluated anywhere: code that a compiler generates holds it.
+    """
+
+    # What is computed: the fields of Spec.
+    map: str = "cosine"
+    act: str = "none"
+    dim: int = 0
+    pairs: str = "half"
+    rotary_start: int = 0
+    num_channels: int = 0
+    sections: tuple[int, ...] = ()
+    order: str = "cos_sin"
+    head_dim: int = 0
+    num_axes: int = 0
+    # The pass.
+    backward: bool = False
+    need_dtheta: bool = False
+    load_x: bool = True
+    has_k: bool = False
+    load_theta: bool = False
+    store_theta: bool = False
+    # Positions.
+    explicit: bool = False  # from a table of coordinates
+    by_sample: bool = False  # each sample has coordinates or an origin of its own
+    affine: bool = False
+    has_origin: bool = False
+    has_phase: bool = False
+    # Arithmetic.
+    wide: bool = False  # float64
+    fast: bool = False  # the hardware's sine and cosine
+    fixed: bool = False  # angles counted in integers
+    functions: int = 0  # see kernels/activations.py
+    # Memory.
+    aligned: bool = False  # strides in units of 8, rows at multiples of 16 bytes
+    long: bool = False  # strides beyond 32 bits
+    # A row's tiles: first what the map turns, then what passes as x̄.
+    num_turned: int = 1
+    begins: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    # How the work is cut.
+    block_r: int = 1  # rows (heads of samples)
+    block_n: int = 1  # tokens
+    block_c: int = 1  # channels (cosine) or pairs (rotate)
+    flat: int = 0  # not 0: blocks of channels, and tiles have block_n of all the tokens' blocks
+    stages: int = 1
+    early: bool = False  # the second pass of dω may be launched as soon as all programs of this one run
+    rows_first: bool = False  # frequencies are read after the rows
+
+    def __repr__(self) -> str:
+        fields = ", ".join(map(repr, self))
+        return f"__import__({__name__!r}, fromlist=['_']).Variant({fields})"
+
+
+# --- across the registered operators -------------------------------------------------------------------------
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]",
+}  # fmt: skip
+
+
+def declare(kind: type, integer: str = "int") -> str:
+    """The arguments of an operator's schema for the fields of a value."""
+    hints = get_type_hints(kind)
+    fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
+    types = {name: "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]] for name in fields}
+    return ", ".join(f"{types[name].replace('int', integer)} {name}" for name in fields)
+
+
+def flatten(call: Call) -> tuple[Any, ...]:
+    """A call as arguments of an operator, in the order of the fields."""
+    return tuple(
+        list(value) if isinstance(value, tuple) else value
+        for part in (call.tables, call.layout, call.spec)
+        for value in part
+    )
+
+
+def unflatten(args: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
+    """The inverse of :func:`flatten`, and the arguments behind."""
+    values = iter(args)
+
+    def take(kind: Callable[..., Any]) -> Any:
+        fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportFunctionMemberAccess]
+        found = (next(values) for _ in fields)
+        return kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
+
+    tables, layout, spec = take(Tables), take(Layout), take(Spec)
+    return Call(spec, layout, tables), tuple(values)
+
+
+# --- the memo ------------------------------------------------------------------------------------------------
+
+_LARGEST = 4096
+
+
+class Known(NamedTuple):
+    """What sizes, dtypes and devices decide, and the launches that were prepared for them."""
+
+    spec: Spec
+    layout: Layout
+    launches: dict[Hashable, Any]
+
+
+remembered: dict[Hashable, Known] = {}
+
+
+def remember(key: Hashable, spec: Spec, layout: Layout) -> Known:
+    """For the next call that looks like this one."""
+    if len(remembered) >= _LARGEST:
+        remembered.clear()
+    known = remembered[key] = Known(spec, layout, {})
+    return known

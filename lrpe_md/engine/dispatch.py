@@ -1,0 +1,195 @@
+"""Which path a call takes: the kernels or the reference, one launch or several, whole tensors or shards."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from . import boundary, sharding
+from .call import Call, Options, Tables, remember, remembered
+from .memory import memory_order
+from .validate import IMPLS, check_impl, check_input, validate
+
+__all__ = ["encode", "use_triton"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def encode(
+    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
+) -> Any:
+    """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
+    if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
+        return _encode_apart(options, xs, omega, positions, phase, amplitude)
+    direct = boundary.is_direct((*xs, omega, phase))
+    key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
+    if key is None:
+        call = validate(options, xs, omega, positions, phase, amplitude)
+    else:
+        known = remembered.get(key)
+        if known is None:
+            checked = validate(options, xs, omega, positions, phase, amplitude)
+            known = remember(key, checked.spec, checked.layout)
+        spec, layout, launches = known
+        grid: Any = positions
+        origin = None if grid.origin is None else grid.origin_row
+        call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches)
+    ys = _run(call, xs, phase, options.impl, direct)
+    return ys[0] if len(xs) == 1 else ys
+
+
+_POSITIONS = (Grid, Coordinates, Tensor)
+
+
+def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any) -> tuple | None:
+    """All that :func:`validate` looks at, where its result holds no tensors but those that were given: checking again
+    would find the same."""
+    if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
+        return None
+    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
+        return None
+    for option in options:
+        if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
+            return None
+    if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
+        return None
+    q, k = xs[0], xs[-1]
+    where, origin = positions, positions.origin
+    if origin is not None:
+        where = (
+            positions.shape, positions.prefix, positions.suffix, positions.start, positions.length, origin.shape,
+            origin.dtype, origin.device,
+        )  # fmt: skip
+    return (
+        options, len(xs), where, omega.shape, omega.dtype, omega.device,
+        q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
+        None if phase is None else (phase.shape, phase.dtype, phase.device),
+        None if amplitude is None else (amplitude.shape, amplitude.dtype, amplitude.device),
+    )  # fmt: skip
+
+
+def _run(
+    call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
+) -> tuple[Tensor, ...]:
+    """A checked call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
+    if phase is not None:
+        if phase.ndim == 3:
+            each = [_run(call, xs, group, impl, direct) for group in phase.unbind()]
+            return tuple(map(_join_groups, zip(*each, strict=True)))
+        if call.tables.phase is not phase:
+            call = call._replace(tables=call.tables._replace(phase=phase))
+    if groups > 1:
+        return tuple(_join_groups((y,) * groups) for y in _run(call, xs, phase, impl, direct))
+    if not direct and sharding.is_sharded(*xs, call.tables.omega, phase):
+        return sharding.encode(lambda local, parts: _run_shard(local, parts, impl), call, xs)
+    if use_triton(impl, xs, call.tables):
+        tables = call.tables
+        if direct and not (tables.coords is tables.origin is tables.rotated is tables.amplitude is None):
+            direct = boundary.is_plain((tables.coords, tables.origin, tables.rotated, tables.amplitude))
+        return boundary.encode(call, xs, direct)
+    return boundary.encode_reference(call, xs)
+
+
+def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
+    phase = call.tables.phase
+    return _run(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase)))
+
+
+# --- q and k apart, and groups of phases -------------------------------------------------------------------------
+
+
+def _encode_apart(
+    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any, amplitude: Any
+) -> tuple[Tensor, ...]:
+    """Positions or a phase for each of q and k: a launch each."""
+    each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
+    if len(xs) == 2:
+        q, k = xs
+        check_input("q", q, q)
+        check_input("k", k, q, other_length=True)
+    calls = [validate(options, (x,), omega, where, phi, amplitude) for where, phi, x in each]  # before any launch
+    groups, ys = _count_groups(phase), ()
+    for call, (_, phi, x) in zip(calls, each, strict=True):
+        ys += _run(call, (x,), phi, options.impl, boundary.is_direct((x, omega, phi)), groups)
+    return ys
+
+
+def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """A value for each of q and k."""
+    if type(value) is not tuple:
+        return (value,) * len(xs)
+    if not len(value) == len(xs) == 2:
+        raise ValueError(f"{name}: a tuple is one for q and one for k, got {len(value)} for {len(xs)} tensors")
+    return value
+
+
+def _count_groups(phase: Any) -> int:
+    """Groups of phases that q and k have in common."""
+    several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
+    if len(several) > 1:
+        raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
+    return max(several, default=1)
+
+
+def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
+    """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
+    if len(ys) == 1:
+        return ys[0]
+    order = memory_order(ys[0])
+    back = [order.index(i) for i in range(3)]
+    return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
+
+
+# --- the path ----------------------------------------------------------------------------------------------------
+
+
+def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
+    """The path that ``impl`` and the inputs ask for."""
+    if impl not in IMPLS:
+        check_impl(impl)
+    if impl == "reference":
+        return False
+    asked = impl == "triton"
+    if not xs[0].is_cuda and not (asked and INTERPRETING):
+        if asked:
+            raise ValueError(
+                f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before start), got "
+                f"{xs[0].device}; use impl='auto' or 'reference'"
+            )
+        return False
+    if not HAS_TRITON:
+        if asked:
+            raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
+        warnings.warn(
+            "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=5
+        )
+        return False
+    if torch.is_grad_enabled() and _needs_other_gradients(tables):
+        if asked:
+            raise ValueError(
+                "positions, amplitude: the kernels give no gradient to amplitude, coords, scale or shift; use "
+                "impl='auto' or detach them"
+            )
+        return False
+    if boundary.transforming():
+        if asked:
+            raise ValueError(
+                "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "
+                "active; use impl='auto'"
+            )
+        return False
+    return True
+
+
+def _needs_other_gradients(tables: Tables) -> bool:
+    """Beyond those that the kernels form."""
+    _, _, *others = tables
+    return any(t is not None and t.requires_grad for t in others)

@@ -1,0 +1,140 @@
+"""Softmax over the features of a row, whose channels are several tiles, and over the sequence, which takes a pass."""
+
+import triton
+import triton.language as tl
+
+from .activations import exp, reciprocal
+from .signature import kernel
+from .tiles import load, origin, row_at, store
+
+
+@triton.jit
+def _masked_max(x, width: tl.constexpr, BLOCK: tl.constexpr):
+    if width < BLOCK:
+        x = tl.where((tl.arange(0, BLOCK) < width)[None, :], x, float("-inf"))
+    return tl.max(x, axis=1)
+
+
+@triton.jit
+def _masked_exp(x, top, width: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
+    e = exp(x - top[:, None], V)
+    if width < BLOCK:
+        e = tl.where((tl.arange(0, BLOCK) < width)[None, :], e, 0.0)
+    return e
+
+
+@triton.jit
+def row_sum(tiles):
+    """Σ over all channels of a row; the halves of pairs, of one shape, add up before they go across threads."""
+    first = tiles[0]
+    if len(tiles) > 1:
+        first = first + tiles[1]
+    total = tl.sum(first, axis=1)
+    for i in tl.static_range(2, len(tiles)):
+        total += tl.sum(tiles[i], axis=1)
+    return total
+
+
+@triton.jit
+def softmax_features(x, V: tl.constexpr):
+    """x̄ of a row's tiles."""
+    top = _masked_max(x[0], V.widths[0], V.blocks[0])
+    for i in tl.static_range(1, len(x)):
+        top = tl.maximum(top, _masked_max(x[i], V.widths[i], V.blocks[i]))
+    exps = ()
+    for i in tl.static_range(len(x)):
+        exps += (_masked_exp(x[i], top, V.widths[i], V.blocks[i], V),)
+    scale = reciprocal(row_sum(exps), V)[:, None]
+    x_bar = ()
+    for i in tl.static_range(len(x)):
+        x_bar += (exps[i] * scale,)
+    return x_bar
+
+
+@triton.jit
+def softmax_features_backward(x_bar, dx_bar):
+    """dx = x̄ (dx̄ - Σ x̄ dx̄) of a row's tiles."""
+    products = ()
+    for i in tl.static_range(len(x_bar)):
+        products += (x_bar[i] * dx_bar[i],)
+    dot = row_sum(products)[:, None]
+    dx = ()
+    for i in tl.static_range(len(x_bar)):
+        dx += (x_bar[i] * (dx_bar[i] - dot),)
+    return dx
+
+
+@triton.jit
+def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
+    """x̄ from the maximum and the sum over the sequence, for channels o_d (1, channels)."""
+    p_stat, num_stats = stat
+    top = tl.load(p_stat + o_d, mask=m_d, other=0.0)
+    total = tl.load(p_stat + num_stats + o_d, mask=m_d, other=1.0)
+    return exp(x - top, V) * reciprocal(total, V)
+
+
+@triton.jit
+def _at(p, strides, place, V: tl.constexpr):
+    b, h, n0 = place
+    return row_at((p, strides, p, strides), False, b, h, n0, V)
+
+
+@triton.jit
+def _read(p, strides, place, o_n, N, lo, V: tl.constexpr):
+    _, _, n0 = place
+    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, origin() + lo, 0, V.head_dim, V.block_c, V)
+    return x.to(tl.float64 if V.wide else tl.float32)
+
+
+@kernel
+def softmax_sequence_kernel(
+    p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
+    dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32", V: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the sequence: the maximum and the sum (2, B, H, D), or dx = x̄ (dx̄ - Σ_n x̄ dx̄) from dx̄ = g.
+
+    A program owns block_c channels of one head and walks along the tokens.
+    """
+    D: tl.constexpr = V.head_dim
+    BLOCK_D: tl.constexpr = V.block_c
+    NUM_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
+    pid = tl.program_id(0)
+    lo = (pid % NUM_D) * BLOCK_D
+    row = pid // NUM_D
+    b = row // H
+    h = row % H
+    o_n = tl.arange(0, V.block_n)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = lo + o_d < D
+    p_stat += tl.cast(row, tl.int64) * D + lo
+    num_stats = tl.cast(B, tl.int64) * H * D
+    stat = (p_stat, num_stats)
+    x_strides = (x_b, x_h, x_n, x_d)
+    if V.backward:
+        g_strides = (g_b, g_h, g_n, tl.full([], 1, tl.int64))
+        dx_strides = (dx_b, dx_h, dx_n, tl.full([], 1, tl.int64))
+        dot = tl.zeros([BLOCK_D], dtype=ACC)
+        for n0 in range(0, N, V.block_n):
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
+            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
+            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
+            dot += tl.sum(softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * g, axis=0)
+        for n0 in range(0, N, V.block_n):
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
+            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
+            dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
+            out = _at(p_dx, dx_strides, (b, h, n0), V)
+            store(out, dx, o_n, n0 + o_n < N, origin() + lo, 0, D, BLOCK_D, V)
+    else:
+        top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
+        total = tl.zeros([BLOCK_D], dtype=ACC)
+        for n0 in range(0, N, V.block_n):
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
+            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
+            higher = tl.maximum(top, tl.max(x, axis=0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
+            total = total * exp(top - base, V) + tl.sum(exp(x - base[None, :], V), axis=0)
+            top = higher
+        tl.store(p_stat + o_d, top, mask=m_d)
+        tl.store(p_stat + num_stats + o_d, total, mask=m_d)

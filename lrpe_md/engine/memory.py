@@ -1,0 +1,47 @@
+"""How tensors (B, H, N, D) lie in memory, and new ones like them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulator", "arrange_in_memory", "like_in_memory", "memory_order", "strides_in_memory"]
+
+
+def memory_order(x: Tensor) -> tuple[int, int, int]:
+    """The first three dimensions of x (B, H, N, D), outermost in memory first."""
+    b, h, n, _ = x.stride()
+    if b >= h >= n:
+        return (0, 1, 2)
+    if b >= n >= h:
+        return (0, 2, 1)
+    first, second, third = sorted(range(3), key=lambda i: -x.stride(i))
+    return first, second, third
+
+
+def strides_in_memory(x: Tensor, last: int) -> tuple[int, int, int, int]:
+    """Strides of a dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    strides, step = [0, 0, 0], last
+    for i in reversed(memory_order(x)):
+        strides[i] = step
+        step = step * x.shape[i]
+    return strides[0], strides[1], strides[2], 1
+
+
+def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    strides = strides_in_memory(x, last)
+    return torch.empty_strided((*x.shape[:3], last), strides, dtype=dtype or x.dtype, device=x.device)
+
+
+def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
+    """y (B, H, N, D) laid out anew, its first three dimensions in this order, outermost first."""
+    if order == (0, 1, 2):
+        return y
+    first, second, third = (order.index(i) for i in range(3))
+    return y.permute(*order, 3).contiguous().permute(first, second, third, 3)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

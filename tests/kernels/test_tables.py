@@ -1,0 +1,101 @@
+"""An activation is an entry of a table and a branch of the kernels: shown by adding one to a copy of the library."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lrpe_md
+
+PACKAGE = Path(lrpe_md.__file__).parent
+
+ENTRY = """
+    "square": Activation(
+        lambda x, dim: x * x, lambda dx_bar, x, x_bar, dim: 2 * x * dx_bar, never_negative=True
+    ),
+    "softmax": Activation("""
+FORWARD = """
+    elif V.act == "square":
+        return x * x
+    else:
+        tl.static_assert(False, "this activation has no branch in kernels/activations.py: activate")"""
+BACKWARD = """
+    elif V.act == "square":
+        return 2.0 * x * dx_bar
+    else:
+        tl.static_assert(False, "this activation has no branch in kernels/activations.py: activate_backward")"""
+
+USE = """
+import torch
+from lrpe_md.testing import Case, check
+found = [*check(Case(act="square")), *check(Case("rotate", act="square", rotary_dim=8))]
+assert not found, found
+try:
+    check(Case(act="cube"))
+except ValueError as error:
+    print(error)
+"""
+
+
+def copy_with(tmp_path: Path, *branches: str) -> Path:
+    """A copy of the library with an entry in the table, and these branches in the kernels."""
+    root = tmp_path / "lrpe_md"
+    shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
+    table = root / "reference.py"
+    text = table.read_text(encoding="utf-8")
+    assert text.count('\n    "softmax": Activation(') == 1
+    table.write_text(text.replace('\n    "softmax": Activation(', ENTRY), encoding="utf-8")
+    kernels = root / "engine" / "kernels" / "activations.py"
+    text = kernels.read_text(encoding="utf-8")
+    for branch in branches:
+        last = branch[branch.index("\n    else:") :]
+        assert text.count(last) == 1
+        text = text.replace(last, branch)
+    kernels.write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    env |= {"PYTHONPATH": str(folder), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=env, timeout=300
+    )
+
+
+def test_an_entry_and_a_branch_are_all(tmp_path):
+    done = run(copy_with(tmp_path, FORWARD, BACKWARD), USE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert "'square', 'softmax'), got 'cube'" in done.stdout
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lrpe_md.engine import launch
+from lrpe_md.engine.call import Options, Variant
+from lrpe_md.engine.kernels.activations import activate, activate_backward
+import triton.language as tl
+
+@triton.jit
+def both(p, V: tl.constexpr):
+    x = tl.load(p + tl.arange(0, 32))
+    tl.store(p + tl.arange(0, 32), activate_backward(x, activate(x, V), x, V))
+
+for act in ("relu", "square"):
+    source = ASTSource(both, {"p": "*fp32", "V": "constexpr"}, {(1,): Variant(act=act)})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(act)
+"""
+
+
+def test_a_forgotten_branch_does_not_compile(tmp_path):
+    for i, (branches, where) in enumerate([((), "activate"), ((FORWARD,), "activate_backward")]):
+        done = run(copy_with(tmp_path / str(i), *branches), COMPILE)
+        assert done.stdout.split() == ["relu"]
+        assert "this activation has no branch" in done.stderr
+        assert f"{where}(" in done.stderr
+    done = run(copy_with(tmp_path / "all", FORWARD, BACKWARD), COMPILE)
+    assert done.stdout.split() == ["relu", "square"], done.stderr
