@@ -394,17 +394,21 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     tensors = [t for t in (x, g, dx) if t is not None]
     aligned = _is_aligned(head_dim, tensors)
     unit = 8 if aligned else 1
-    strides = [x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit, x.stride(3)]
-    for t in (g, dx):
-        strides += [0, 0, 0] if t is None else [s // unit for s in t.stride()[:3]]
+    x_strides, g_strides, dx_strides = (_stride_in(t, unit) for t in (x, g, dx))
     variant = Variant(
-        act="softmax", dim=-2, head_dim=head_dim, backward=g is not None, wide=x.dtype == torch.float64,
-        functions=int(_has_ptx(x.dtype)), aligned=aligned,
+        act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
+        wide=x.dtype == torch.float64, functions=int(_has_ptx(x.dtype)), aligned=aligned,
         long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
     )  # fmt: skip
     softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
-        x, g, dx, stat, *strides, batch, heads, num_tokens, V=variant
+        x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens, V=variant
     )
+
+
+def _stride_in(t: Tensor | None, unit: int) -> tuple[int, int, int, int]:
+    """Strides of (B, H, N, D), but that of a channel in units."""
+    b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
+    return b // unit, h // unit, n // unit, d
 
 
 def _reduce(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:

@@ -139,6 +139,9 @@ class Recorder:
                     signature[param.name], constexprs[(i,)] = "constexpr", value
                 elif isinstance(value, torch.Tensor):
                     signature[param.name] = "*" + DTYPES[value.dtype]
+                elif isinstance(value, tuple):
+                    assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
+                    signature[param.name] = tuple("i64" for _ in value)
                 else:
                     assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
                     signature[param.name] = param.annotation_type

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .tiles import zeros
+
 # 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if V.fast), unevaluated sums of two float32.
 C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
@@ -47,7 +49,7 @@ def index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def coordinate(o_g, m_g, positions, j: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr):
+def coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
     """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0).
 
     positions: pointers to coordinates, a grid's origin, its scale and shift; sizes of the grid. WIDE: float64.
@@ -120,7 +122,7 @@ def fixed(hi, lo):
 @triton.jit
 def counted(w):
     """A frequency in fixed point."""
-    hi, lo = turns(w, 1.0)
+    hi, lo = turns(w, UNIT=1.0)
     return fixed(hi, lo)
 
 
@@ -158,7 +160,7 @@ def frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
             hi = w.to(tl.float64 if V.wide else tl.float32)
             lo = (w - hi.to(w.dtype)).to(hi.dtype)
         else:
-            hi, lo = turns(w, 1.0 if V.fast else 2.0)
+            hi, lo = turns(w, UNIT=1.0 if V.fast else 2.0)
             if V.fast:
                 lo *= TAU
         omega += (_of_tokens(hi, lo),)
@@ -204,13 +206,13 @@ def angle_cached(cache, o_c, V: tl.constexpr):
     """From radians that a forward has stored."""
     UNIT: tl.constexpr = 1.0 if V.fast else 2.0
     p_theta, o_theta, m_theta = cache
-    half = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    half = zeros(V, dtype=tl.int32)
     mask = m_theta[:, None] & (o_c < V.num_channels)
     theta = tl.load(p_theta + o_theta[:, None] * V.num_channels + o_c, mask=mask, other=0)
     if V.wide:
         theta = theta.to(tl.float64)
     elif not V.fast:
-        theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, False)
+        theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, ANY_SIZE=False)
     return theta, half
 
 
@@ -218,15 +220,15 @@ def angle_cached(cache, o_c, V: tl.constexpr):
 def angle_wide(omega, positions, o_g, m_g, V: tl.constexpr):
     """In float64 radians."""
     K: tl.constexpr = V.num_axes
-    theta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
+    theta = zeros(V, dtype=tl.float64)
     for j in tl.static_range(K):
-        s, _ = coordinate(o_g, m_g, positions, j, True, V)
+        s, _ = coordinate(o_g, m_g, positions, j, V, WIDE=True)
         w, _ = omega[j]
         theta += s[:, None] * w
     if V.has_phase:
         phase, _ = omega[K]
         theta += tl.where(m_g[:, None], phase, 0.0)
-    return theta, tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    return theta, zeros(V, dtype=tl.int32)
 
 
 @triton.jit
@@ -235,7 +237,7 @@ def angle_fixed(omega, positions, o_g, m_g, V: tl.constexpr):
     of one an axis, anywhere."""
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
-    turn = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    turn = zeros(V, dtype=tl.int32)
     for j in tl.static_range(K):
         s = index(o_g, grid, j, V)[:, None]
         w_hi, w_lo = omega[j]
@@ -256,16 +258,18 @@ def angle_fixed(omega, positions, o_g, m_g, V: tl.constexpr):
 def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
     """In double-float: the products' whole turns go one by one, what the float32 leave out is summed apart."""
     K: tl.constexpr = V.num_axes
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
     UNIT: tl.constexpr = 1.0 if V.fast else 2.0
     LOW: tl.constexpr = TAU if V.fast else 1.0  # the unit of what the float32 hi leave out
     ANY_SIZE: tl.constexpr = V.explicit or V.affine or V.has_origin  # the launcher sends large grids as affine
-    half = tl.zeros([V.block_n, V.block_c], dtype=tl.int32)
+    half = zeros(V, dtype=tl.int32)
     for j in tl.static_range(K):
-        s_hi, s_lo = coordinate(o_g, m_g, positions, j, False, V)
+        s_hi, s_lo = coordinate(o_g, m_g, positions, j, V, WIDE=False)
         w_hi, w_lo = omega[j]
-        s = tl.broadcast_to(s_hi[:, None], [V.block_n, V.block_c])
-        w = tl.broadcast_to(w_hi, [V.block_n, V.block_c])
-        a, odd = remainder(s, w, ANY_SIZE)
+        s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
+        w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
+        a, odd = remainder(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
             part = a  # Σ of s·hi less whole units, each exact to rounding
             low = s * w_lo  # Σ of what the float32 hi leaves out
@@ -278,7 +282,7 @@ def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
     if V.has_phase:  # one more axis: position φ on the grid and 0 off it, frequency 1
         f_hi, f_lo = omega[K]
         one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
-        a, odd = remainder(f_hi, one, True)
+        a, odd = remainder(f_hi, one, ANY_SIZE=True)
         on_grid = m_g[:, None]
         part += tl.where(on_grid, a, 0.0)
         low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one) * LOW, 0.0)

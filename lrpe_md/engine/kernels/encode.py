@@ -18,7 +18,19 @@ from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channe
 from .reduce import launch_second_pass
 from .signature import kernel
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
-from .tiles import load, load_pairs, origin, pair_channels, row_at, split_pairs, store, store_pairs, upcast
+from .tiles import (
+    load,
+    load_pairs,
+    load_tile,
+    origin,
+    pair_channels,
+    row_at,
+    split_pairs,
+    store,
+    store_pairs,
+    store_tile,
+    upcast,
+)
 
 # --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS ---------------------
 
@@ -75,7 +87,7 @@ def halves(V: tl.constexpr):
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
     """Of a row of x what the map turns, as two tiles or twice the same."""
     if V.map == "cosine":
-        x = load(row, o_n, m_n, c0, 0, V.head_dim, V.block_c, V)
+        x = load(row, o_n, m_n, c0, 0, V)
         return x, x
     else:
         return load_pairs(row, o_n, m_n, c0, V)
@@ -86,20 +98,20 @@ def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
     """Of a row of dy what the map has turned, as two tiles or twice the same."""
     if V.map == "cosine":
         cos_begin, sin_begin = halves(V)
-        dy_cos = load(row, o_n, m_n, c0, cos_begin, V.head_dim, V.block_c, V)
-        dy_sin = load(row, o_n, m_n, c0, sin_begin, V.head_dim, V.block_c, V)
+        dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
+        dy_sin = load(row, o_n, m_n, c0, sin_begin, V)
         return dy_cos, dy_sin
     else:
         return load_pairs(row, o_n, m_n, c0, V)
 
 
 @triton.jit
-def load_passing(row, o_n, m_n, ACC: tl.constexpr, V: tl.constexpr):
+def load_passing(row, o_n, m_n, V: tl.constexpr):
     """The tiles of a row that pass as x̄."""
     passing = ()
-    for i in tl.static_range(V.num_turned, len(V.begins)):
-        x = load(row, o_n, m_n, origin(), V.begins[i], V.widths[i], V.blocks[i], V)
-        passing += (upcast(x, ACC, V),)
+    TURNED: tl.constexpr = V.num_turned
+    for i in tl.static_range(TURNED, len(V.begins)):
+        passing += (upcast(load_tile(row, o_n, m_n, i, V), V),)
     return passing
 
 
@@ -108,8 +120,8 @@ def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
     """The inverse of :func:`load_gradients`."""
     if V.map == "cosine":
         cos_begin, sin_begin = halves(V)
-        store(row, turned[0], o_n, m_n, c0, cos_begin, V.head_dim, V.block_c, V)
-        store(row, turned[1], o_n, m_n, c0, sin_begin, V.head_dim, V.block_c, V)
+        store(row, turned[0], o_n, m_n, c0, cos_begin, V)
+        store(row, turned[1], o_n, m_n, c0, sin_begin, V)
     else:
         store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
 
@@ -118,7 +130,7 @@ def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
 def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
     """The inverse of :func:`load_inputs`."""
     if V.map == "cosine":
-        store(row, turned[0], o_n, m_n, c0, 0, V.head_dim, V.block_c, V)
+        store(row, turned[0], o_n, m_n, c0, 0, V)
     else:
         store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
 
@@ -169,7 +181,6 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 @triton.jit
 def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
     """One row from end to end; its dΘ where the frequencies need a gradient."""
-    ACC: tl.constexpr = cos.dtype
     xa, xb, ga, gb, place = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
@@ -178,26 +189,27 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
     x_bar = ()
     if V.load_x:
         if V.map == "cosine":
-            x = (upcast(xa, ACC, V),)
+            x = (upcast(xa, V),)
         else:
-            x = split_pairs(upcast(xa, ACC, V), upcast(xb, ACC, V), V)
-            x += load_passing(x_row, o_n, m_n, ACC, V)
+            x = split_pairs(upcast(xa, V), upcast(xb, V), V)
+            x += load_passing(x_row, o_n, m_n, V)
         x_bar = activate_row(x, stat, V)
     if V.backward:
-        dy = (upcast(ga, ACC, V), upcast(gb, ACC, V))
+        dy = (upcast(ga, V), upcast(gb, V))
         if V.map == "rotate":
             dy = split_pairs(dy[0], dy[1], V)
         dx_bar = apply_map_backward(dy, cos, sin, V)
         if V.need_dtheta:
             dtheta = angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
-        dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, ACC, V)
+        dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, V)
         out = activate_row_backward(x, x_bar, dx_bar, V)
         store_input_gradients(o_row, out, o_n, m_n, c0, V)
     else:
         out = x_bar
         store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_n, c0, V)
-    for i in tl.static_range(V.num_turned, len(V.begins)):
-        store(o_row, out[i], o_n, m_n, origin(), V.begins[i], V.widths[i], V.blocks[i], V)
+    TURNED: tl.constexpr = V.num_turned
+    for i in tl.static_range(TURNED, len(V.begins)):
+        store_tile(o_row, out[i], o_n, m_n, i, V)
     return dtheta
 
 
@@ -230,7 +242,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     x, dy, o, stat = tensors
     r_hi, sample, g, G, heads = rows
     fetched = ()
-    for i in tl.static_range(V.block_r):
+    ROWS: tl.constexpr = V.block_r
+    for i in tl.static_range(ROWS):
         b, h, is_k, mine = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(mine, num_n, 0)
         o_row = row_at(o, is_k, b, h, n0, V)
@@ -290,7 +303,8 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
 @triton.jit
 def map_rows(fetched, cos, sin, o_n, c0, dtheta, V: tl.constexpr):
     """Map fetched rows; dtheta with theirs added."""
-    for i in tl.static_range(V.block_r):
+    ROWS: tl.constexpr = V.block_r
+    for i in tl.static_range(ROWS):
         row_dtheta = map_row(fetched[i], cos, sin, o_n, c0, V)
         if V.need_dtheta:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
@@ -307,8 +321,9 @@ def map_rows(fetched, cos, sin, o_n, c0, dtheta, V: tl.constexpr):
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
     """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (block_n) each."""
     weights = ()
-    for j in tl.static_range(V.num_axes):
-        s, _ = coordinate(o_g, m_g, positions, j, True, V)
+    K: tl.constexpr = V.num_axes
+    for j in tl.static_range(K):
+        s, _ = coordinate(o_g, m_g, positions, j, V, WIDE=True)
         weights += (s,)
     if V.has_phase:
         weights += (m_g.to(tl.float64),)
@@ -342,10 +357,12 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
     """A program's sums over its tokens, (J, C)."""
     C: tl.constexpr = V.num_channels
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
     for j in tl.static_range(len(total)):
         if V.flat:
             for first_c in range(0, C, V.block_c):
-                mine = tl.broadcast_to(c0 == first_c, [V.block_n, V.block_c])
+                mine = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
                 channel_sums = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
                 tl.store(p_partial + j * C + first_c + tl.arange(0, V.block_c), channel_sums)
         elif m_c is None:
@@ -450,17 +467,19 @@ def lrpe_kernel(
     else:
         if V.early:
             launch_second_pass()
+        BLOCK_N: tl.constexpr = V.block_n
+        BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
         omega = frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
         for _ in tl.static_range(J):
-            total += (tl.zeros([V.block_n, V.block_c], dtype=tl.float64),)
+            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         # What a block's first step sets.
-        cos = tl.zeros([V.block_n, V.block_c], dtype=tl.float64 if V.wide else tl.float32)
+        cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
         sin = cos
-        dtheta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
-        o_g = tl.zeros([V.block_n], dtype=tl.int32)
+        dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+        o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
         m_g = o_g > 0
         alone, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
         block = tl.where(alone > 0, t, shared_block)
@@ -473,7 +492,7 @@ def lrpe_kernel(
             fetched = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
             if (r0 == r_lo) | (i == alone):
                 cos, sin, o_g, m_g = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
-                dtheta = tl.zeros([V.block_n, V.block_c], dtype=tl.float64)
+                dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
             dtheta = map_rows(fetched, cos, sin, o_n, c0, dtheta, V)
             r0 += V.block_r
             done = r0 >= r_hi

@@ -46,7 +46,9 @@ def reduce_partial_kernel(
     o_c = tl.program_id(0) % NUM_C * V.block_c + tl.arange(0, V.block_c)
     o_r = tl.arange(0, V.block_r)
     p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
-    total = tl.zeros([V.block_r, V.block_c], dtype=p_partial.dtype.element_ty)
+    BLOCK_R: tl.constexpr = V.block_r
+    BLOCK_C: tl.constexpr = V.block_c
+    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
     if V.early:
         wait_for_first_pass()
     for r in range(0, num, V.block_r):

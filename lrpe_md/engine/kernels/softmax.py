@@ -9,18 +9,11 @@ from .tiles import load, origin, row_at, store
 
 
 @triton.jit
-def _masked_max(x, width: tl.constexpr, BLOCK: tl.constexpr):
-    if width < BLOCK:
-        x = tl.where((tl.arange(0, BLOCK) < width)[None, :], x, float("-inf"))
-    return tl.max(x, axis=1)
-
-
-@triton.jit
-def _masked_exp(x, top, width: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
-    e = exp(x - top[:, None], V)
-    if width < BLOCK:
-        e = tl.where((tl.arange(0, BLOCK) < width)[None, :], e, 0.0)
-    return e
+def _mask(x, i: tl.constexpr, value, V: tl.constexpr):
+    """Tile i of a row, with this value where it is wider than the row's channels."""
+    if V.widths[i] < V.blocks[i]:
+        x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, value)
+    return x
 
 
 @triton.jit
@@ -38,12 +31,12 @@ def row_sum(tiles):
 @triton.jit
 def softmax_features(x, V: tl.constexpr):
     """x̄ of a row's tiles."""
-    top = _masked_max(x[0], V.widths[0], V.blocks[0])
+    top = tl.max(_mask(x[0], 0, float("-inf"), V), axis=1)
     for i in tl.static_range(1, len(x)):
-        top = tl.maximum(top, _masked_max(x[i], V.widths[i], V.blocks[i]))
+        top = tl.maximum(top, tl.max(_mask(x[i], i, float("-inf"), V), axis=1))
     exps = ()
     for i in tl.static_range(len(x)):
-        exps += (_masked_exp(x[i], top, V.widths[i], V.blocks[i], V),)
+        exps += (_mask(exp(x[i] - top[:, None], V), i, 0.0, V),)
     scale = reciprocal(row_sum(exps), V)[:, None]
     x_bar = ()
     for i in tl.static_range(len(x)):
@@ -82,20 +75,20 @@ def _at(p, strides, place, V: tl.constexpr):
 @triton.jit
 def _read(p, strides, place, o_n, N, lo, V: tl.constexpr):
     _, _, n0 = place
-    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, origin() + lo, 0, V.head_dim, V.block_c, V)
+    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, origin() + lo, 0, V)
     return x.to(tl.float64 if V.wide else tl.float32)
 
 
 @kernel
 def softmax_sequence_kernel(
-    p_x, p_g, p_dx, p_stat, x_b: "i64", x_h: "i64", x_n: "i64", x_d: "i64", g_b: "i64", g_h: "i64", g_n: "i64",
-    dx_b: "i64", dx_h: "i64", dx_n: "i64", B: "i32", H: "i32", N: "i32", V: tl.constexpr,
+    p_x, p_g, p_dx, p_stat, x_strides: "strides", g_strides: "strides", dx_strides: "strides",
+    B: "i32", H: "i32", N: "i32", V: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the sequence: the maximum and the sum (2, B, H, D), or dx = x̄ (dx̄ - Σ_n x̄ dx̄) from dx̄ = g.
 
-    A program owns block_c channels of one head and walks along the tokens.
+    A program owns block_c channels of one head and walks along the tokens. Strides (b, h, n, d).
     """
-    D: tl.constexpr = V.head_dim
+    D: tl.constexpr = V.num_channels
     BLOCK_D: tl.constexpr = V.block_c
     NUM_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
@@ -110,10 +103,7 @@ def softmax_sequence_kernel(
     p_stat += tl.cast(row, tl.int64) * D + lo
     num_stats = tl.cast(B, tl.int64) * H * D
     stat = (p_stat, num_stats)
-    x_strides = (x_b, x_h, x_n, x_d)
     if V.backward:
-        g_strides = (g_b, g_h, g_n, tl.full([], 1, tl.int64))
-        dx_strides = (dx_b, dx_h, dx_n, tl.full([], 1, tl.int64))
         dot = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
@@ -125,7 +115,7 @@ def softmax_sequence_kernel(
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, (b, h, n0), V)
-            store(out, dx, o_n, n0 + o_n < N, origin() + lo, 0, D, BLOCK_D, V)
+            store(out, dx, o_n, n0 + o_n < N, origin() + lo, 0, V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)

@@ -9,6 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
+def zeros(V: tl.constexpr, dtype: tl.constexpr):
+    """A tile (tokens, channels) of zeros."""
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
+    return tl.zeros([BLOCK_N, BLOCK_C], dtype=dtype)
+
+
+@triton.jit
 def _step(o, stride, V: tl.constexpr):
     """o · stride in 64 bits, neither of them negative; of unsigned 32-bit factors that is one instruction."""
     if V.long:
@@ -83,21 +91,35 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 
 
 @triton.jit
-def load(row, o_n, m_n, c0, lo, width: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
-    """Of a block of tokens channels c0 .. c0 + BLOCK of the ``width`` that begin at lo."""
-    o_d = c0 + tl.arange(0, BLOCK)[None, :]
-    return load_at(row, o_n, lo + o_d, within(m_n, c0, width, BLOCK), V)
+def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
+    """Of a block of tokens a block of the channels that begin at lo, from the c0-th on; TIMES as many of both."""
+    o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
+    return load_at(row, o_n, lo + o_d, within(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
 
 
 @triton.jit
-def store(row, value, o_n, m_n, c0, lo, width: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
+def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
     """The inverse of :func:`load`."""
-    o_d = c0 + tl.arange(0, BLOCK)[None, :]
-    store_at(row, value, o_n, lo + o_d, within(m_n, c0, width, BLOCK), V)
+    o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
+    store_at(row, value, o_n, lo + o_d, within(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
 
 
 @triton.jit
-def upcast(x, ACC: tl.constexpr, V: tl.constexpr):
+def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
+    """Of a block of tokens tile i of a row, whole."""
+    o_d = origin() + tl.arange(0, V.blocks[i])[None, :]
+    return load_at(row, o_n, V.begins[i] + o_d, within(m_n, origin(), V.widths[i], V.blocks[i]), V)
+
+
+@triton.jit
+def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
+    """The inverse of :func:`load_tile`."""
+    o_d = origin() + tl.arange(0, V.blocks[i])[None, :]
+    store_at(row, value, o_n, V.begins[i] + o_d, within(m_n, origin(), V.widths[i], V.blocks[i]), V)
+
+
+@triton.jit
+def upcast(x, V: tl.constexpr):
     """To the dtype of the arithmetic.
 
     A bfloat16 is the upper half of a float32; the compiler takes three instructions for two of them in one register.
@@ -107,7 +129,7 @@ def upcast(x, ACC: tl.constexpr, V: tl.constexpr):
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
         )
     else:
-        return x.to(ACC)
+        return x.to(tl.float64 if V.wide else tl.float32)
 
 
 @triton.jit
@@ -137,7 +159,7 @@ def pair_channels(c0, V: tl.constexpr):
 def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
     """Both channels of each pair; interleaved ones still side by side, twice: see :func:`split_pairs`."""
     if V.pairs == "interleaved":
-        a = load(row, o_n, m_n, 2 * c0, V.rotary_start, 2 * V.num_channels, 2 * V.block_c, V)
+        a = load(row, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
         b = a
     elif V.pairs == "blocks":
         o_a, o_b = pair_channels(c0, V)
@@ -145,8 +167,8 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
         a = load_at(row, o_n, o_a, mask, V)
         b = load_at(row, o_n, o_b, mask, V)
     else:
-        a = load(row, o_n, m_n, c0, V.rotary_start, V.num_channels, V.block_c, V)
-        b = load(row, o_n, m_n, c0, V.rotary_start + V.num_channels, V.num_channels, V.block_c, V)
+        a = load(row, o_n, m_n, c0, V.rotary_start, V)
+        b = load(row, o_n, m_n, c0, V.rotary_start + V.num_channels, V)
     return a, b
 
 
@@ -154,7 +176,9 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
 def split_pairs(a, b, V: tl.constexpr):
     """The channels of the pairs that :func:`load_pairs` left together."""
     if V.pairs == "interleaved":
-        return tl.split(tl.reshape(a, [V.block_n, V.block_c, 2]))
+        BLOCK_N: tl.constexpr = V.block_n
+        BLOCK_C: tl.constexpr = V.block_c
+        return tl.split(tl.reshape(a, [BLOCK_N, BLOCK_C, 2]))
     else:
         return a, b
 
@@ -163,13 +187,15 @@ def split_pairs(a, b, V: tl.constexpr):
 def store_pairs(row, a, b, o_n, m_n, c0, V: tl.constexpr):
     """The inverse of :func:`load_pairs` and :func:`split_pairs`."""
     if V.pairs == "interleaved":
-        x = tl.reshape(tl.join(a, b), [V.block_n, 2 * V.block_c])
-        store(row, x, o_n, m_n, 2 * c0, V.rotary_start, 2 * V.num_channels, 2 * V.block_c, V)
+        BLOCK_N: tl.constexpr = V.block_n
+        WIDTH: tl.constexpr = 2 * V.block_c
+        x = tl.reshape(tl.join(a, b), [BLOCK_N, WIDTH])
+        store(row, x, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
     elif V.pairs == "blocks":
         o_a, o_b = pair_channels(c0, V)
         mask = within(m_n, c0, V.num_channels, V.block_c)
         store_at(row, a, o_n, o_a, mask, V)
         store_at(row, b, o_n, o_b, mask, V)
     else:
-        store(row, a, o_n, m_n, c0, V.rotary_start, V.num_channels, V.block_c, V)
-        store(row, b, o_n, m_n, c0, V.rotary_start + V.num_channels, V.num_channels, V.block_c, V)
+        store(row, a, o_n, m_n, c0, V.rotary_start, V)
+        store(row, b, o_n, m_n, c0, V.rotary_start + V.num_channels, V)
