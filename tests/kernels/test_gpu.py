@@ -1,9 +1,12 @@
 """The kernels on a real GPU: ``pytest -m gpu``."""
 
+import importlib
 import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from lrpe_md import Grid, cosine, rotate
 from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
@@ -11,6 +14,7 @@ from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
 pytestmark = pytest.mark.gpu
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
 ACTS += [("softmax", -1), ("softmax", -2)]
+CONSTEXPR = ("lrpe_md.engine.call", "Variant")  # all that the kernels are compiled for, as one value
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -160,6 +164,37 @@ def test_compiles_with_real_kernels():
     compiled = torch.compile(f, fullgraph=True)
     for a, b in zip(torch.autograd.grad(compiled(q, k, omega, grid), (q, k, omega)), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@triton.jit
+def _times(x, V: tl.constexpr):
+    return x * (V.num_axes + V.sections[1]) if V.act == "silu" else x
+
+
+@triton.jit
+def _times_kernel(p_x, p_y, N, V: tl.constexpr):
+    o = tl.program_id(0) * V.block_n + tl.arange(0, V.block_n)
+    tl.store(p_y + o, _times(tl.load(p_x + o, mask=o < N), V), mask=o < N)
+
+
+def test_a_compiler_launches_a_kernel_with_our_constexpr():
+    """The code that the compiler generates holds the value's repr, and finds its class by it."""
+    variant = getattr(importlib.import_module(CONSTEXPR[0]), CONSTEXPR[1])
+    value = variant(act="silu", sections=(3, 5), num_axes=2, block_n=32)
+
+    @torch.library.triton_op("lrpe_md_test::times", mutates_args=())
+    def times(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        torch.library.wrap_triton(_times_kernel)[(triton.cdiv(x.numel(), 32),)](x, y, x.numel(), V=value)
+        return y
+
+    def f(x):
+        return times(x + 1) - 2
+
+    x = torch.randn(100, device="cuda")
+    expected = 7 * (x + 1) - 2
+    assert torch.equal(f(x), expected)
+    assert torch.equal(torch.compile(f, fullgraph=True)(x), expected)
 
 
 def test_cuda_graph():

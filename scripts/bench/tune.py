@@ -1,0 +1,390 @@
+"""Which tiles are fastest on this GPU? Prints the table ``TILES`` of lrpe_md/engine/plan.py.
+
+    python -m scripts.bench.tune                                    every row, as plan.py writes it
+    python -m scripts.bench.tune --only "2 rotate" --only "4 cosine forward"
+    python -m scripts.bench.tune --check                            is each tile of the table within 3% of the best?
+
+A row is the bytes of an element, a map and a pass; its tiles are for up to 16, up to 64 and more channels. Those up to
+64 are tried on grids of 14×14 and 64×64 tokens with head_dim 64, those for more on 21×30×52 with 128, those up to 16 on
+64×64 with head_dim 72 and 80, whose channels go in blocks; each with frequencies that heads share and with those of
+each head. Times are medians on the GPU's clock with a cold L2 cache, as those of the other benchmarks.
+
+A tile's score is its time over that of the fastest tile, on the problem where that is most. The best tile has the
+lowest score: first among shapes with the registers and stages that the table has; then the three best with others of
+these; then those in front, and the table's, are timed again in turns. The CSV has every time.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lrpe_md.engine.plan import TILES, Tile
+from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
+
+from ..benchmark_measure import TURNS, OutOfTime, cold_times, in_words, large_inputs, make_pass, quantiles
+from ..common import git_commit, gpu_name, versions
+
+WIDTHS = ("up to 16", "up to 64", "more")  # channels: what a row of TILES has a tile for
+BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
+PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
+MODES = {"forward": "fwd", "backward": "bwd", "dtheta": "bwd_omega"}
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+WITHIN = 1.03  # of the best: what --check allows
+FINALISTS = 3
+KEY = ("row", "channels", *Tile._fields, "problem", "round")
+COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "triton", "commit", "date")
+
+
+class Place(NamedTuple):
+    """One tile of the table."""
+
+    key: tuple[Any, ...]
+    width: int  # of WIDTHS
+
+    @property
+    def row(self) -> str:
+        return " ".join(map(str, self.key))
+
+    def __str__(self) -> str:
+        return f"{self.row}, {WIDTHS[self.width]}"
+
+    @property
+    def stage(self) -> str:
+        """forward, backward or dtheta."""
+        return self.key[2].partition(" ")[0]
+
+    @property
+    def act(self) -> str:
+        return "silu" if self.key[2].endswith("activated") else "none"
+
+    @property
+    def tile(self) -> Tile:
+        return TILES[self.key][self.width]
+
+    def cases(self, small: bool = False) -> dict[str, Case]:
+        """Problems that this tile is for, by name. small: for the same compiled kernels, in no time."""
+        found = {}
+        for name, work in PROBLEMS[self.width].items():
+            for per_head in (False, True):
+                heads = "by head" if per_head else "shared"
+                found[f"{name}, {heads}"] = self.case(shrink(work) if small else work, per_head)
+        return found
+
+    def case(self, work: Workload, per_head: bool) -> Case:
+        options: dict[str, Any] = {"act": self.act, "dtype": DTYPES[self.key[0]]}
+        return work.case(self.key[1], per_head=per_head, **options)
+
+
+def shrink(work: Workload) -> Workload:
+    return replace(work, batch=1, heads=2, shape=tuple(min(n, 4) for n in work.shape), prefix=min(work.prefix, 1))
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def shapes(place: Place) -> list[Tile]:
+    """Rows, elements and warps, with the registers and stages of the table's tile."""
+    found = []
+    most = 64 if place.key[0] == 2 else 16  # elements of all rows that a thread holds
+    for rows in (1, 2, 4):
+        for elements in (128, 256, 512, 1024, 2048):
+            for num_warps in (1, 2, 4):
+                held = elements // (32 * num_warps)
+                if 4 <= held <= 16 and 8 <= rows * held <= most:
+                    found.append(place.tile._replace(rows=rows, elements=elements, num_warps=num_warps))
+    return found
+
+
+def refinements(place: Place, tile: Tile) -> list[Tile]:
+    """The same shape with other registers and stages, or with the rows asked for first."""
+    if place.stage != "dtheta":
+        return [tile._replace(rows_first=not tile.rows_first)]
+    options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
+    found = [tile._replace(max_registers=registers, stages=stages) for registers, stages in options]
+    return [other for other in found if other != tile]
+
+
+# --- which is best ---------------------------------------------------------------------------------------------------
+
+Times = dict[Tile, dict[str, float]]  # milliseconds by problem; infinite where it can't run
+Measure = Callable[[Tile, str], float]
+
+
+def scores(times: Times) -> dict[Tile, float]:
+    """Of each tile, lowest first: the time over the fastest, where that is most."""
+    problems = next(iter(times.values())).keys()
+    fastest = {p: min(each[p] for each in times.values()) for p in problems}
+    found = {
+        tile: max(each[p] / fastest[p] if each[p] < math.inf else math.inf for p in problems)
+        for tile, each in times.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+class Found(NamedTuple):
+    place: Place
+    best: Tile
+    score: float
+    table_score: float  # of the tile that the table has
+
+    @property
+    def ratio(self) -> float:
+        """What the table's tile takes, over the best one's."""
+        return self.table_score / self.score if self.score < math.inf else math.inf
+
+
+def search(
+    place: Place, measure: Measure, rounds: int, prepare: Callable[[list[Tile]], Any] = lambda tiles: None
+) -> Found:
+    """The best tile. prepare: told what will be measured next."""
+    problems, times = list(place.cases()), {}
+
+    def attempt(tiles: Iterable[Tile]) -> None:
+        new = [tile for tile in dict.fromkeys(tiles) if tile not in times]
+        prepare(new)
+        for tile in new:
+            times[tile] = {problem: measure(tile, problem) for problem in problems}
+
+    attempt([place.tile, *shapes(place)])
+    attempt(other for tile in list(scores(times))[:FINALISTS] for other in refinements(place, tile))
+    finalists = dict.fromkeys([*list(scores(times))[:FINALISTS], place.tile])
+    again: dict[Tile, dict[str, list[float]]] = {tile: {p: [] for p in problems} for tile in finalists}
+    for _ in range(rounds):
+        for tile, problem in ((t, p) for p in problems for t in finalists):
+            again[tile][problem].append(measure(tile, problem))
+    final = scores({t: {p: statistics.median(each) for p, each in of.items()} for t, of in again.items()})
+    best = next(iter(final))
+    return Found(place, best, final[best], final[place.tile])
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_table(place: Place, tile: Tile) -> Iterator[None]:
+    """The table with this tile in its place, and nothing for other widths: a call that reads those fails."""
+    from lrpe_md.engine import launch
+
+    kept = TILES[place.key]
+    tiles: list[Any] = [None] * len(kept)
+    tiles[place.width] = tile
+    try:
+        TILES[place.key] = tuple(tiles)
+        launch._known.clear()  # what was cut by another table
+        yield
+    finally:
+        TILES[place.key] = kept
+        launch._known.clear()
+
+
+def passes(place: Place, inputs: Sequence[Inputs], impl: str = "triton") -> list[Callable[[], Any]]:
+    return [make_pass(MODES[place.stage], bind(each, impl), each) for each in inputs]
+
+
+def compile_small(place: Place, tile: Tile) -> None:
+    """In a process of its own: the compiler's cache has the kernels when they are to be timed."""
+    for case in place.cases(small=True).values():
+        with in_table(place, tile):
+            passes(place, [large_inputs(case, torch.device("cuda"))])[0]()
+    torch.cuda.synchronize()
+
+
+@dataclass
+class Session:
+    """What all measurements share; each is a line of the CSV at once."""
+
+    out: Path
+    device: torch.device
+    rep: int
+    deadline: float
+    here: dict[str, Any]
+    pool: ProcessPoolExecutor | None = None
+    inputs: dict[str, list[Inputs]] = field(default_factory=dict)  # of the place that is measured
+
+    def __post_init__(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+
+    def measure(self, place: Place, counted: dict[tuple[Tile, str], int], tile: Tile, problem: str) -> float:
+        """Milliseconds, the median; infinite where the tile can't be compiled or launched."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+        row = {"row": place.row, "channels": WIDTHS[place.width], **tile._asdict(), "problem": problem}
+        row["round"] = counted[tile, problem] = counted.get((tile, problem), -1) + 1
+        try:
+            found = quantiles(self.time(place, tile, problem))
+        except Exception as error:  # too many registers, too much shared memory
+            found = {"p50": math.inf, "note": in_words(error)}
+        with self.out.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})
+        return found["p50"]
+
+    def time(self, place: Place, tile: Tile, problem: str) -> list[float]:
+        if problem not in self.inputs:
+            case = place.cases()[problem]
+            self.inputs[problem] = [large_inputs(case, self.device) for _ in range(TURNS)]
+        with in_table(place, tile):
+            return cold_times(passes(place, self.inputs[problem]), self.rep)
+
+    def compile(self, place: Place, tiles: list[Tile]) -> None:
+        """All at once, before any is timed."""
+        if self.pool is None:
+            return
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+        for job in [self.pool.submit(compile_small, place, tile) for tile in tiles]:
+            job.exception()  # what fails here fails when it is timed, and is told there
+
+    def tune(self, place: Place, rounds: int) -> Found:
+        self.inputs.clear()
+        torch.cuda.empty_cache()
+        return search(place, partial(self.measure, place, {}), rounds, partial(self.compile, place))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def write_tile(tile: Tile) -> str:
+    """As plan.py writes it: what is at its default is left out, and what follows is named."""
+    defaults, given, named = Tile._field_defaults, [], False
+    for name, value in tile._asdict().items():
+        if name in defaults and value == defaults[name]:
+            named = True
+        else:
+            given.append(f"{name}={value!r}" if named else repr(value))
+    return f"Tile({', '.join(given)})"
+
+
+def write_key(key: tuple[Any, ...]) -> str:
+    words = [f'"{part}"' if isinstance(part, str) else repr(part) for part in key]
+    return f"({', '.join(words)})"
+
+
+def write_table(tiles: dict[tuple[Any, ...], tuple[Tile, ...]]) -> str:
+    lines = ["TILES = {"]
+    for key, row in tiles.items():
+        written = list(map(write_tile, row))
+        line = f"    {write_key(key)}: ({', '.join(written)}),"
+        if len(line) > 120:
+            line = "\n        ".join([f"    {write_key(key)}: (", *(f"{tile}," for tile in written)]) + "\n    ),"
+        lines.append(line)
+    return "\n".join([*lines, "}  # fmt: skip"])
+
+
+def summarise(found: list[Found]) -> Table:
+    table = Table("row", "channels", "table", "best", "table over best", box=None)
+    for each in found:
+        text = f"{each.ratio:.3f}" + ("" if each.ratio <= WITHIN else " !")
+        place = each.place
+        table.add_row(place.row, WIDTHS[place.width], write_tile(place.tile), write_tile(each.best), text)
+    return table
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def choose_places(only: Sequence[str]) -> list[Place]:
+    """Those whose name contains one of the texts; all where there is none."""
+    places = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
+    for text in only:
+        if not any(text in str(place) for place in places):
+            known = "; ".join(dict.fromkeys(place.row for place in places))
+            raise typer.BadParameter(f"--only: no tile has {text!r} in its name; the rows are: {known}")
+    return [place for place in places if not only or any(text in str(place) for text in only)]
+
+
+def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    return {
+        "gpu": gpu_name(device),
+        "python": platform.python_version(),
+        **versions("torch", "triton"),
+        "commit": commit or git_commit(12),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def open_pool(jobs: int) -> ProcessPoolExecutor | None:
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) if jobs else None
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Tiles with this in their name; may be repeated.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Fail where a tile of the table is over 3% slower.")] = False,
+    out: Annotated[Path, typer.Option(help="Every time, as CSV.")] = Path("scripts/results/tune.csv"),
+    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="How often those in front are timed again, in turns.")] = 3,
+    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Processes that compile; default: up to 12.")] = None,
+    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+) -> None:
+    """Find the fastest tiles for this GPU."""
+    places = choose_places(only or [])
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch finds no GPU here; tiles are timed on the GPU that they are for")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise typer.BadParameter("TRITON_INTERPRET is set; unset it: tiles are timed on the GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    started, console = time.monotonic(), Console(width=160, soft_wrap=True)
+    pool = open_pool(min(12, os.cpu_count() or 1) if jobs is None else jobs)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    found: list[Found] = []
+    with Progress(*columns, console=console) as progress:
+        session = Session(out, device, rep, started + limit, environment(device, commit), pool)
+        task = progress.add_task("", total=len(places))
+        try:
+            for place in places:
+                progress.update(task, description=str(place))
+                found.append(session.tune(place, rounds))
+                progress.advance(task)
+        except OutOfTime:
+            console.print(f"stopped after {limit:g} s: {len(places) - len(found)} of {len(places)} tiles are left")
+        finally:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
+    finish(console, found, len(places), check, out)
+
+
+def finish(console: Console, found: list[Found], wanted: int, check: bool, out: Path) -> None:
+    """Print what was found; fail where a check does."""
+    console.print(summarise(found))
+    if not check:
+        table = {key: list(row) for key, row in TILES.items()}
+        for each in found:
+            table[each.place.key][each.place.width] = each.best
+        console.print(write_table({k: tuple(v) for k, v in table.items()}), highlight=False, markup=False)
+    console.print(f"every time is in {out}", highlight=False)
+    slow = [each for each in found if each.ratio > WITHIN]
+    if check:
+        text = f"{len(slow)} of {len(found)} tiles take more than {WITHIN:g} times the best"
+        console.print(text + ("" if len(found) == wanted else f"; {wanted - len(found)} were not timed"))
+        if slow or len(found) < wanted:
+            raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

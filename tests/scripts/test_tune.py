@@ -1,0 +1,262 @@
+"""The tuner: what it tries, what it finds in made-up times, the table that it prints, when --check fails."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lrpe_md.engine.plan import TILES, Tile
+from scripts.bench import tune
+from scripts.bench.tune import Place, choose_places, large_inputs, search
+
+PLACES = choose_places([])
+DTHETA = next(place for place in PLACES if place.stage == "dtheta" and place.key[0] == 2)
+FORWARD = next(place for place in PLACES if place.stage == "forward" and place.key[0] == 2)
+
+
+def test_every_tile_of_the_table_has_a_place():
+    assert [place.tile for place in PLACES] == [tile for row in TILES.values() for tile in row]
+    assert {place.stage for place in PLACES} == {"forward", "backward", "dtheta"}
+    assert {place.act for place in PLACES} == {"none", "silu"}
+    assert len({str(place) for place in PLACES}) == len(PLACES)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_candidates(place):
+    found = tune.shapes(place)
+    assert 12 <= len(found) == len(set(found))
+    assert place.tile in found, "the table's tile is one of those that are searched"
+    fixed = {(tile.max_registers, tile.stages, tile.rows_first) for tile in found}
+    assert fixed == {place.tile[3:]}
+    others = tune.refinements(place, place.tile)
+    assert place.tile not in others
+    assert {tile[:3] for tile in others} == {place.tile[:3]}
+    assert len(set(others)) == (8 if place.stage == "dtheta" else 1)
+    if place.stage != "dtheta":
+        assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_problem_reads_the_tile_that_it_is_for(place):
+    """And no other of the row; in the interpreter, on a few tokens."""
+    before = dict(TILES)
+    cases = place.cases(small=True)
+    assert cases.keys() == place.cases().keys()
+    assert len(cases) in (2, 4)
+    case = next(iter(cases.values()))
+    inputs = [large_inputs(case, torch.device("cpu"))]
+    with tune.in_table(place, place.tile):
+        tune.passes(place, inputs)[0]()
+    for width in range(3):
+        if width != place.width:
+            tune.passes(place, inputs)[0]()  # what is remembered of it is forgotten
+            with tune.in_table(Place(place.key, width), place.tile), pytest.raises(TypeError):
+                tune.passes(place, inputs)[0]()
+    assert before == TILES
+
+
+def test_nothing_of_another_tile_is_remembered(monkeypatch):
+    inputs = [large_inputs(next(iter(FORWARD.cases(small=True).values())), torch.device("cpu"))]
+    with tune.in_table(FORWARD, FORWARD.tile):
+        tune.passes(FORWARD, inputs)[0]()
+    monkeypatch.setitem(TILES, FORWARD.key, (None, None, None))
+    with pytest.raises(TypeError):
+        tune.passes(FORWARD, inputs)[0]()
+
+
+def made_up(place, fast, slow=1.0, calls=None):
+    """Times that are shortest for ``fast``; a tile is slower the more it differs from it."""
+
+    def measure(tile, problem):
+        if calls is not None:
+            calls.append((tile, problem))
+        different = sum(a != b for a, b in zip(tile, fast, strict=True))
+        return (1 + 0.1 * different) * (slow if tile == place.tile else 1) * (2 if "head" in problem else 1)
+
+    return measure
+
+
+def test_the_best_of_made_up_times():
+    fast = DTHETA.tile._replace(rows=2, elements=256, num_warps=2, max_registers=255, stages=2)
+    assert fast != DTHETA.tile
+    told, calls = [], []
+    found = search(DTHETA, made_up(DTHETA, fast, calls=calls), rounds=2, prepare=told.append)
+    assert found.best == fast
+    assert found.score == 1
+    assert found.ratio == pytest.approx(1 + 0.1 * sum(a != b for a, b in zip(fast, DTHETA.tile, strict=True)))
+    tried = {tile for tile, _ in calls}
+    assert {tile for tiles in told for tile in tiles} == tried
+    assert all(calls.count((tile, problem)) >= 1 for tile in tried for problem in DTHETA.cases())
+    assert calls.count((fast, next(iter(DTHETA.cases())))) == 3  # once, and in two rounds
+
+
+def test_the_table_is_found_where_it_is_best():
+    found = search(FORWARD, made_up(FORWARD, FORWARD.tile), rounds=1)
+    assert (found.best, found.ratio) == (FORWARD.tile, 1)
+
+
+def test_the_worst_problem_decides():
+    one, two, three = (FORWARD.tile._replace(rows=rows) for rows in (1, 2, 4))
+    times = {
+        one: {"shared": 1.0, "by head": 3.0},
+        two: {"shared": 1.2, "by head": 2.2},
+        three: {"shared": 0.5, "by head": math.inf},
+    }
+    assert list(tune.scores(times).items()) == [(one, 2.0), (two, 2.4), (three, math.inf)]
+    del times[three]
+    assert tune.scores(times) == {two: pytest.approx(1.2), one: pytest.approx(3 / 2.2)}
+
+
+def test_a_tile_that_cannot_run_loses():
+    def measure(tile, problem):
+        return math.inf if tile == FORWARD.tile and "head" in problem else 1.0 + tile.rows
+
+    found = search(FORWARD, measure, rounds=1)
+    assert found.best.rows == 1
+    assert found.ratio == math.inf
+
+
+def test_a_measurement(monkeypatch, tmp_path):
+    """The passes of a problem, on inputs that are made once; each time is a line at once."""
+    ran = []
+
+    def clock(fns, rep):
+        ran.append([fn() for fn in fns])
+        return [3.0, 1.0, 2.0]
+
+    monkeypatch.setattr(tune, "cold_times", clock)
+    cases = DTHETA.cases(small=True)
+    monkeypatch.setattr(Place, "cases", lambda self: cases)
+    session = tune.Session(tmp_path / "a.csv", torch.device("cpu"), 30, math.inf, {"commit": "abc"})
+    problem, counted = next(iter(cases)), {}
+    other = DTHETA.tile._replace(rows=1)
+    assert [session.measure(DTHETA, counted, tile, problem) for tile in (DTHETA.tile, other, other)] == [2.0] * 3
+    assert [len(results) for results in ran] == [tune.TURNS] * 3
+    assert len({id(inputs) for inputs in session.inputs[problem]}) == tune.TURNS
+    assert list(session.inputs) == [problem]
+    rows = pd.read_csv(tmp_path / "a.csv")
+    assert list(rows["round"]) == [0, 0, 1]
+    assert list(rows.rows) == [DTHETA.tile.rows, 1, 1]
+    assert (rows.p50 == 2).all()
+    assert (rows["min"] == 1).all()
+
+
+def test_luck_is_measured_again():
+    """A tile that was fast twice of four times is not the best."""
+    seen = []
+
+    def measure(tile, problem):
+        lucky = tile.rows == 1 and seen.count((tile, problem)) < 2
+        seen.append((tile, problem))
+        return 0.5 if lucky else 2.0 if tile.rows == 1 else 1.0
+
+    found = search(FORWARD._replace(width=1), measure, rounds=3)
+    assert found.best.rows != 1
+
+
+def test_the_printed_table_is_the_table():
+    text = tune.write_table(TILES)
+    assert all(len(line) <= 120 for line in text.splitlines())
+    scope = {"Tile": Tile}
+    exec(text, scope)
+    assert scope["TILES"] == TILES
+    assert tune.write_tile(Tile(2, 256, 1)) == "Tile(2, 256, 1)"
+    assert tune.write_tile(Tile(2, 256, 1, 128, 2)) == "Tile(2, 256, 1, 128, 2)"
+    assert tune.write_tile(Tile(2, 256, 1, rows_first=True)) == "Tile(2, 256, 1, rows_first=True)"
+
+
+@pytest.fixture
+def invoke(monkeypatch, tmp_path):
+    """The command with made-up times, as if on a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(tune, "gpu_name", lambda device: "made up")
+
+    def run(times, *args):
+        monkeypatch.setattr(tune.Session, "time", times)
+        options = ["--out", str(tmp_path / "new" / "tune.csv"), "--jobs", "0", "--commit", "abc"]
+        result = CliRunner().invoke(tune.app, [*args, *options], env={"NO_COLOR": "1", "COLUMNS": "400"})
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+        return result, tmp_path / "new" / "tune.csv"
+
+    return run
+
+
+def times_of_table(session, place, tile, problem):
+    return [1.0 if tile == place.tile else 1.5]
+
+
+def slow_in_one_place(session, place, tile, problem):
+    return [1.1 if place == DTHETA and tile == place.tile else 1.0]
+
+
+def test_check_passes_where_the_table_is_best(invoke):
+    result, out = invoke(times_of_table, "--check")
+    assert result.exit_code == 0, result.output
+    assert f"0 of {len(PLACES)} tiles" in result.output
+    rows = pd.read_csv(out)
+    assert list(rows) == list(tune.COLUMNS)
+    assert set(rows.row) == {place.row for place in PLACES}
+    assert (rows.commit == "abc").all()
+    assert (rows.gpu == "made up").all()
+    assert set(rows["round"]) == {0, 1, 2, 3}
+
+
+def test_check_fails_at_a_slow_tile(invoke):
+    result, _ = invoke(slow_in_one_place, "--check")
+    assert result.exit_code == 1
+    assert f"1 of {len(PLACES)} tiles" in result.output
+    marked = [line for line in result.output.splitlines() if line.rstrip().endswith(" !")]
+    assert len(marked) == 1
+    assert DTHETA.row in marked[0]
+    assert "1.100" in marked[0]
+
+
+def test_check_fails_where_time_ran_out(invoke):
+    result, _ = invoke(times_of_table, "--check", "--limit", "0")
+    assert result.exit_code == 1
+    assert f"{len(PLACES)} were not timed" in result.output
+
+
+def test_the_best_tiles_are_printed_and_the_rest_kept(invoke):
+    before = dict(TILES)
+    result, out = invoke(slow_in_one_place, "--only", str(DTHETA))
+    assert result.exit_code == 0, result.output
+    scope = {"Tile": Tile}
+    exec("TILES" + result.output.split("TILES", 1)[1].split("}", 1)[0] + "}", scope)
+    changed = {key: row for key, row in scope["TILES"].items() if row != TILES[key]}
+    assert list(changed) == [DTHETA.key]
+    assert [a != b for a, b in zip(changed[DTHETA.key], TILES[DTHETA.key], strict=True)].count(True) == 1
+    assert before == TILES
+    assert set(pd.read_csv(out).channels) == {tune.WIDTHS[DTHETA.width]}
+
+
+def test_what_cannot_run_is_a_line_with_the_reason(invoke):
+    def times(session, place, tile, problem):
+        if tile.num_warps == 4:
+            raise RuntimeError("out of resource: registers")
+        return [1.0 if tile == place.tile else 1.2]
+
+    result, out = invoke(times, "--only", str(FORWARD))
+    assert result.exit_code == 0, result.output
+    rows = pd.read_csv(out)
+    failed = rows[rows.num_warps == 4]
+    assert len(failed)
+    assert failed.note.str.contains("out of resource").all()
+    assert rows[rows.num_warps != 4].note.isna().all()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [(["--only", "8 cosine"], "2 cosine forward"), ([], "finds no GPU"), (["--rep", "0"], "--rep")]
+)
+def test_errors(args, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "tune.csv"
+    result = CliRunner().invoke(tune.app, [*args, "--out", str(out)], env={"NO_COLOR": "1", "COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not out.exists()

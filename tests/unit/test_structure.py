@@ -1,0 +1,152 @@
+"""The house stays in order: arguments, lengths, imports and the way of a call within bars (tests/counts.py)."""
+
+from pathlib import Path
+
+import counts
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BARS = {
+    "kernel arguments": 80,
+    "arguments of another GPU function": 12,
+    "functions with more than 8 positional parameters": 0,
+    "functions over 80 lines of code": 0,
+    "constexprs by position": 150,
+    "circles of imports": 0,
+    "changes of file in a warm forward": 8,
+}
+PACKAGE = {
+    "kernels.py": '''
+@triton.jit
+def _inner(x, y, D: tl.constexpr, E: tl.constexpr = 1):
+    return x
+
+@triton.jit
+def _middle(x, A, B, C, E, F, G, H, I, J, K, L, M: tl.constexpr):
+    return _inner(x, 1, M, E=2) + _inner(x, 1, M, 2) + tl.sum(x, M)
+
+@kernel
+def lrpe_kernel(p_x, n: "i32", *, D: tl.constexpr):
+    from .helpers import _far as near
+    _middle(p_x, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, D)
+    near(p_x, D)
+''',
+    "helpers.py": '''
+from . import kernels
+
+@triton.jit
+def _far(x, D: tl.constexpr):
+    return kernels._inner(x, x, D)
+
+class Long:
+    def method(self, a, b, c, d, e, f, g, h, *, i=0):
+        """Eight."""
+
+    @staticmethod
+    def static(a, b, c, d, e, f, g, h, i):
+        """Nine."""
+
+    def forward_intermediates(self, a, b, c, d, e, f, g, h, i):
+        """timm's, in another class."""
+
+@app.command()
+def command(a, b, c, d, e, f, g, h, i):
+    """May."""
+
+def other_command(a: Annotated[int, typer.Option(help="")], b, c, d, e, f, g, h, i):
+    """May."""
+''',
+    "lengths.py": "def short():\n    '''Two\n\n    lines.'''\n" + "    # why\n\n    x = 1\n" * 79
+    + "\ndef long():\n    '''One.'''\n" + "    x = 1\n" * 80 + "\ndef lrpe_kernel():\n" + "    x = 1\n" * 200,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return counts.Checkout(ROOT)
+
+
+@pytest.fixture(scope="module")
+def found(ours):
+    return counts.counts(ours)
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_bars(name, found):
+    assert found[name] <= BARS[name], "python tests/counts.py lists what is counted"
+
+
+def test_every_count_has_a_bar(found):
+    assert found.keys() == BARS.keys()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A package that breaks the rules."""
+    (tmp_path / "lrpe_md").mkdir()
+    for name, source in PACKAGE.items():
+        (tmp_path / "lrpe_md" / name).write_text(source)
+    return counts.Checkout(tmp_path)
+
+
+def test_arguments_are_counted(checkout):
+    assert checkout.kernel_arguments() == 3
+    assert checkout.largest_gpu_function() == (13, "lrpe_md/kernels.py::_middle")
+    assert checkout.many_positional() == {
+        "lrpe_md/helpers.py::Long.static": 9, "lrpe_md/helpers.py::Long.forward_intermediates": 9
+    }  # fmt: skip
+
+
+def test_constexprs_are_counted(checkout):
+    of = {name.split("::")[1]: number for name, number in checkout.constexprs_by_position().items()}
+    assert of == {"_middle": 3, "lrpe_kernel": 2, "_far": 1}
+
+
+def test_lines_are_counted(checkout):
+    assert checkout.long_functions() == {"lrpe_md/lengths.py::long": 81}
+
+
+def test_circles_are_found(checkout):
+    assert checkout.circles() == [["lrpe_md.helpers", "lrpe_md.kernels"]]
+
+
+@pytest.mark.parametrize(
+    ("importing", "name", "expected"),
+    [
+        ("models/vit.py", "from ..lrpe_md import x", {}),
+        ("models/vit.py", "from .. import Grid", {"Grid": "lrpe_md:Grid"}),
+        ("models/vit.py", "from .text import T as U", {"U": "models.text:T"}),
+        ("models/vit.py", "def f():\n    from lrpe_md.models import text", {"text": "models.text"}),
+        ("models/vit.py", "import torch, lrpe_md.plan as p", {"p": "lrpe_md.plan"}),
+        ("lrpe_md/plan.py", "from ..lrpe_md.models.text import T", {"T": "models.text:T"}),
+        ("lrpe_md/plan.py", "from timm import models", {}),
+    ],
+)
+def test_imports_are_found(tmp_path, importing, name, expected):
+    files = ["lrpe_md/__init__.py", "lrpe_md/plan.py", "models/__init__.py", "models/vit.py", "models/text.py"]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(name if file == importing else "")
+    checkout = counts.Checkout(tmp_path)
+    module = checkout.modules[importing.removesuffix(".py").replace("/", ".")]
+    assert checkout.imports(module) == expected
+
+
+def test_overrides_are_there(ours):
+    """None is listed that has gone."""
+    places = {place.name: place for _, _, place in ours.functions}
+    for name in counts.OVERRIDES:
+        assert len(places[name].parameters) > counts.MOST_POSITIONAL
+
+
+def test_the_way_of_a_call_is_followed(ours):
+    """A call that makes its arguments' checks goes farther than one that has made them."""
+    files = ours.files_of_calls
+    assert files["warm"][0] == files["first"][0] == "functional.py"
+    assert len(files["first"]) > len(files["warm"]) >= 3
+    assert files["warm, of a module"][0] != "functional.py"
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="expected a checkout"):
+        counts.Checkout(tmp_path)
