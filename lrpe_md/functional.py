@@ -77,7 +77,8 @@ def cosine(
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
     """
-    return encode(Options("cosine", act, dim, order=order, impl=impl), xs, omega, positions, phase, amplitude)
+    options = Options("cosine", act, dim, "half", None, order, impl)
+    return encode(options, xs, omega, positions, phase, amplitude)
 
 
 @overload
@@ -126,5 +127,5 @@ def rotate(
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
-    options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
+    options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
     return encode(options, xs, omega, positions, phase, amplitude)

@@ -31,7 +31,7 @@ def encode(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False
     if torch.is_grad_enabled() and (
         omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
     ):
-        return _Encode.apply(direct, cache, call.spec, call.layout, call.launches, *call.tables, *xs)
+        return _Encode.apply(call, direct, cache, omega, phase, *xs)
     return tuple(forward(call, xs, direct, cache)[: len(xs)])
 
 
@@ -181,59 +181,40 @@ torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
 
 
 class _Encode(torch.autograd.Function):
-    """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x."""
+    """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x.
+
+    omega and phase are those of the call, given again as what has a gradient.
+    """
 
     @staticmethod
-    def forward(ctx, direct, cache, spec, layout, launches, *tensors):
-        tables, xs = _take_tables(tensors)
-        call = Call(spec, layout, tables, launches)
-        needs = _take_needs(ctx)
-        out = forward(call, xs, direct, cache)
-        num = len(xs)
+    def forward(ctx, call, direct, cache, omega, phase, *xs):
+        _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
+        out, num = forward(call, xs, direct, cache), len(xs)
         ys, stats = out[:num], out[num : len(out) - cache]
-        keep = xs if spec.act != "none" or needs.omega or needs.phase else ()
-        ctx.save_for_backward(*tables, out[-1] if cache else None, *stats, *keep)
-        ctx.args = direct, spec, layout, launches, len(stats)
+        theta = out[-1] if cache else None
+        keep = xs if need_omega or need_phase or call.spec.act != "none" else ()
+        ctx.save_for_backward(*call.tables, theta, *stats, *keep)
+        ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
-        direct, spec, layout, launches, num_stats = ctx.args
-        tables, (theta, *rest) = _take_tables(ctx.saved_tensors)
+        spec, layout, launches, direct, num_stats = ctx.args
+        omega, phase, coords, origin, affine, rotated, amplitude, theta, *rest = ctx.saved_tensors
+        call = Call(spec, layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude), launches)
         stats, xs = rest[:num_stats], rest[num_stats:]
-        call = Call(spec, layout, tables, launches)
-        needs = _take_needs(ctx)
+        _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
+        needs = Needs(need_omega, need_phase)
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():  # create_graph: a double backward
-                return _in_order(*_differentiate_twice(call, xs, grads, needs))
+                domega, dphase, dxs = _differentiate_twice(call, xs, grads, needs)
+                return None, None, None, domega, dphase, *dxs
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _differentiate_reference(call, xs, grads)
-                return _in_order(domega if needs.omega else None, dphase if needs.phase else None, dxs)
-        out = backward(call, grads, xs, stats, theta, needs, direct and is_plain(grads))
-        num = len(grads)
-        return _in_order(out[num] if needs.omega else None, out[-1] if needs.phase else None, out[:num])
-
-
-_STATIC = (None,) * 5  # arguments of _Encode.forward in front of the tensors
-_NO_TABLES = (None,) * len(Tables._fields)
-
-
-def _take_tables(tensors: Sequence[Any]) -> tuple[Tables, Sequence[Any]]:
-    num = len(Tables._fields)
-    return Tables(*tensors[:num]), tensors[num:]
-
-
-def _take_needs(ctx: Any) -> Needs:
-    tables, _ = _take_tables(ctx.needs_input_grad[len(_STATIC) :])
-    return Needs(bool(tables.omega), bool(tables.phase))
-
-
-def _in_order(domega: Any, dphase: Any, dxs: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients in the order of the arguments of _Encode.forward."""
-    no_tables: Any = _NO_TABLES
-    tables = Tables(*no_tables)._replace(omega=domega, phase=dphase)
-    return *_STATIC, *tables, *dxs
+                return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs
+        out, num = backward(call, grads, xs, stats, theta, needs, direct and is_plain(grads)), len(grads)
+        return None, None, None, out[num] if need_omega else None, out[-1] if need_phase else None, *out[:num]
 
 
 def _differentiate_twice(

@@ -109,17 +109,15 @@ def _make_readable(call: Call) -> Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, origin, device=omega.device, dtype=torch.float64
         )
         affine, origin, layout = None, None, layout._replace(sizes=())
+    elif phase is coords is origin is rotated is amplitude is None and omega.is_contiguous() and not omega.is_neg():
+        return call
     if rotated is not None:
         rotated = rotated.contiguous().view(torch.uint8)
-    tables = Tables(
-        _make_dense(omega), _make_dense(phase), _make_dense(coords), _make_dense(origin), affine, rotated,
-        _make_dense(amplitude),
-    )  # fmt: skip
+    phase, coords, origin, amplitude = (
+        None if t is None else _materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
+    )
+    tables = Tables(_materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
     return Call(call.spec, layout, tables, call.launches)
-
-
-def _make_dense(t: Any) -> Any:
-    return None if t is None else _materialise(t).contiguous()
 
 
 def _materialise(t: Tensor) -> Tensor:
