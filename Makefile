@@ -24,7 +24,7 @@ gallery: $(READY)  ## the README's pictures of encodings
 	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 120
 
 readme-tables: $(READY)  ## the README's tables and plots, from scripts/results
-	$(BIN)/python -m scripts.benchmark_report $(ARGS)
+	$(BIN)/python -m scripts.bench report $(ARGS)
 	$(BIN)/python -m scripts.ablate_lm report --readme README.md
 	$(BIN)/python -m scripts.ablate report --readme README.md
 

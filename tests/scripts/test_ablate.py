@@ -13,10 +13,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.ablate import digits as ablate
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from typer.testing import CliRunner, Result
-
-from scripts import ablate
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ablate.Settings(

@@ -7,16 +7,18 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.ablate import digits as ablate
+from lrpe_md.scripts.ablate import driver as ablate_driver
+from lrpe_md.scripts.ablate import report as ablate_report
+from lrpe_md.scripts.ablate import tasks as ablate_tasks
+from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
+from lrpe_md.scripts.common.markdown import fill
+from lrpe_md.scripts.train.outcome import largest_rise
 from PIL import Image
 from scipy.stats import ttest_rel
 from test_train_image import write_idx
 from test_train_video import DECODERS, brightening, write_video
 from typer.testing import CliRunner, Result
-
-from scripts import ablate, ablate_driver, ablate_report, ablate_tasks
-from scripts.ablate_tasks import TASKS, Comparison, overrides
-from scripts.common import fill
-from scripts.outcome import largest_rise
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--set", "size=8", "--set", "patch=4", "--set", "test_sizes=12,8x12", "--set", "dim=24"]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from lrpe_md.scripts.ablate import lm as ablate_lm
 from typer.testing import CliRunner, Result
-
-from scripts import ablate_lm
 
 ROOT = Path(__file__).parents[2]
 

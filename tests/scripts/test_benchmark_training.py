@@ -8,16 +8,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.bench import training as script
+from lrpe_md.scripts.bench import training_report as report
+from lrpe_md.scripts.bench import workloads as workloads
+from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.report import RESULTS, ROOT
+from lrpe_md.scripts.common.markdown import fill
 from timm.models.eva import Eva
 from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner, Result
 
 from lrpe_md import Grid, RotateMd
-from scripts import benchmark_training as script
-from scripts import benchmark_training_report as report
-from scripts import benchmark_workloads as workloads
-from scripts.benchmark_report import RESULTS, ROOT
-from scripts.common import fill
 
 TINY = {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
 VIT = workloads.ViT(
@@ -44,7 +45,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(script.app, ["--device", "cpu", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, ["training", "--device", "cpu", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO], ids=["vit", "video"])

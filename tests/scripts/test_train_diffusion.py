@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
-from scripts import samples, train_diffusion
-from scripts.caption_data import load_captioned
-from scripts.train_diffusion import DiffusionTraining, app, run
+from lrpe_md.scripts.train import samples
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data.captions import load_captioned
+from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
+from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -275,7 +277,7 @@ def test_command_line(folder, tmp_path):
         (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
         (["--data", str(tmp_path / "absent")], "no such folder or file"),
     ):
-        result = CliRunner().invoke(app, [*command, *more], env={**os.environ, "COLUMNS": "400"})
+        result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert not out.exists()

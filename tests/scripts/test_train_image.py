@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import images as image_data
+from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.tasks import image as train_image
+from lrpe_md.scripts.train.tasks.image import ENCODINGS, ImageTraining, parse_sizes
 from PIL import Image
 from test_train_video import flags
 from torch import nn
 from typer.testing import CliRunner
 
 from lrpe_md import CosineMd, Grid
-from models.vit import lrpe_vit_tiny_patch16_224
-from scripts import image_data, train_image
-from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
-from scripts.train_image import ENCODINGS, ImageTraining, parse_sizes
 
 SMALL = {
     "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
@@ -271,7 +273,7 @@ def test_the_phase_turns_keys_and_not_queries():
 
 def test_the_command_line_says_what_is_wrong(data, tmp_path):
     def said(*args: str) -> str:
-        result = CliRunner().invoke(train_image.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        result = CliRunner().invoke(app, ["image", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
@@ -286,7 +288,7 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
     assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
     assert "--heads 16" in said(*run, "--heads", "16")  # rotation pairs channels
     assert not (tmp_path / "run").exists()  # nothing half-written
-    done = CliRunner().invoke(train_image.app, run)
+    done = CliRunner().invoke(app, ["image", *run])
     assert done.exit_code == 0, done.output
     assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)

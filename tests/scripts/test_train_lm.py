@@ -9,12 +9,12 @@ import pytest
 import torch
 import typer
 from accelerate import Accelerator
+from lrpe_md.models.lm import CausalLm, LmConfig
+from lrpe_md.scripts.train.data import text as lm_data
+from lrpe_md.scripts.train.data.text import Windows, check_lengths, load_text
+from lrpe_md.scripts.train.tasks import lm as train_lm
 from torch import Tensor
 from typer.testing import CliRunner, Result
-
-from models.lm import CausalLm, LmConfig
-from scripts import lm_data, train_lm
-from scripts.lm_data import Windows, check_lengths, load_text
 
 MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "num_kv_heads": 1, "hidden": 16}
 LINES = [f"{who} says that {what} of {who} is {what}.\n" for who in ("Ann", "Bob", "Cid") for what in ("tea", "war")]

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 import typer
+from lrpe_md.scripts.train import loop as training
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import videos as video_data
+from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
+from lrpe_md.scripts.train.loop import Trainer, Training, ahead, order, settings_of
+from lrpe_md.scripts.train.tasks import video as train_video
+from lrpe_md.scripts.train.tasks.video import VideoTraining
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
-
-from scripts import train_video, training, video_data
-from scripts.train_video import VideoTraining
-from scripts.training import Trainer, Training, ahead, order, settings_of
-from scripts.video_data import TASKS, VideoError, decode, find_videos, ordered, segments
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -232,7 +234,7 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 @needs_decoder
 def test_the_command_line_says_what_is_wrong(footage, tmp_path):
     def said(*args: str) -> str:
-        result = CliRunner().invoke(train_video.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        result = CliRunner().invoke(app, ["video", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
@@ -244,7 +246,7 @@ def test_the_command_line_says_what_is_wrong(footage, tmp_path):
     assert "as long as a clip" in said(*run, "--frames", "64")
     assert "start it with torchrun" in said(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing half-written
-    done = CliRunner().invoke(train_video.app, run)
+    done = CliRunner().invoke(app, ["video", *run])
     assert done.exit_code == 0, done.output
     assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
     assert "steps: 2 there, 3 now" in said(*run, "--steps", "3")

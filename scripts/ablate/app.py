@@ -1,0 +1,3 @@
+"""``python -m scripts.ablate``."""
+
+from .digits import app as app
