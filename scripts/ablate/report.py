@@ -1,212 +1,47 @@
-"""Tables and plots of what ``scripts.ablate`` found for the image, video and diffusion tasks."""
+"""The report of a comparison: results.csv, table.md, plots, and the sections of the README."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import typer
-from scipy.stats import t as student
 
 from ..common.folder import ROOT, from_root, write
-from ..common.markdown import table
-from ..common.plots import OKABE_ITO, STYLE, plt
-from ..common.provenance import in_words
+from ..common.markdown import fill
 from ..train.samples import write_comparison
+from . import report_lengths, report_sizes
+from .report_sizes import DIFFERENCE, TRAININGS
 from .tasks import TASKS, collect
 
-KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
-ABSOLUTE = {
-    "image": "A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
-    "video": "A learned table is resampled to the grid of the clip in both tables.",
-    "diffusion": "",
-}
-DIFFERENCE, TRAININGS = "Difference to ", "The trainings"  # tables that the README leaves out begin so
-COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
-MARKERS = "osD^vPX*"
-
-
-def sizes(results: pd.DataFrame) -> list[str]:
-    """The trained one first, as they were tested."""
-    return list(dict.fromkeys(results["size"]))
-
-
-def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Of each encoding to the baseline with the same attention, paired over the seeds that both have.
-
-    Returns:
-        by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
-        the number of pairs.
-    """
-    where = [*KEYS[1:], "positions", "size", "seed"]
-    base: Any = results[results.encoding == baseline].set_index(where)["value"]
-    others: Any = results[results.encoding != baseline]
-    paired = others.join(base.rename("base"), on=where, how="inner")
-    groups = paired.assign(gap=paired.value - paired.base).groupby([*KEYS, "positions", "size"], sort=False)["gap"]
-    found = groups.agg(["mean", "std", "count"])
-    width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
-    return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
-
-
-def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
-    columns: Any = sizes(results)
-    groups: Any = results.groupby([*KEYS, "size"])["value"]
-    stats = groups.agg(["mean", "std", "count"])
-
-    def cell(key: tuple[str, ...]) -> str:
-        if key not in stats.index:
-            return ""
-        mean, std, count = stats.loc[key]
-        return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if count > 1 else "")
-
-    lines = [[*key, *(cell((*key, size)) for size in columns)] for key in ranking]
-    return table([*KEYS, *columns], lines, len(KEYS))
-
-
-def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digits: int) -> list[str]:
-    found, columns = difference(results, baseline), sizes(results)
-
-    def cell(key: tuple[str, ...]) -> str:
-        if key not in found.index:
-            return ""
-        row: Any = found.loc[key]
-        if np.isnan(row["half"]):
-            return f"{row['mean']:+.{digits}f}"
-        text = f"{row['mean']:+.{digits}f} ± {row['half']:.{digits}f}"
-        return f"**{text}**" if abs(row["mean"]) > row["half"] else text
-
-    lines = []
-    for positions in POSITIONS:
-        rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
-        shown = [row for row in rows if any(row[2:])]
-        lines += [f"Positions {positions}:", "", *table([*KEYS, *columns], shown, len(KEYS))]
-    return lines
-
-
-def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Over the seeds the largest rise of the loss, and medians of what else the trainings say of themselves."""
-    runs: Any = results.drop_duplicates([*KEYS, "seed"])
-    groups: Any = runs.groupby(KEYS)
-    found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
-    found["loss_rise"] = groups["loss_rise"].agg(lambda each: each.max(skipna=False))
-
-    def cell(value: float, form: str) -> str:
-        return "" if pd.isna(value) else format(value, form)
-
-    rows = []
-    for key in ranking:
-        row: Any = found.loc[key]
-        rows.append(
-            [*key, f"{row.params:,.0f}", f"{row.loss:.3f}", cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
-             cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
-        )  # fmt: skip
-    head = [
-        *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
-        "s a training",
-    ]  # fmt: skip
-    return table(head, rows, len(KEYS))
-
-
-def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """The tables, best at the trained size first."""
-    settings = config["settings"]
-    task, training = TASKS[settings["task"]], settings["training"]
-    digits = 1 if task.higher else 4
-    trained = results[results["size"] == sizes(results)[0]]
-    means: Any = trained.groupby(KEYS)["value"].mean()
-    ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
-    groups: Any = results.groupby(KEYS)["seed"]
-    fewest, seeds = groups.nunique().min(), groups.nunique().max()
-    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
-    measure = task.measure[0].upper() + task.measure[1:]
-    precision = {"no": "float32"}.get(training["precision"], training["precision"])
-    lines = [
-        f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
-        f"{training['steps']:,} steps of {training['batch']}, {precision}{', compiled' * training['compile']}. "
-        "Other sizes were never seen in training.",
-        "",
-    ]
-    for positions, meaning in POSITIONS.items():
-        part: Any = results[results.positions == positions]
-        lines += [f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
-    if ABSOLUTE[settings["task"]]:
-        lines += [ABSOLUTE[settings["task"]], ""]
-    if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "with the same attention, paired over the seeds"
-        if seeds > 1:
-            what += (
-                ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
-                "comparisons, of which one in twenty excludes it by chance"
-            )
-        lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
-    lines += [
-        f"{TRAININGS}: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
-        "above the others' it says that the learning rate was too high for that encoding.",
-        "",
-        *_trainings(results, ranking),
-    ]
-    return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
-
-
-def plot(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """What is measured against the size: attention by row, positions by column; mean and standard deviation."""
-    task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
-    names = list(dict.fromkeys(name for each in compared.values() for name in each))
-    attentions = [attention for attention in compared if attention in set(results.attention)]
-    order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
-    groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
-    stats = groups.agg(["mean", "std"]).fillna(0)
-    with plt.rc_context(STYLE):
-        shape = len(attentions), len(POSITIONS)
-        figure, axes = plt.subplots(
-            *shape, figsize=(10.5, 0.9 + 3.2 * shape[0]), sharex=True, sharey=True, squeeze=False, layout="constrained"
-        )
-        handles: dict[str, Any] = {}
-        for i, attention in enumerate(attentions):
-            for axis, positions in zip(axes[i], POSITIONS, strict=True):
-                axis.axvline(order.index(ticks[0]), color="black", linestyle=":", linewidth=1)
-                for j, name in enumerate(names):
-                    if (attention, positions, name) not in stats.index.droplevel("size"):
-                        continue
-                    line = stats.loc[(attention, positions, name)].reindex(order)
-                    handles[name] = axis.errorbar(
-                        range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
-                        markersize=5, color=COLOURS[j % 8], marker=MARKERS[j % 8], linestyle="-" if j < 8 else "--",
-                    )  # fmt: skip
-                axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
-                axis.set_xticks(range(len(order)), order, fontsize=8)
-        figure.supxlabel("size (dotted: the trained one)", fontsize=10)
-        figure.supylabel(task.measure, fontsize=10)
-        shown = [name for name in names if name in handles]
-        figure.legend([handles[name] for name in shown], shown, loc="outside right center", frameon=False)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
+LAYOUTS = {"sizes": report_sizes.markdown, "lengths": report_lengths.markdown}
+PLOTS = {
+    "sizes": report_sizes.plot_sizes, "trained": report_sizes.plot_trained, "lengths": report_lengths.plot_lengths,
+}  # fmt: skip
 
 
 def write_report(folder: Path, baseline: str) -> None:
-    """results.csv of the runs in a folder, table.md and sizes.png, and samples.png where trainings of the first seed
+    """results.csv of the runs in a folder, table.md and plots, and samples.png where trainings of the first seed
     have kept samples; of results.csv alone where there are no runs."""
     files = sorted(folder.glob("runs/*.json"))
     if files:
         write(folder / "results.csv", collect(files).to_csv(index=False))
     if not (folder / "results.csv").exists():
-        raise typer.BadParameter(f"FOLDER: expected runs/*.json or results.csv in {folder}, found neither")
+        raise typer.BadParameter(f"--folder: expected runs/*.json or results.csv in {folder}, found neither")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["settings"].get("task") not in TASKS:
-        raise typer.BadParameter(f"FOLDER: expected one of `ablate run`, got {folder}, of something else")
-    results = pd.read_csv(folder / "results.csv")
-    text = markdown(results, config, baseline)
+        raise typer.BadParameter(f"--folder: expected one of `ablate run`, got {folder}, of something else")
+    task, results = (
+        TASKS[config["settings"]["task"]],
+        pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""]),
+    )
+    text = LAYOUTS[task.layout](results, config, baseline)
     write(folder / "table.md", text)
-    plot(results, config, folder / "sizes.png")
+    for name, plot in task.plots.items():
+        PLOTS[plot](results, config, folder / name)
     samples = {
         f"{name}, {attention}": file
         for attention, names in config["settings"]["encodings"].items()
@@ -215,7 +50,7 @@ def write_report(folder: Path, baseline: str) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    print(f"\n{text}")
+    print(f"\n{text}", *(folder / name for name in ("results.csv", *task.plots)), sep="\n")
 
 
 def committed(task: str) -> Path:
@@ -227,7 +62,7 @@ def markers(task: str) -> tuple[str, str]:
 
 
 def section(task: str, folder: Path) -> str:
-    """What the README shows of a folder with table.md, which it has the first tables of, and sizes.png, and samples.png
+    """What the README shows of a folder with table.md, which it has the first tables of, and plots, and samples.png
     where there is one."""
     if not (folder / "table.md").exists():
         return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
@@ -237,4 +72,19 @@ def section(task: str, folder: Path) -> str:
     if details:
         text += f"[Paired differences, and the trainings: loss, time, memory]({where}/table.md)\n"
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
-    return f"{samples}![{TASKS[task].measure} by size]({where}/sizes.png)\n\n{text}"
+    by = {
+        "sizes": f"{TASKS[task].measure} by size",
+        "lengths": f"{TASKS[task].measure.capitalize()} by length and by position",
+    }
+    plots = "".join(f"![{by[TASKS[task].layout]}]({where}/{name})\n" for name in TASKS[task].plots)
+    return f"{samples}{plots}\n{text}"
+
+
+def fill_readme(readme: Path, tasks: Iterable[str]) -> None:
+    """Fill in the sections of a file that it has, from the committed results."""
+    tasks = [task for task in tasks if TASKS[task].readme]
+    text = readme.read_text(encoding="utf-8")
+    for task in tasks:
+        text = fill(text, *markers(task), section(task, committed(task)))
+    write(readme, text)
+    print(f"{readme}: the sections of {', '.join(tasks)}")

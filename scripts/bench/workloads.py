@@ -21,10 +21,11 @@ from lrpe_md import CosineMd, Grid, RotateMd
 
 from ...models.vit import Context, LrpeAttention, adapt
 from ..common.devices import sent
+from ..train.config import Training
 from ..train.data.captions import Captioned
 from ..train.data.images import Images, Labelled
 from ..train.data.videos import Footage, Segment
-from ..train.loop import Training, order
+from ..train.order import shuffle
 from ..train.tasks import diffusion as train_diffusion
 from ..train.tasks import image as train_image
 from ..train.tasks import video as train_video
@@ -164,7 +165,7 @@ class Backbone:
 
     @property
     def baselines(self) -> dict[str, str]:
-        return dict.fromkeys(self.script.ENCODINGS, "none")
+        return dict.fromkeys(self.training.backbone.encodings, "none")
 
     @property
     def batch(self) -> int:
@@ -175,7 +176,7 @@ class Backbone:
         return self.script.build(replace(self.config, encoding=encoding))
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-        return self.script.batch(self.config, *self.data(batch, device), *next(order(batch, batch, seed=0)))
+        return self.script.batch(self.config, *self.data(batch, device), *next(shuffle(batch, batch, seed=0)))
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         """``num`` random samples, as the script's batch takes them."""

@@ -1,10 +1,9 @@
-"""The loop that the train scripts share: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
+"""The loop of all tasks: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
 
-A script gives a :class:`Training` with fields of its own, a model, its batches and a loss:
+A task makes a :class:`.work.Work` of its configuration: a model, its batches, a loss, an evaluation.
 
-    trainer = Trainer(config, model, settings)        # goes on where config.out has a checkpoint
-    trainer.fit(len(samples), batch, loss)            # batch(indices, draws), loss(model, batch)
-    evaluate(trainer.averaged)
+    run = partial(train, prepare)                     # prepare(config, device) → Work
+    run(config)                                       # goes on where config.out has a checkpoint
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
 generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
@@ -14,23 +13,23 @@ repeat themselves). Checkpoints are written aside and renamed.
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
 whole tensors, whatever the number of processes.
+
+**What is left to accelerate, and what is not.** It starts the processes, places the model, scales, casts, clips,
+reduces and logs. Not used: ``save_state``, which writes a folder with random states of each process (and a model in
+shards under FSDP), so that a run would be bound to their number, and a kill between two of its files would leave a
+mixture; ``skip_first_batches``, which draws all batches before the one wanted, where ours is found from its step; its
+FSDP2 plugin, which takes no second model, as the EMA is, to shard alike.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import itertools
-import json
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ from accelerate.utils import DistributedType, set_seed
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
-from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -53,137 +51,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..common.devices import choose_device
 from ..common.folder import flat, save_whole
-from ..common.options import choose
+from .config import Training
+from .order import Steps, derive_seed, divide, prepare_ahead
 
-FORMAT = 1
+FORMAT = 2
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-C = TypeVar("C", bound="Training")
-
-
-# --- configuration ---------------------------------------------------------------------------------------------------
-
-
-def option(default: Any, text: str, *, free: bool = False) -> Any:
-    """A field of a configuration and of the command line. free: it does not change the weights."""
-    return field(default=default, metadata={"help": text, "free": free})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What every training has."""
-
-    out: Path = field(metadata={"help": "Folder; a run in it is gone on with.", "free": True})
-    steps: int = option(1000, "Steps of the optimiser.")
-    batch: int = option(64, "Samples a step, over all processes and micro-batches.")
-    accumulate: int = option(1, "Micro-batches a step.")
-    opt: str = option("adamw", "One of timm's optimisers.")
-    lr: float = option(1e-3, "Learning rate after the warm-up; a cosine takes it to 0.")
-    weight_decay: float = option(0.05, "Not for biases, norms, frequencies.")
-    warmup: int = option(100, "Steps of the warm-up.")
-    clip: float = option(1.0, "Largest norm of the gradient; 0: any.")
-    ema: float = option(0.999, "Decay of the average of the weights that is evaluated; 0: none.")
-    precision: str = option("no", "no (float32), bf16 or fp16.")
-    compile: bool = option(False, "torch.compile.")
-    sharding: str = option("ddp", "Of several processes: ddp, or fsdp (FSDP2).")
-    workers: int = option(0, "Threads that prepare micro-batches ahead; 0: none.", free=True)
-    seed: int = option(0, "Of weights, order and draws.")
-    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.", free=True)
-    log_every: int = option(50, "Steps.", free=True)
-    save_every: int = option(500, "Steps.", free=True)
-    tensorboard: bool = option(True, "Where it is installed.", free=True)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise typer.BadParameter(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
-        if not 0 <= self.ema < 1:
-            raise typer.BadParameter(f"--ema: expected at least 0 and less than 1, got {self.ema}")
-        choose("--precision", [self.precision], ("no", "bf16", "fp16"))
-        choose("--sharding", [self.sharding], ("ddp", "fsdp"))
-
-
-def command(
-    app: typer.Typer, config: type[C], name: str | None = None
-) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
-    """Register run(config) as a command, with an option for each field of the configuration."""
-
-    def register(run: Callable[[C], Any]) -> Callable[[C], Any]:
-        def call(**values: Any) -> None:
-            try:
-                run(config(**values))
-            except KeyboardInterrupt:
-                print(f"Interrupted; the same command goes on from the last checkpoint in {values['out']}.")
-                raise typer.Exit(130) from None
-
-        hints, parameters = get_type_hints(config), []
-        for f in fields(config):
-            hint = Annotated[hints[f.name], typer.Option(help=f.metadata["help"])]
-            default = inspect.Parameter.empty if f.default is MISSING else f.default
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(f.name, kind, default=default, annotation=hint))
-        call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-        call.__annotations__ = {p.name: p.annotation for p in parameters}
-        call.__doc__ = config.__doc__
-        app.command(name)(call)
-        return run
-
-    return register
-
-
-def settings_of(config: Training, **more: Any) -> dict[str, Any]:
-    """All that decides the weights, as JSON has it."""
-    kept = {f.name for f in fields(config) if not f.metadata["free"]}
-    chosen = {name: value for name, value in asdict(config).items() if name in kept}
-    return json.loads(json.dumps({**chosen, **more}, default=str))
-
-
-# --- data order ------------------------------------------------------------------------------------------------------
-
-
-def order(
-    num: int, batch: int, *, seed: int, start: int = 0, accumulate: int = 1, rank: int = 0, world: int = 1
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Endless micro-batches of shuffled indices for one process, from step ``start`` on, without those before it.
-
-    Every epoch is a permutation of ``num`` samples; what does not fill a step is left out. A step has the same
-    ``batch`` samples, and each of them the same draw, however many processes and micro-batches share them.
-
-    Yields:
-        indices and draws, (batch / (accumulate · world),) int64 each. A draw is a random number from 0 to 2^63 - 1,
-        for the labels and augmentations of its sample, or to seed a generator for them.
-    """
-    per_epoch = num // batch
-    if not per_epoch:
-        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or give more data")
-    of = -1
-    permutation = draws = np.empty(0, np.int64)
-    for step in itertools.count(start):
-        epoch, i = divmod(step, per_epoch)
-        if epoch != of:
-            generator, of = np.random.default_rng((seed, epoch)), epoch
-            permutation, draws = generator.permutation(num), generator.integers(2**63, size=num)
-        micro = batch // (accumulate * world)
-        for part in range(accumulate):
-            first = i * batch + (part * world + rank) * micro
-            yield permutation[first : first + micro], draws[first : first + micro]
-
-
-def ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """batch(*each) of each chosen, in their order, some of them made ahead by threads: batch keeps no state."""
-    if not workers:
-        yield from itertools.starmap(batch, chosen)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        made = deque(pool.submit(batch, *each) for each in itertools.islice(chosen, 2 * workers))
-        while made:
-            yield made.popleft().result()
-            made.extend(pool.submit(batch, *each) for each in itertools.islice(chosen, 1))
-
-
-def derive(*numbers: int) -> int:
-    """One seed from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -192,10 +65,12 @@ def derive(*numbers: int) -> int:
 def start(config: Training) -> Accelerator:
     """The processes, the device and the logs."""
     cpu = choose_device(config.device).type == "cpu"
+    if cpu and config.mixed_precision == "fp16":
+        raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
     board = config.tensorboard and importlib.util.find_spec("tensorboard") is not None
     accelerator = Accelerator(
         cpu=cpu,
-        mixed_precision=config.precision,
+        mixed_precision=config.mixed_precision,
         log_with="tensorboard" if board else None,
         project_dir=str(config.out),
     )
@@ -230,7 +105,7 @@ class Trainer:
         config: of the script.
         accelerator: from :func:`start`.
         model: on any device; its ``blocks``, where it has them, are the units that FSDP2 shards.
-        settings: from :func:`settings_of`; a checkpoint with other ones is refused.
+        settings: from :func:`.config.settings_of`; a checkpoint with other ones is refused.
     """
 
     def __init__(self, config: Training, accelerator: Accelerator, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -251,12 +126,11 @@ class Trainer:
                 self.average.foreach = False
         fused: Any = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
         self.inner = create_optimizer_v2(
-            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **fused
-        )
-        self.scheduler = CosineLRScheduler(
-            self.inner, t_initial=max(config.steps, 2), warmup_t=min(config.warmup, config.steps - 1),
-            warmup_lr_init=config.lr / (config.warmup + 1), t_in_epochs=False,
+            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **fused,
+            **config.optimizer_arguments(self.raw),
         )  # fmt: skip
+        self.schedule = config.schedule()
+        self.scheduler = self.schedule.build(self.inner)
         if state is not None:
             self._load(state)
         if config.compile:
@@ -270,44 +144,50 @@ class Trainer:
         return self.raw if self.average is None else self.average.module
 
     def fit(
-        self, num: int, batch: Callable[[np.ndarray, np.ndarray], Any], loss: Callable[[nn.Module, Any], Tensor]
+        self,
+        steps: Steps,
+        batch: Callable[[np.ndarray, np.ndarray], Any],
+        loss: Callable[[nn.Module, Any], Tensor],
+        validate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """Train up to ``config.steps``.
 
         Args:
-            num: of training samples.
-            batch: (indices, draws) → a micro-batch; see :func:`order`.
+            steps: which samples a step has, see :mod:`.order`.
+            batch: (indices, draws) → a micro-batch.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
+            validate: what a row of the history holds beside the loss.
         """
         config, accelerator = self.config, self.accelerator
         if self.step >= config.steps:
             return
         if accelerator.log_with:
             accelerator.init_trackers("tensorboard")
-        chosen = order(
-            num, config.batch, seed=config.seed, start=self.step, accumulate=config.accumulate,
-            rank=accelerator.process_index, world=accelerator.num_processes,
-        )  # fmt: skip
-        stream = ahead(batch, chosen, config.workers)
+        chosen = divide(steps(self.step), config.accumulate, accelerator.process_index, accelerator.num_processes)
+        stream = prepare_ahead(batch, chosen, config.workers)
         if accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(accelerator.device)
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
-        with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as progress:
+        hidden = not (accelerator.is_main_process and config.progress)
+        with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
             bar = progress.add_task("steps", total=config.steps, completed=self.step, loss="")
             while self.step < config.steps:
                 self.total += self._advance(stream, loss)
                 progress.advance(bar)
-                if self.step % config.log_every == 0 or self.step == config.steps:
-                    progress.update(bar, loss=f"{self._log():.4f}")
-                if self.step % config.save_every == 0 or self.step == config.steps:
+                if self._due(config.log_every):
+                    progress.update(bar, loss=f"{self._log(validate):.4f}")
+                if self._due(config.save_every):
                     self.save()
                     self.clock = self.clock and (self.step, time.perf_counter())
-        if accelerator.log_with:
-            accelerator.end_training()
+        for tracker in accelerator.trackers:  # end_training would end the processes' group, which evaluations need
+            tracker.finish()
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
         config, accelerator = self.config, self.accelerator
-        set_seed(derive(config.seed, self.step, accelerator.process_index))
+        set_seed(derive_seed(config.seed, self.step, accelerator.process_index))
         self.model.train()
         total = torch.zeros((), device=accelerator.device)
         for micro in range(config.accumulate):
@@ -323,7 +203,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.scheduler.step_update(self.step)
+        self.scheduler.step_update(self.step + self.schedule.offset)
         if self.average is not None:
             self.average.update(self.raw, step=self.step)
         return total
@@ -338,7 +218,7 @@ class Trainer:
             "peak_mib": None if peak is None else round(peak, 1),
         }
 
-    def _log(self) -> float:
+    def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
         """The mean loss since the last call."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
@@ -346,11 +226,14 @@ class Trainer:
             self.pace.append((now - self.clock[1]) / (self.step - self.clock[0]))
         self.clock = self.step, now
         row = {"step": self.step, "loss": loss, "lr": self.inner.param_groups[0]["lr"]}
+        if validate is not None:
+            row |= validate()
+            self.clock = self.step, time.perf_counter()
         self.history.append(row)
         self.total.zero_()
         self.since = self.step
         if self.accelerator.log_with:
-            self.accelerator.log({"loss": loss, "lr": row["lr"]}, step=self.step)
+            self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=self.step)
         return loss
 
     def _total(self) -> float:
@@ -391,12 +274,7 @@ class Trainer:
             if others:
                 raise typer.BadParameter(f"--out {out} is not empty and has no checkpoint.pt; choose another folder")
             return None
-        try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise typer.BadParameter(f"{self.path} can't be read ({error}); delete it to start anew") from error
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise typer.BadParameter(f"{self.path} is not a checkpoint of this version; choose another --out")
+        state = read_checkpoint(self.path)
         there, here = flat(state["settings"]), flat(self.settings)
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
@@ -417,6 +295,17 @@ class Trainer:
         self.step, self.history = state["step"], state["history"]
         total, self.since = state["losses"]
         self.total.fill_(total)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What :meth:`Trainer.save` wrote, on the CPU."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise typer.BadParameter(f"{path} can't be read ({error}); delete it to start anew") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
+    return state
 
 
 def shard(model: nn.Module) -> None:

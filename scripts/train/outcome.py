@@ -57,6 +57,6 @@ def placements(model: Any) -> Iterator[str]:
 
 def write_history(path: Path, history: list[dict[str, Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(history[0]))
+        table = csv.DictWriter(file, list(dict.fromkeys(name for row in history for name in row)))
         table.writeheader()
         table.writerows(history)

@@ -24,6 +24,7 @@ pytest.importorskip("accelerate")
 from lrpe_md.scripts.train import samples
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data.captions import load_captioned
+from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
@@ -283,8 +284,8 @@ def test_command_line(folder, tmp_path):
         assert not out.exists()
 
 
-@pytest.mark.parametrize("encoding", train_diffusion.ENCODINGS)
-@pytest.mark.parametrize("attention", train_diffusion.ATTENTIONS)
+@pytest.mark.parametrize("encoding", CAPTIONED.encodings)
+@pytest.mark.parametrize("attention", CAPTIONED.attentions)
 def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
     chosen = config(folder, tmp_path, encoding=encoding, attention=attention, dim=64)
     model = train_diffusion.build(chosen)

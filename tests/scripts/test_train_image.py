@@ -14,8 +14,9 @@ from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.tasks import image as train_image
-from lrpe_md.scripts.train.tasks.image import ENCODINGS, ImageTraining, parse_sizes
+from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from PIL import Image
 from test_train_video import flags
 from torch import nn
@@ -229,7 +230,7 @@ def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, mo
         assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+@pytest.mark.parametrize("attention", IMAGES.attentions)
 def test_norms_of_q_and_k(attention, data, tmp_path):
     images = load_images(data, 8)
     for qk_norm, kind in ((True, nn.LayerNorm), (False, nn.Identity)):
@@ -239,13 +240,13 @@ def test_norms_of_q_and_k(attention, data, tmp_path):
         assert isinstance(block.attn.k_norm, kind)
 
 
-@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+@pytest.mark.parametrize("attention", IMAGES.attentions)
 def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 1, 12, 12, dtype=torch.float64)
     swapped = x.clone()
     swapped[..., :4, :4], swapped[..., 4:8, 8:] = x[..., 4:8, 8:], x[..., :4, :4]
-    for name in ENCODINGS:
+    for name in IMAGES.encodings:
         config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **{**SMALL, "depth": 2})
         arguments = train_image.model_arguments(config, load_images(data, 8))
         json.dumps(arguments)  # a checkpoint keeps them

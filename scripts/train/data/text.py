@@ -1,14 +1,19 @@
-"""The text that ``scripts.train lm`` trains on: bytes of a file or a folder, and windows of them."""
+"""The text that ``train lm`` trains on: bytes of a file or a folder, and windows of them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import typer
 from torch import Tensor
+
+from ..order import Chosen
 
 VALIDATION = 0.05
 
@@ -51,29 +56,16 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
             )
 
 
-class Windows:
-    """Random windows of the training text, and how far the training is: all that a checkpoint must know of both.
+def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
+    """Where the windows of each step begin, of ``num`` places, drawn with replacement; from step ``start`` on.
 
-    Every process draws the whole batch and takes its rows, so that their number does not matter.
+    One generator draws for all steps, so that those before ``start`` are drawn, too, and left out.
+
+    Yields:
+        starts (batch,) int64, and zeros for the draws, which nothing needs.
     """
-
-    def __init__(self, text: Tensor, length: int, batch: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        if batch % world:
-            raise typer.BadParameter(f"--batch: expected a multiple of the {world} processes, got {batch}")
-        self.text, self.length, self.batch = text, length, batch
-        self.mine = slice(rank * batch // world, (rank + 1) * batch // world)
-        self.steps = torch.arange(length + 1, device=text.device)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.step, self.history = 0, []
-
-    def draw(self) -> Tensor:
-        """(B, length + 1), int64."""
-        starts = torch.randint(len(self.text) - self.length, (self.batch,), generator=self.generator)[self.mine]
-        return self.text[starts.to(self.text.device, non_blocking=True)[:, None] + self.steps].long()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "step": self.step, "history": self.history}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        self.step, self.history = state["step"], state["history"]
+    generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
+    for step in itertools.count():
+        starts = torch.randint(num, (batch,), generator=generator)
+        if step >= start:
+            yield starts.numpy(), draws

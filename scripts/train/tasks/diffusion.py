@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,33 +27,14 @@ from ....models.text import TextEncoder, drop_text, tokenize
 from ...common.devices import sent
 from ...common.folder import save_whole
 from ...common.options import choose
+from ..config import Training, describe, option
 from ..data.captions import Captioned, load_captioned
-from ..loop import Trainer, Training, begin, option, settings_of
-from ..outcome import timed, write_result
+from ..encodings import CAPTIONED, Backbone
+from ..loop import Trainer
+from ..order import shuffle
 from ..samples import HELD_OUT, keep, pixels, write_sheet
+from ..work import Work, train
 
-# Name → arguments of the model.
-ENCODINGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "sincos": {"absolute": "sincos"},
-    "rotate": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0}},
-    "rotate-text-axis": {
-        "encoding": "rotate", "encoding_kwargs": {"base": 100.0}, "text_positions": "axis", "image_after": [0],
-    },
-    "rotate-text-diagonal": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0}, "text_positions": "diagonal"},
-    "rotate-mixed": {"encoding": "mixed"},
-    "flux1": {"encoding": "flux1"},
-    "qwen_image": {"encoding": "qwen_image"},
-    "cosine": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "none"}},
-    "cosine-relu": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "relu"}},
-    "cosine-silu": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "silu"}},
-    "cosine-softplus": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "softplus"}},
-}  # fmt: skip
-# Linear attention as in scripts.ablate: a norm stands for the denominator, so that all activations can be compared.
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "linear": {"attention": "linear", "normalizer": "none"},
-}
 TIMES = 8  # of the evaluation
 
 
@@ -71,51 +52,47 @@ class DiffusionTraining(Training):
     at the same times and noise for every encoding.
     """
 
-    steps: int = option(2500, "Steps of the optimiser.")
-    data: Path = field(metadata={"help": "Folder or zip of images and captions.", "free": True})
+    backbone: ClassVar[Backbone] = CAPTIONED
+    steps: int = option(2500, "Steps of the optimiser.", least=1)
+    data: Path = field(metadata=describe("Folder or zip of images and captions.", free=True))
     without: str = option("", "A field of metadata.jsonl: rows where it is true are left out.")
-    limit: int = option(0, "Take so many pairs; 0: all.")
-    parts: int = option(20, "One in so many captions is held out.")
+    limit: int = option(0, "Take so many pairs; 0: all.", least=0, off=True)
+    parts: int = option(20, "One in so many captions is held out.", least=1)
     fold: int = option(0, "Which of them: 0 to parts - 1.")
-    encoding: str = option("rotate", f"One of: {', '.join(ENCODINGS)}.")
-    attention: str = option("softmax", f"One of: {', '.join(ATTENTIONS)}.")
+    encoding: str = option("rotate", f"One of: {', '.join(CAPTIONED.encodings)}.")
+    attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
     size: int = option(32, "Height and width in training, pixels.")
     test_size: int = option(48, "The larger size to test and sample at.")
-    patch: int = option(2, "Pixels.")
-    dim: int = option(256, "Of the embedding.")
-    depth: int = option(8, "Blocks.")
-    heads: int = option(4, "Of attention.")
-    text_dim: int = option(256, "Of the text encoder; as many heads.")
-    text_depth: int = option(3, "Blocks of the text encoder.")
-    text_length: int = option(64, "Bytes of a caption at most.")
-    drop_text: float = option(0.1, "Share of captions that are emptied, for guidance.")
+    patch: int = option(2, "Pixels.", least=1)
+    dim: int = option(256, "Of the embedding.", least=1)
+    depth: int = option(8, "Blocks.", least=1)
+    heads: int = option(4, "Of attention.", least=1)
+    text_dim: int = option(256, "Of the text encoder; as many heads.", least=1)
+    text_depth: int = option(3, "Blocks of the text encoder.", least=1)
+    text_length: int = option(64, "Bytes of a caption at most.", least=1)
+    drop_text: float = option(0.1, "Share of captions that are emptied, for guidance.", least=0, below=1)
     guidance: float = option(3.0, "Scale of the text in sampling; 1: none.", free=True)
-    sample_steps: int = option(50, "Of Heun's method, two calls each.", free=True)
-    samples: int = option(12, "Held-out captions to sample.", free=True)
-    test_samples: int = option(256, "Held-out pairs to test on at most.", free=True)
+    sample_steps: int = option(50, "Of Heun's method, two calls each.", free=True, least=1)
+    samples: int = option(12, "Held-out captions to sample.", free=True, least=1)
+    test_samples: int = option(256, "Held-out pairs to test on at most.", free=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], ENCODINGS)
-        choose("--attention", [self.attention], ATTENTIONS)
+        choose("--encoding", [self.encoding], CAPTIONED.encodings)
+        choose("--attention", [self.attention], CAPTIONED.attentions)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
-        if not 0 <= self.drop_text < 1:
-            raise typer.BadParameter(f"--drop-text: expected at least 0 and less than 1, got {self.drop_text}")
         for name in ("size", "test_size"):
             if getattr(self, name) < 1 or getattr(self, name) % self.patch:
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {self.patch}, got {getattr(self, name)}"
                 )
-        for name in ("text_length", "samples", "sample_steps", "test_samples"):
-            if getattr(self, name) < 1:
-                raise typer.BadParameter(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
 
 
 def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
     return {
         "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
-        **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
+        **CAPTIONED.arguments(config.encoding, config.attention),
     }  # fmt: skip
 
 
@@ -185,7 +162,6 @@ def held_out_loss(model: nn.Module, pairs: Pairs, size: int, limit: int, autocas
 def evaluate(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> dict[str, Any]:
     """Held-out loss at both sizes; at the larger one also with the positions laid over the trained grid."""
     model: Any = trainer.averaged
-    model.eval()
     results: dict[str, Any] = {"test_pairs": min(len(pairs.held_out), config.test_samples)}
     for name, size, model.reference in conditions(config):
         losses = held_out_loss(model, pairs, size, config.test_samples, trainer.accelerator.autocast)
@@ -224,9 +200,7 @@ def draw(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> tuple[lis
     return [pairs.captions[i] for i in chosen.tolist()], columns
 
 
-def run(config: DiffusionTraining) -> dict[str, Any]:
-    """One training, its tests and samples; goes on where ``config.out`` has a checkpoint."""
-    accelerator = begin(config)
+def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     model = build(config)
     data = load_captioned(
         config.data, max(config.size, config.test_size), parts=config.parts, fold=config.fold,
@@ -236,23 +210,31 @@ def run(config: DiffusionTraining) -> dict[str, Any]:
         raise typer.BadParameter(
             f"--batch {config.batch}: there are {(~data.held_out).sum()} pairs to train on; make it smaller"
         )
-    settings = settings_of(config, model=model_arguments(config), digest=data.digest)
-    trainer = Trainer(config, accelerator, model, settings)
-    if config.sharding == "fsdp":
-        from torch.distributed.fsdp import register_fsdp_forward_method
+    pairs = Pairs(config, data, device)
 
-        register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
-    pairs = Pairs(config, data, accelerator.device)
-    common = timed(trainer, partial(trainer.fit, len(pairs.train), partial(batch, config, pairs), loss))
-    result = {
-        "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-        "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train),
-        "tokens": patches(config), **common,
-    }  # fmt: skip
-    captions, columns = draw(config, pairs, trainer)
-    if accelerator.is_main_process:
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        if config.sharding == "fsdp":
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
+        result = {
+            "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
+            "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train), "tokens": patches(config),
+        }  # fmt: skip
+        show(config, trainer, *draw(config, pairs, trainer))
+        return result
+
+    settings = {"model": model_arguments(config), "digest": data.digest}
+    steps = partial(shuffle, len(pairs.train), config.batch, config.seed)
+    return Work(model, settings, steps, partial(batch, config, pairs), loss, finish)
+
+
+def show(config: DiffusionTraining, trainer: Trainer, captions: list[str], columns: dict[str, Tensor]) -> None:
+    """samples.npz and samples.png, by the first process."""
+    if trainer.accelerator.is_main_process:
         images = {name: pixels(column) for name, column in columns.items()}
         save_whole(config.out / "samples.npz", lambda part: keep(part, captions, images))
         save_whole(config.out / "samples.png", lambda part: write_sheet(part, captions, images))
-    write_result(trainer, result)
-    return result
+
+
+run = partial(train, prepare)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,41 +27,13 @@ from torch.nn import functional as F
 from ....models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
+from ..config import Training, describe, option
 from ..data.images import Images, Labelled, load_images, resized, shifted
-from ..loop import Trainer, Training, begin, option, settings_of
-from ..outcome import placements, timed, write_result
-
-
-def relative(encoding: str, **kwargs: Any) -> dict[str, Any]:
-    return {"encoding": encoding, "encoding_kwargs": kwargs}
-
-
-# Name → arguments of the model. The bases are RoPE-ViT's (arXiv 2403.13298): 100 axial, 10 mixed. The phase is PoPE's
-# (arXiv 2509.10534), on the keys alone: on both it cancels in q·k.
-ENCODINGS: dict[str, dict[str, Any]] = {
-    "none": {"encoding": None},
-    "learned": {"encoding": None, "absolute": "learned"},
-    "sincos": {"encoding": None, "absolute": "sincos"},
-    "rotate": relative("rotate", base=100.0),
-    "rotate-learnable": relative("rotate", base=100.0, learnable=True),
-    "rotate-mixed-fixed": relative("mixed", learnable=False),
-    "rotate-mixed": relative("mixed"),
-    "cosine": relative("cosine", base=100.0, act="none"),
-    "cosine-relu": relative("cosine", base=100.0, act="relu"),
-    "cosine-silu": relative("cosine", base=100.0, act="silu"),
-    "cosine-softplus": relative("cosine", base=100.0, act="softplus"),
-    "cosine-softplus-phase": relative("cosine", base=100.0, act="softplus", phase="k"),
-    "cosine-learnable": relative("cosine", base=100.0, act="none", learnable=True),
-    "cosine-softplus-learnable": relative("cosine", base=100.0, act="softplus", learnable=True),
-    "cosine-mixed": relative("cosine", base=10.0, act="none", frequencies="mixed"),
-    "cosine-mixed-learnable": relative("cosine", base=10.0, act="none", frequencies="mixed", learnable=True),
-}
-# Linear attention takes relu features where the encoding names no activation. A LayerNorm stands for the denominator,
-# so that activations with negative values can be compared, too.
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {"attention": "softmax"},
-    "linear": {"attention": "linear", "normalizer": "none", "scale_attn_norm": True},
-}
+from ..encodings import IMAGES, Backbone
+from ..loop import Trainer
+from ..order import shuffle
+from ..outcome import placements
+from ..work import Work, train
 
 
 def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
@@ -91,41 +63,36 @@ class ImageTraining(Training):
     unstable: its loss rises again after some 300 steps.
     """
 
-    steps: int = option(1200, "Steps of the optimiser.")
-    batch: int = option(256, "Images a step, over all processes and micro-batches.")
-    warmup: int = option(120, "Steps of the warm-up.")
-    data: Path = field(metadata={"help": "Folder of images; see the top of the file.", "free": True})
+    backbone: ClassVar[Backbone] = IMAGES
+    steps: int = option(1200, "Steps of the optimiser.", least=1)
+    batch: int = option(256, "Images a step, over all processes and micro-batches.", least=1)
+    warmup: int = option(120, "Steps of the warm-up.", least=0, off=True)
+    data: Path = field(metadata=describe("Folder of images; see the top of the file.", free=True))
     dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
-    limit: int = option(0, "Take so many training and test images; 0: all.")
-    encoding: str = option("rotate", f"One of: {', '.join(ENCODINGS)}.")
-    attention: str = option("softmax", f"One of: {', '.join(ATTENTIONS)}.")
+    limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
+    encoding: str = option("rotate", f"One of: {', '.join(IMAGES.encodings)}.")
+    attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
     size: int = option(28, "Height and width in training, pixels.")
     test_sizes: str = option("20,40,56,28x40", "Others to test at, pixels: sides, or HEIGHTxWIDTH.")
-    patch: int = option(2, "Pixels.")
-    dim: int = option(192, "Of the embedding.")
-    depth: int = option(8, "Blocks.")
-    heads: int = option(3, "Of attention.")
+    patch: int = option(2, "Pixels.", least=1)
+    dim: int = option(192, "Of the embedding.", least=1)
+    depth: int = option(8, "Blocks.", least=1)
+    heads: int = option(3, "Of attention.", least=1)
     qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
-    shift: int = option(2, "Images are moved by up to so many pixels each way.")
+    shift: int = option(2, "Images are moved by up to so many pixels each way.", least=0, off=True)
     flip: bool = option(True, "Half of the images are mirrored.")
-    erase: float = option(0.0, "Probability of timm's random erasing.")
-    smoothing: float = option(0.1, "Of the labels.")
+    erase: float = option(0.0, "Probability of timm's random erasing.", least=0, below=1)
+    smoothing: float = option(0.1, "Of the labels.", least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], ENCODINGS)
-        choose("--attention", [self.attention], ATTENTIONS)
+        choose("--encoding", [self.encoding], IMAGES.encodings)
+        choose("--attention", [self.attention], IMAGES.attentions)
         if self.size < 1 or self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
         if self.dim % self.heads:
             raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
         parse_sizes(self.test_sizes, self.patch)
-        for name, most in (("erase", 1), ("smoothing", 1)):
-            if not 0 <= getattr(self, name) < most:
-                raise typer.BadParameter(f"--{name}: expected at least 0 and less than 1, got {getattr(self, name)}")
-        for name in ("shift", "limit"):
-            if getattr(self, name) < 0:
-                raise typer.BadParameter(f"--{name}: expected at least 0, got {getattr(self, name)}")
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -138,7 +105,7 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
         "img_size": config.size, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
         "num_heads": config.heads, "qk_norm": config.qk_norm, "class_token": False, "global_pool": "avg",
         "in_chans": data.train.images.shape[1], "num_classes": data.num_classes,
-        **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
+        **IMAGES.arguments(config.encoding, config.attention),
     }  # fmt: skip
 
 
@@ -188,7 +155,6 @@ def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: An
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
     """Accuracy at all sizes of the same images, positions one unit a patch, or laid over the trained grid."""
     model: Any = trainer.averaged
-    model.eval()
     results = {}
     for positions in placements(model):
         results[positions] = {
@@ -198,25 +164,25 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
     return results
 
 
-def run(config: ImageTraining) -> dict[str, Any]:
-    """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
-    accelerator = begin(config)
+def prepare(config: ImageTraining, device: torch.device) -> Work:
     data = load(config.data, max(max(size) for size in config.sizes), config.dataset, config.limit)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: there are {len(data.train)} images to train on; make it smaller"
         )
     arguments = model_arguments(config, data)
-    settings = settings_of(config, model=arguments, digest=data.digest)
-    trainer = Trainer(config, accelerator, build(config, arguments), settings)
-    data = data.to(accelerator.device)
-    fit = partial(trainer.fit, len(data.train), partial(batch, config, data.train), partial(loss, config))
-    common = timed(trainer, fit)
-    result = {
-        "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-        "accuracy": evaluate(config, data.test, trainer), "train_images": len(data.train),
-        "test_images": len(data.test), "chance": 100 / data.num_classes,
-        "tokens": patches(config), **common,
-    }  # fmt: skip
-    write_result(trainer, result)
-    return result
+    model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
+    data = data.to(device)
+
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        return {
+            "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
+            "accuracy": evaluate(config, data.test, trainer), "train_images": len(data.train),
+            "test_images": len(data.test), "chance": 100 / data.num_classes, "tokens": patches(config),
+        }  # fmt: skip
+
+    steps = partial(shuffle, len(data.train), config.batch, config.seed)
+    return Work(model, settings, steps, partial(batch, config, data.train), partial(loss, config), finish)
+
+
+run = partial(train, prepare)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,35 +23,13 @@ from torch.nn import functional as F
 from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
+from ..config import Training, describe, option
 from ..data.videos import TASKS, Footage, load_footage, ordered
-from ..loop import Trainer, Training, begin, option, settings_of
-from ..outcome import placements, timed, write_result
-
-# Name → arguments of the model.
-ENCODINGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "space-only": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0}, "temporal": False},
-    "learned": {"absolute": "learned"},
-    "sincos": {"absolute": "sincos"},
-    "rotate": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0}},
-    "rotate-split": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0, "split": [2, 3, 3]}},
-    "rotate-mixed": {"encoding": "mixed"},
-    "wan": {"encoding": "wan"},
-    "cosine": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "none"}},
-    "cosine-split": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "none", "split": [2, 3, 3]}},
-    "cosine-relu": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "relu"}},
-    "cosine-silu": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "silu"}},
-    "cosine-softplus": {"encoding": "cosine", "encoding_kwargs": {"base": 100.0, "act": "softplus"}},
-    "cosine-softplus-phase": {
-        "encoding": "cosine",
-        "encoding_kwargs": {"base": 100.0, "act": "softplus", "phase": "k"},
-    },
-}
-# Linear attention as in scripts.ablate: a norm stands for the denominator, so that all activations can be compared.
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "linear": {"attention": "linear", "normalizer": "none", "scale_attn_norm": True},
-}
+from ..encodings import VIDEOS, Backbone
+from ..loop import Trainer
+from ..order import shuffle
+from ..outcome import placements
+from ..work import Work, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +49,36 @@ class VideoTraining(Training):
     to frames between key frames can betray the direction as well as motion does; small sizes hide most of it.
     """
 
-    steps: int = option(1500, "Steps of the optimiser.")
-    batch: int = option(32, "Clips a step, over all processes and micro-batches.")
-    data: list[Path] = field(metadata={"help": "Video file, or folder of them; may be repeated.", "free": True})
+    backbone: ClassVar[Backbone] = VIDEOS
+    steps: int = option(1500, "Steps of the optimiser.", least=1)
+    batch: int = option(32, "Clips a step, over all processes and micro-batches.", least=1)
+    data: list[Path] = field(metadata=describe("Video file, or folder of them; may be repeated.", free=True))
     task: str = option("arrow", f"One of: {'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.")
-    encoding: str = option("rotate", f"One of: {', '.join(ENCODINGS)}.")
-    attention: str = option("softmax", f"One of: {', '.join(ATTENTIONS)}.")
+    encoding: str = option("rotate", f"One of: {', '.join(VIDEOS.encodings)}.")
+    attention: str = option("softmax", f"One of: {', '.join(VIDEOS.attentions)}.")
     space_time: str = option("joint", "joint, or factorised: space, then time.")
-    frames: int = option(8, "Of a clip.")
-    every: int = option(4, "Every how many frames of the footage one is taken.")
+    frames: int = option(8, "Of a clip.", least=1)
+    every: int = option(4, "Every how many frames of the footage one is taken.", least=1)
     size: int = option(48, "Height and width of a clip, pixels.")
     test_size: int = option(64, "The other size to test at; footage is kept at the larger of the two.")
     motion: bool = option(True, "Clips less their mean over time, over their deviation: what moves, not what is seen.")
-    patch: int = option(8, "Pixels.")
-    tubelet: int = option(1, "Frames a token; above 1, tokens show time without an encoding.")
-    dim: int = option(192, "Of the embedding.")
-    depth: int = option(6, "Blocks.")
-    heads: int = option(4, "Of attention; three eighths of a head's pairs must be whole for a split.")
+    patch: int = option(8, "Pixels.", least=1)
+    tubelet: int = option(1, "Frames a token; above 1, tokens show time without an encoding.", least=1)
+    dim: int = option(192, "Of the embedding.", least=1)
+    depth: int = option(6, "Blocks.", least=1)
+    heads: int = option(4, "Of attention; three eighths of a head's pairs must be whole for a split.", least=1)
     qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
-    drop: float = option(0.0, "Share of places that is dropped in training, in all frames alike.")
-    segment: int = option(240, "Frames of a segment of time; a clip lies in one, training and test clips in different.")
-    parts: int = option(5, "Every how many segments one is held out.")
+    drop: float = option(0.0, "Share of places that is dropped in training, in all frames alike.", least=0, below=1)
+    segment: int = option(
+        240, "Frames of a segment of time; a clip lies in one, training and test clips in different.", least=1
+    )
+    parts: int = option(5, "Every how many segments one is held out.", least=1)
     fold: int = option(0, "Which of them: 0 to parts - 1.")
-    test_samples: int = option(1024, "Held-out clips × labels, about.", free=True)
+    test_samples: int = option(1024, "Held-out clips × labels, about.", free=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("task", TASKS), ("encoding", ENCODINGS), ("attention", ATTENTIONS)):
+        for name, known in (("task", TASKS), ("encoding", VIDEOS.encodings), ("attention", VIDEOS.attentions)):
             choose(f"--{name}", [getattr(self, name)], known)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if not 0 <= self.fold < self.parts:
@@ -118,7 +99,7 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         "qk_norm": config.qk_norm, "num_classes": TASKS[config.task].num_classes, "space_time": config.space_time,
         "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
-        **ENCODINGS[config.encoding], **ATTENTIONS[config.attention],
+        **VIDEOS.arguments(config.encoding, config.attention),
     }  # fmt: skip
 
 
@@ -190,7 +171,6 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     number = max(1, min(len(starts), config.test_samples // task.num_classes))
     starts = starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
     conditions = ((config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size))
-    model.eval()
     results: dict[str, Any] = {"test_clips": number}
     for positions in placements(video):
         results[positions] = {
@@ -202,26 +182,26 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     return results
 
 
-def run(config: VideoTraining) -> dict[str, Any]:
-    """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
-    accelerator = begin(config)
-    model = build(config)
-    gap = 2 * config.frames * config.every
+def prepare(config: VideoTraining, device: torch.device) -> Work:
+    model, gap = build(config), 2 * config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
-        fold=config.fold, gap=gap, device=accelerator.device,
+        fold=config.fold, gap=gap, device=device,
     )  # fmt: skip
-    # The footage itself decides what a run is, wherever it lies.
-    settings = settings_of(config, model=model_arguments(config), digest=footage.digest)
-    trainer = Trainer(config, accelerator, model, settings)
     footage.starts(gap, held_out=True)  # too little footage is said before the training
-    starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(accelerator.device)
-    fit = partial(trainer.fit, len(starts), partial(batch, config, footage, starts), loss)
-    common = timed(trainer, fit)
-    result = {
-        "task": config.task, "encoding": config.encoding, "attention": config.attention,
-        "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-        "accuracy": evaluate(config, footage, trainer), "tokens": patches(config), **common,
-    }  # fmt: skip
-    write_result(trainer, result)
-    return result
+    starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(device)
+
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        return {
+            "task": config.task, "encoding": config.encoding, "attention": config.attention,
+            "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
+            "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
+        }  # fmt: skip
+
+    # The footage itself decides what a run is, wherever it lies.
+    settings = {"model": model_arguments(config), "digest": footage.digest}
+    steps = partial(shuffle, len(starts), config.batch, config.seed)
+    return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish)
+
+
+run = partial(train, prepare)
