@@ -72,10 +72,8 @@ def section(task: str, folder: Path) -> str:
     if details:
         text += f"[Paired differences, and the trainings: loss, time, memory]({where}/table.md)\n"
     samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
-    by = {
-        "sizes": f"{TASKS[task].measure} by size",
-        "lengths": f"{TASKS[task].measure.capitalize()} by length and by position",
-    }
+    measure = TASKS[task].measure
+    by = {"sizes": f"{measure} by size", "lengths": f"{measure.capitalize()} by length and by position"}
     plots = "".join(f"![{by[TASKS[task].layout]}]({where}/{name})\n" for name in TASKS[task].plots)
     return f"{samples}{plots}\n{text}"
 

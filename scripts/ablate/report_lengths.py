@@ -15,7 +15,7 @@ from ..common.provenance import in_words
 def parse(results: pd.DataFrame) -> pd.DataFrame:
     """With length, and first and last position: "8192:512-1024", or "512" for all of it."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
-    parts["first"], parts["last"] = parts["first"].fillna(0), parts["last"].fillna(parts["length"])
+    parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
 
 
