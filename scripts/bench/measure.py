@@ -279,7 +279,7 @@ class Judge:
 
 
 def time_peer(
-    session: Session, modes: list[str], workload: str, name: str, peer: Peer, inputs: Inputs, variant: str = "",
+    session: Session, modes: list[str], workload: str, name: str, peer: Peer, inputs: Inputs, *, variant: str = "",
     judge: Judge | None = None, label: str | None = None,
 ) -> None:  # fmt: skip
     """All passes of one peer on one problem; what leaves the budget is listed with its violation instead."""

@@ -44,11 +44,17 @@ def measure_variants(session: Session, modes: list[str], op: Any, name: str, wor
     for variant, changes in variants(op, workload).items():
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant=variant):
             inputs = large_inputs(workload.case(op, **changes), session.device)
-            time_peer(session, modes, name, OURS, PEERS[OURS], inputs, variant)
+            time_peer(session, modes, name, OURS, PEERS[OURS], inputs, variant=variant)
     if op in CACHED.maps and session.device.type == "cuda":
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant="cached angles"):
             time_peer(
-                session, modes, name, OURS, CACHED, large_inputs(workload.case(op), session.device), "cached angles"
+                session,
+                modes,
+                name,
+                OURS,
+                CACHED,
+                large_inputs(workload.case(op), session.device),
+                variant="cached angles",
             )
 
 

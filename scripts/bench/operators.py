@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,6 +103,35 @@ def takes(peer: Peer, op: str, workload: str) -> bool:
     return op in peer.maps and (workload in TEXT_WORKLOADS or not peer.text)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: each mode of each operator on each workload, by each peer."""
+
+    modes: list[str]
+    workloads: dict[str, Workload]
+    ops: list[str]
+    omegas: list[str]
+    peers: dict[str, Peer]
+    variants: bool
+    smoke: bool
+
+    @property
+    def passes(self) -> list[str]:
+        return [mode for mode in self.modes if mode in PASSES]
+
+
+def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[str, str]]:
+    """All peers, those in the folders among them, and why some could not be loaded."""
+    known, broken = dict(PEERS), {}
+    for name, root in folders.items():
+        if root is not None:
+            try:
+                known |= LIBRARIES[name](root.resolve())
+            except Exception as error:  # the others can still be measured
+                broken[name] = in_words(error)
+    return known, broken
+
+
 def main(
     op: Annotated[str | None, typer.Option(help=f"Of {', '.join(OPS)}; all where not given.")] = None,
     workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; text only where given.")] = None,
@@ -129,22 +158,14 @@ def main(
     started = time.monotonic()
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
-    passes = [mode for mode in wanted_modes if mode in PASSES]
     ops, omegas = choose_in_order("--op", op, OPS, OPS), choose_in_order("--omega", omega, OMEGAS, OMEGAS)
     works = {name: ALL_WORKLOADS[name] for name in choose_in_order("--workload", workload, ALL_WORKLOADS, WORKLOADS)}
     works = {name: shrink(work) for name, work in works.items()} if smoke else works
 
     console = Console(width=160, soft_wrap=True)
-    known, broken = dict(PEERS), {}
-    for name, root in (("flash-attn", flash_attn), ("liger", liger), ("xopes", xopes)):
-        if root is not None:
-            try:
-                known |= LIBRARIES[name](root.resolve())
-            except Exception as error:  # the others can still be measured
-                broken[name] = in_words(error)
+    known, broken = load_peers({"flash-attn": flash_attn, "liger": liger, "xopes": xopes})
     chosen: dict[str, Peer] = {name: known[name] for name in choose_in_order("--peers", peers, known, known)}
-    ours = {name: peer for name, peer in chosen.items() if name == OURS}
-    others = {name: peer for name, peer in chosen.items() if name != OURS}
+    plan = Plan(wanted_modes, works, ops, omegas, chosen, variants, smoke)
 
     functorch_config.donated_buffer = False  # graphs are kept, and differentiated again and again
     out = out or Path("scripts/results") / f"benchmark-{'-'.join(wanted_modes)}.csv"
@@ -154,45 +175,48 @@ def main(
     for name, text in broken.items():
         session.add(mode="import", peer=name, note=text)
 
-    def all_passes(which: dict[str, Peer]) -> None:
-        for work_name, work in works.items():
-            for op_name in ops:
-                for kind in omegas:
-                    run_passes(session, passes, work_name, work, op_name, kind, which)
-
-    def everything() -> None:
-        all_passes(ours)
-        if variants and passes:
-            for work_name, work in works.items():
-                for op_name in ops:
-                    modes_of.measure_variants(session, passes, op_name, work_name, work)
-        if "accuracy" in wanted_modes:
-            modes_of.measure_accuracy(session)
-        for op_name in ops:
-            if "host" in wanted_modes:
-                with session.attempt(mode="host", op=op_name):
-                    modes_of.measure_host(session, op_name, chosen, blocks=3 if smoke else 200)
-            if "compile" in wanted_modes:
-                modes_of.measure_compile(session, op_name, repeats=3)
-        if "memory" in wanted_modes:
-            for work_name, work in works.items():
-                for op_name in ops:
-                    run_memory(session, work_name, work, op_name, chosen)
-        if "scaling" in wanted_modes:
-            for name in modes_of.SCALING_PEERS:
-                for op_name in ops:
-                    if name in chosen and op_name in chosen[name].maps:
-                        step = 1 if name == OURS else 2  # each size is a compile
-                        exponents = list(range(6 if smoke else 8, 8 if smoke else 21, step))
-                        modes_of.measure_scaling(session, op_name, name, chosen[name], exponents)
-        all_passes(others)
-
     try:
-        everything()
+        measure_all(session, plan)
     except OutOfTime:
         console.print(f"stopped after {limit:g} s; finished rows are in {out}")
     summary(session.rows, console)
     console.print(f"{len(session.rows)} rows in {out}, {time.monotonic() - started:.0f} s", highlight=False)
+
+
+def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None:
+    for name, workload in plan.workloads.items():
+        for op in plan.ops:
+            for kind in plan.omegas:
+                run_passes(session, plan.passes, name, workload, op, kind, peers)
+
+
+def measure_all(session: Session, plan: Plan) -> None:
+    """Ours first, since the time may be up before the others are done."""
+    measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
+    if plan.variants and plan.passes:
+        for name, workload in plan.workloads.items():
+            for op in plan.ops:
+                modes_of.measure_variants(session, plan.passes, op, name, workload)
+    if "accuracy" in plan.modes:
+        modes_of.measure_accuracy(session)
+    for op in plan.ops:
+        if "host" in plan.modes:
+            with session.attempt(mode="host", op=op):
+                modes_of.measure_host(session, op, plan.peers, blocks=3 if plan.smoke else 200)
+        if "compile" in plan.modes:
+            modes_of.measure_compile(session, op, repeats=3)
+    if "memory" in plan.modes:
+        for name, workload in plan.workloads.items():
+            for op in plan.ops:
+                run_memory(session, name, workload, op, plan.peers)
+    if "scaling" in plan.modes:
+        for name in modes_of.SCALING_PEERS:
+            for op in plan.ops:
+                if name in plan.peers and op in plan.peers[name].maps:
+                    step = 1 if name == OURS else 2  # each size is a compile
+                    exponents = list(range(6 if plan.smoke else 8, 8 if plan.smoke else 21, step))
+                    modes_of.measure_scaling(session, op, name, plan.peers[name], exponents)
+    measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name != OURS})
 
 
 def run_passes(

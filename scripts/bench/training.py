@@ -37,6 +37,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,11 +190,23 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
     return table.sort_values("ms", ascending=False, ignore_index=True).head(KERNELS)
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How training steps are timed: rounds of one step of each, until ``limit`` seconds are over."""
+
+    steps: int
+    limit: float
+    backend: str
+    profiling: bool
+    device: torch.device
+    console: Console
+
+
 def compare(
-    workload: Workload, encodings: list[str], mode: str, batch: int, steps: int, limit: float, backend: str,
-    profiling: bool, device: torch.device, console: Console,
-) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:  # fmt: skip
+    workload: Workload, encodings: list[str], mode: str, batch: int, timing: Timing
+) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
     """A row for each encoding, and with ``profiling`` the kernels of a step of each."""
+    device = timing.device
     torch.compiler.reset()
     gc.collect()
     trainees: dict[str, Trainee] = {}
@@ -202,10 +215,10 @@ def compare(
     skipped = counters["inductor"]["cudagraph_skips"]
     for name in encodings:
         start = time.perf_counter()
-        trainees[name] = Trainee(workload, name, mode, batch, backend, device)
+        trainees[name] = Trainee(workload, name, mode, batch, timing.backend, device)
         trainees[name].step()
         synchronize(device)
-        console.print(f"  {name}: built, first step after {time.perf_counter() - start:.1f} s", highlight=False)
+        timing.console.print(f"  {name}: built, first step after {time.perf_counter() - start:.1f} s", highlight=False)
         attention[name], peak[name] = observed_step(trainees[name])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
             raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
@@ -214,7 +227,7 @@ def compare(
         raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one by --backend")
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
     host = {name: host_ms(trainee) for name, trainee in trainees.items()}
-    ms = time_rounds(trainees, device, steps, limit)
+    ms = time_rounds(trainees, device, timing.steps, timing.limit)
     diverged = [name for name, trainee in trainees.items() if not trainee.step().isfinite()]
     if diverged:
         raise RuntimeError(f"the loss is not finite: {diverged}")
@@ -231,7 +244,7 @@ def compare(
             "peak_gib": peak[name] / 2**30, "memory_ratio": peak[name] / peak[baseline], "host_ms": host[name],
             "attention": attention[name],
         })  # fmt: skip
-    kernels = {name: kernel_times(trainee) for name, trainee in trainees.items()} if profiling else {}
+    kernels = {name: kernel_times(trainee) for name, trainee in trainees.items()} if timing.profiling else {}
     return pd.DataFrame(rows), kernels
 
 
@@ -292,13 +305,12 @@ def main(
             raise typer.BadParameter(f"--encodings: {model} has none of {encodings}")
     here = measured_on(on, commit)
     console = Console(soft_wrap=True)
+    timing = Timing(steps, limit, backend, profiling, on, console)
     for model, names in todo.items():
         workload = MODELS[model]
         for mode in chosen_modes:
             console.print(f"{model}, {mode}: {', '.join(names)}", highlight=False)
-            rows, kernels = compare(
-                workload, names, mode, batch or workload.batch, steps, limit, backend, profiling, on, console
-            )
+            rows, kernels = compare(workload, names, mode, batch or workload.batch, timing)
             rows.insert(0, "model", model)
             append(out, rows.assign(**here))
             show(f"{model}, {mode}, {here['gpu']}", rows.drop(columns=["model", "mode"]))

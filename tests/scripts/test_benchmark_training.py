@@ -180,7 +180,9 @@ def test_the_second_step_is_observed(monkeypatch: pytest.MonkeyPatch):
     taken, before, step, observe = Counter(), [], script.Trainee.step, script.observed_step
     monkeypatch.setattr(script.Trainee, "step", lambda self: taken.update([self]) or step(self))
     monkeypatch.setattr(script, "observed_step", lambda trainee: before.append(taken[trainee]) or observe(trainee))
-    script.compare(VIDEO, ["none", "axial"], "eager", 2, 1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+    script.compare(
+        VIDEO, ["none", "axial"], "eager", 2, script.Timing(1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+    )
     assert before == [1, 1]
     assert set(taken.values()) == {2 + script.WARMUP_ROUNDS + script.HOST_STEPS + 1 + 1}
 
