@@ -18,7 +18,7 @@ same model without it. vit_b and vit_s (timm's ViTs) and video (a layer of a vid
                          for each token                             (compared with timm-none; in the layer with none)
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
-image, video_model and dit are the models of `scripts.train image`, `train_video` and `train_diffusion`, of their
+image, video_model and dit are the models of `train image`, `train video` and `train diffusion`, of their
 default sizes and with their losses, on random data, at eight times their batches, which keep a GPU busy; they have
 their scripts' encodings, compared with none.
 
