@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
+
+
+class SaveError(OSError):
+    """A file can't be written; what was there before is whole."""
 
 
 def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
@@ -21,8 +32,40 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
     try:
         save(part)
         os.replace(part, path)
+    except OSError as error:
+        raise SaveError(f"{path} can't be written ({error})") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Keep a folder for one program while it writes there; what a killed one has left half-written goes.
+
+    Raises:
+        typer.BadParameter: it can't be written, or another program keeps it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
+    with ExitStack() as stack:
+        if fcntl is not None:  # not everywhere
+            handle = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise typer.BadParameter(
+                    f"--out {out}: another training is writing there; wait for it, or choose another folder"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+        for part in out.glob("*.part"):
+            part.unlink()
+        yield
 
 
 def write(path: Path, text: str) -> None:

@@ -11,11 +11,13 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 from accelerate import PartialState
+from timm.optim import list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 from torch.optim import Optimizer
 
 from ..common.devices import choose_device
+from ..common.folder import SaveError
 from ..common.options import choose
 from .encodings import Backbone
 
@@ -100,6 +102,7 @@ class Training:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_range(f"--{each.name.replace('_', '-')}", getattr(self, each.name), each.metadata)
+        choose("--opt", [self.opt], list_optimizers())
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
 
@@ -139,6 +142,9 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
             except KeyboardInterrupt:
                 print(f"Interrupted; the same command goes on from the last checkpoint in {values['out']}.")
                 raise typer.Exit(130) from None
+            except SaveError as error:
+                typer.echo(f"{error}; make room, and the same command goes on from the last checkpoint", err=True)
+                raise typer.Exit(1) from error
             PartialState().destroy_process_group()
 
         hints, parameters = get_type_hints(config), []

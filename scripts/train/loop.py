@@ -23,11 +23,14 @@ FSDP2 plugin, which takes no second model, as the EMA is, to shard alike.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import importlib.util
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +266,8 @@ class Trainer:
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         if self.accelerator.is_main_process:
-            save_whole(self.path, lambda part: torch.save(state, part))
+            state["digest"] = digest_of(state)
+            save_whole(self.path, partial(write_checkpoint, state))
         self.accelerator.wait_for_everyone()
 
     def _read(self) -> dict[str, Any] | None:
@@ -286,6 +290,17 @@ class Trainer:
         return state
 
     def _load(self, state: dict[str, Any]) -> None:
+        try:
+            self._take(state)
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise typer.BadParameter(f"{self.path} does not fit this model ({said}); choose another --out") from error
+
+    def _take(self, state: dict[str, Any]) -> None:
+        for part in ("model", *(["average"] if self.average is not None else [])):
+            differ = sorted(set(state[part]) ^ set(self.raw.state_dict()))  # torch passes over what is missing
+            if differ:
+                raise KeyError(f"{part}: {', '.join(differ[:3])} in one alone")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:
@@ -305,7 +320,39 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise typer.BadParameter(f"{path} can't be read ({error}); delete it to start anew") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
+    if state.pop("digest", None) != digest_of(state):
+        raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
     return state
+
+
+def write_checkpoint(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of torch's writer, on a full disk
+        raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
+
+
+def digest_of(state: Any) -> str:
+    """Of all names, numbers and tensors of a checkpoint."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            add((str(value.dtype), tuple(value.shape)))
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                digest.update(repr(name).encode())
+                add(each)
+        elif isinstance(value, (list, tuple)):
+            digest.update(f"{len(value)}:".encode())
+            for each in value:
+                add(each)
+        else:
+            digest.update(f"{value!r};".encode())
+
+    add(state)
+    return digest.hexdigest()
 
 
 def shard(model: nn.Module) -> None:

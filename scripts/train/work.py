@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..common.folder import claim
 from .config import Training, settings_of
 from .loop import Trainer, begin
 from .order import Steps
@@ -42,10 +44,11 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
     accelerator = begin(config)
     work = prepare(config, accelerator.device)
-    trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
-    validate = None if work.validate is None else partial(work.validate, trainer)
-    common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
-    trainer.averaged.eval()
-    result = {**work.evaluate(trainer), **common}
-    write_result(trainer, result)
+    with claim(config.out) if accelerator.is_main_process else nullcontext():
+        trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
+        validate = None if work.validate is None else partial(work.validate, trainer)
+        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
+        trainer.averaged.eval()
+        result = {**work.evaluate(trainer), **common}
+        write_result(trainer, result)
     return result

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ REMEDY = (
 )
 
 Read = Callable[[], bytes]
+# What reading a file can raise, or a part of a zip: encrypted (RuntimeError), compressed in an unknown way, broken.
+UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,13 @@ def _files(path: Path) -> dict[str, Read]:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
         raise typer.BadParameter(f"--data {path}: can't be read as a zip ({error}); {REMEDY}") from error
-    return {info.filename: partial(archive.read, info) for info in archive.infolist() if not info.is_dir()}
+    files: dict[str, Read] = {}
+    for info in archive.infolist():
+        if info.filename in files:
+            raise typer.BadParameter(f"--data {path}: {info.filename} is in it twice; leave one out")
+        if not info.is_dir():
+            files[info.filename] = partial(archive.read, info)
+    return files
 
 
 def _pairs(path: Path, files: dict[str, Read], without: str) -> dict[str, str]:
@@ -115,6 +124,8 @@ def _from_table(
     for line, row in _rows(path, table, _text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", "text")):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and text, got {row}")
+        if not all(_is_text(row[key]) for key in ("file_name", "text")):
+            raise typer.BadParameter(f"{path}: {table}, line {line}: half a surrogate pair is not text, got {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} has a caption already")
@@ -135,9 +146,13 @@ def _from_table(
 
 def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
     if table.endswith(".csv"):
-        yield from enumerate(csv.DictReader(io.StringIO(text)), start=2)
+        reader = csv.DictReader(io.StringIO(text))
+        try:
+            yield from enumerate(reader, start=2)
+        except csv.Error as error:
+            raise typer.BadParameter(f"{path}: {table}, line {reader.line_num}: {error}") from error
         return
-    for i, line in enumerate(text.splitlines(), start=1):
+    for i, line in enumerate(text.split("\n"), start=1):  # not splitlines, which ends lines inside of captions, too
         if line.strip():
             try:
                 yield i, json.loads(line)
@@ -150,6 +165,12 @@ def _text(path: Path, name: str, read: Read) -> str:
         return read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{path}: {name} is not UTF-8 ({error})") from error
+    except UNREADABLE as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read ({error}); mend it or remove it") from error
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
 def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
@@ -163,7 +184,7 @@ def _decode(name: str, read: Read, *, path: Path, size: int) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(read())) as image:
             rgba = ImageOps.exif_transpose(image).convert("RGBA")
-    except (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
+    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
     white = Image.new("RGBA", rgba.size, "white")
     opaque, side = Image.alpha_composite(white, rgba).convert("RGB"), min(rgba.size)

@@ -199,7 +199,7 @@ def _square(source: Path | Image.Image, size: int) -> Tensor:
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(f"{source} can't be read as an image ({error}); leave it out") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 

@@ -71,7 +71,7 @@ class DiffusionTraining(Training):
     text_depth: int = option(3, "Blocks of the text encoder.", least=1)
     text_length: int = option(64, "Bytes of a caption at most.", least=1)
     drop_text: float = option(0.1, "Share of captions that are emptied, for guidance.", least=0, below=1)
-    guidance: float = option(3.0, "Scale of the text in sampling; 1: none.", free=True)
+    guidance: float = option(3.0, "Scale of the text in sampling; 1: none.", free=True, least=0)
     sample_steps: int = option(50, "Of Heun's method, two calls each.", free=True, least=1)
     samples: int = option(12, "Held-out captions to sample.", free=True, least=1)
     test_samples: int = option(256, "Held-out pairs to test on at most.", free=True, least=1)
