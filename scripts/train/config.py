@@ -102,7 +102,7 @@ class Training:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_range(f"--{each.name.replace('_', '-')}", getattr(self, each.name), each.metadata)
-        choose("--opt", [self.opt], list_optimizers())
+        choose("--opt", [self.opt], map(str, list_optimizers()))
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
 

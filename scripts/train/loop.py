@@ -339,7 +339,8 @@ def digest_of(state: Any) -> str:
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             add((str(value.dtype), tuple(value.shape)))
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
         elif isinstance(value, dict):
             for name, each in value.items():
                 digest.update(repr(name).encode())

@@ -13,6 +13,7 @@ from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import text as text_data
 from lrpe_md.scripts.train.data.text import check_lengths, draw_windows, load_text
+from lrpe_md.scripts.train.loop import FORMAT, digest_of
 from lrpe_md.scripts.train.order import divide
 from lrpe_md.scripts.train.tasks import lm as train_lm
 from lrpe_md.scripts.train.tasks.lm import LmTraining
@@ -269,7 +270,8 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     assert "does not exist" in invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
-    torch.save({"format": 2, "settings": {"model": {"img_size": 8}}}, tmp_path / "checkpoint.pt")  # of another task
+    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # of another task
+    torch.save({**other, "digest": digest_of(other)}, tmp_path / "checkpoint.pt")
     assert "that `train lm` made" in invoke("sample", str(tmp_path)).output
 
 

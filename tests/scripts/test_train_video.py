@@ -105,6 +105,44 @@ def test_missing_and_unreadable_videos_are_named(tmp_path):
             decode(broken, 8, name)
 
 
+def write_format(path: Path, num: int) -> Path:
+    """Grey frames with noise, so that they have bytes to lose; the head of an .mp4 in front."""
+    import av
+
+    options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
+    noise = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3)).astype(np.uint8)
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream("mpeg4", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        for frame in noise:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.skipif("pyav" not in DECODERS, reason="needs PyAV")
+@pytest.mark.parametrize("suffix", [".mp4", ".avi", ".mkv"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_half_a_video_is_refused(tmp_path, suffix, name):
+    path = write_format(tmp_path / f"whole{suffix}", 40)
+    assert len(decode(path, 8, name)) == 40
+    half = tmp_path / f"half{suffix}"
+    half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(VideoError, match=rf"half\{suffix}.*(of 40 frames|can't be read)"):
+        decode(half, 8, name)
+
+
+@needs_decoder
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_list_of_files_is_no_video(footage, tmp_path, name):
+    """ffconcat names files of any place, whose frames would be read."""
+    wrong = tmp_path / "list.mp4"
+    wrong.write_text(f"ffconcat version 1.0\nfile {footage.name}\n")
+    (tmp_path / footage.name).write_bytes(footage.read_bytes())
+    with pytest.raises(VideoError, match=r"list\.mp4 can't be read"):
+        decode(wrong, 8, name)
+
+
 def test_footage_given_twice_is_refused(tmp_path):
     """Its frames would be in both parts."""
     (tmp_path / "a.mp4").touch()

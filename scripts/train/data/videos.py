@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,11 @@ from torch.nn import functional as F
 from ...common.devices import sent
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+# Other demuxers of FFmpeg read whatever files, and addresses, the one that is opened names (concat, hls, dash, ..).
+OPENED_AS = {
+    "format_whitelist": "avi,asf,flv,gif,matroska,mov,mp4,mpeg,mpegts,nut,ogg,webm",
+    "protocol_whitelist": "file",
+}
 DECODERS = {"pyav": "av", "opencv": "cv2"}
 
 
@@ -53,15 +60,24 @@ def decoder(name: str | None = None) -> str:
     for each in names:
         if importlib.util.find_spec(DECODERS[each]):
             return each
-    raise VideoError(f"videos are decoded with PyAV or OpenCV, neither found ({', '.join(names)}): pip install av")
+    raise VideoError(
+        f"videos are decoded with PyAV or OpenCV, neither found ({', '.join(names)}): pip install av, or all that the "
+        "scripts need: pip install 'lrpe-md[scripts]'"
+    )
 
 
 def decode(path: Path, size: int, with_: str | None = None) -> Tensor:
     """All frames of a file, the square in their middle: uint8 (F, 3, size, size), RGB."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, size)
+    expected = next(frames)
     squares = [_square(frame, size) for frame in frames]
     if not squares:
         raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
+    if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
+        raise VideoError(
+            f"{path}: {len(squares)} of {expected:.0f} frames could be decoded; it is damaged: leave it out or encode "
+            "it again"
+        )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 
 
@@ -76,14 +92,20 @@ def _square(frame: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(frame[top : top + size, left : left + size])
 
 
-def _pyav(path: Path, size: int) -> Iterator[np.ndarray]:
+def _pyav(path: Path, size: int) -> Iterator[Any]:
+    """The number of frames by the file's head (0: it does not say), and the frames."""
     import av  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), options=dict(OPENED_AS)) as container:
             if not container.streams.video:
                 raise VideoError(f"{path}: expected a video stream, found none")
+            stream = container.streams.video[0]
+            seconds = stream.duration and stream.time_base and float(stream.duration * stream.time_base)
+            seconds = seconds or (container.duration or 0) / av.time_base
+            counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list shows less than all
+            yield min((count for count in counts if count), default=0)
             for frame in container.decode(video=0):
                 height, width = _scaled(frame.height, frame.width, size)
                 yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
@@ -91,13 +113,21 @@ def _pyav(path: Path, size: int) -> Iterator[np.ndarray]:
         raise VideoError(f"{path} can't be read as a video ({error}); leave it out or encode it again") from error
 
 
-def _opencv(path: Path, size: int) -> Iterator[np.ndarray]:
+def _opencv(path: Path, size: int) -> Iterator[Any]:
+    """As :func:`_pyav`."""
     import cv2  # pyright: ignore[reportMissingImports]
 
-    capture = cv2.VideoCapture(str(path))
+    before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = "|".join(f"{name};{value}" for name, value in OPENED_AS.items())
+    try:
+        capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
+    finally:
+        del os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"]
+        os.environ.update({} if before is None else {"OPENCV_FFMPEG_CAPTURE_OPTIONS": before})
     if not capture.isOpened():
         raise VideoError(f"{path} can't be read as a video; leave it out or encode it again")
     try:
+        yield max(capture.get(cv2.CAP_PROP_FRAME_COUNT), 0)
         while True:
             there, frame = capture.read()
             if not there:
