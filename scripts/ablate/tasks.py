@@ -182,7 +182,7 @@ TASKS = {
         },
         {
             "length": 16, "batch": 4, "steps": 4, "warmup": 1, "lr": 5e-3, "size": "tiny", "lengths": "16,32,64",
-            "test_bytes": 512, "log_every": 1,
+            "test_bytes": 512, "log_every": 1, "validate_every": 2,
         },
         bits, "bits per byte", False, layout="lengths", plots={"lengths.png": "lengths"},
         defaults={"steps": 1000}, by_encoding={"rotate": {"scaling": ",".join(lm.SCALINGS)}},

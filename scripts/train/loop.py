@@ -159,7 +159,7 @@ class Trainer:
             steps: which samples a step has, see :mod:`.order`.
             batch: (indices, draws) → a micro-batch.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
-            validate: what a row of the history holds beside the loss.
+            validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
         """
         config, accelerator = self.config, self.accelerator
         if self.step >= config.steps:
@@ -177,8 +177,9 @@ class Trainer:
             while self.step < config.steps:
                 self.total += self._advance(stream, loss)
                 progress.advance(bar)
-                if self._due(config.log_every):
-                    progress.update(bar, loss=f"{self._log(validate):.4f}")
+                check = validate if self._due(config.validate_every) else None
+                if check or self._due(config.log_every):
+                    progress.update(bar, loss=f"{self._log(check):.4f}")
                 if self._due(config.save_every):
                     self.save()
                     self.clock = self.clock and (self.step, time.perf_counter())
@@ -186,7 +187,7 @@ class Trainer:
             tracker.finish()
 
     def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+        return every > 0 and (self.step % every == 0 or self.step == self.config.steps)
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
         config, accelerator = self.config, self.accelerator
@@ -230,6 +231,7 @@ class Trainer:
         self.clock = self.step, now
         row = {"step": self.step, "loss": loss, "lr": self.inner.param_groups[0]["lr"]}
         if validate is not None:
+            self.averaged.eval()
             row |= validate()
             self.clock = self.step, time.perf_counter()
         self.history.append(row)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from ..common.folder import claim
@@ -43,11 +44,14 @@ class Work:
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
     """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
     accelerator = begin(config)
+    console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
+    console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
     with claim(config.out) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
         validate = None if work.validate is None else partial(work.validate, trainer)
         common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
+        console.print("Evaluating")
         trainer.averaged.eval()
         result = {**work.evaluate(trainer), **common}
         write_result(trainer, result)

@@ -211,6 +211,9 @@ def test_numbers_of_the_table(task, tmp_path):
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # the best first
+    assert "two seeds" not in table.lower()
+    two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
+    assert "Two seeds say little: the interval is 12.7 standard errors wide" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single

@@ -192,6 +192,34 @@ def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
     assert train_image.run(config)["accuracy"] == accuracy  # finished: nothing is trained again
 
 
+def test_validation_on_the_way(data, tmp_path):
+    few = {**SMALL, "steps": 8, "log_every": 3, "save_every": 4}
+    plain = train_image.run(ImageTraining(data=data, out=tmp_path / "plain", **few))
+    checked = train_image.run(ImageTraining(data=data, out=tmp_path / "checked", validate_every=4, **few))
+    assert checked["accuracy"] == plain["accuracy"]
+    weights = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("plain", "checked")]
+    assert all(torch.equal(value, weights[1]["average"][name]) for name, value in weights[0]["average"].items())
+    rows = weights[1]["history"]
+    assert [row["step"] for row in rows] == [3, 4, 6, 8]
+    assert ["accuracy" in row for row in rows] == [False, True, False, True]
+    assert rows[-1]["accuracy"] == plain["accuracy"]["extrapolated"]["8x8"]
+    lines = (tmp_path / "checked" / "history.csv").read_text().splitlines()
+    assert lines[0] == "step,loss,lr,accuracy"
+
+
+def test_what_takes_long_is_said(data, tmp_path):
+    def said(name: str, *more: str) -> str:
+        run = ["image", "--data", str(data), "--out", str(tmp_path / name), *flags(SMALL), "--steps", "1", *more]
+        done = CliRunner().invoke(app, run)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    shown, silent = said("a"), said("b", "--no-progress")
+    for text in ("Reading the data", "Evaluating"):
+        assert text in shown
+        assert text not in silent
+
+
 def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_trained_grid(data, tmp_path, monkeypatch):
     seen = []
 

@@ -39,7 +39,8 @@ def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(file: Path, out: Path, encoding: str = "rotate", **changes: Any) -> LmTraining:
     same = {
         "length": 16, "batch": 4, "steps": 6, "warmup": 0, "lr": 1e-2, "size": "smallest", "lengths": "16,32",
-        "log_every": 3, "save_every": 3, "device": "cpu", "tensorboard": False, "progress": False, **changes,
+        "log_every": 3, "validate_every": 3, "save_every": 3, "device": "cpu", "tensorboard": False,
+        "progress": False, **changes,
     }  # fmt: skip
     return LmTraining(data=file, out=out, encoding=encoding, **same)
 
@@ -57,7 +58,19 @@ def invoke(*args: str) -> Result:
 
 def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
-    command = ["lm", "--data", str(file), "--out", str(out), "--size", "tiny", "--steps", "40", "--log-every", "20"]
+    command = [
+        "lm",
+        "--data",
+        str(file),
+        "--out",
+        str(out),
+        "--size",
+        "tiny",
+        "--steps",
+        "40",
+        "--validate-every",
+        "20",
+    ]
     command += ["--lr", "1e-2", "--batch", "8", "--length", "32", "--lengths", "32,64", "--scaling", "yarn"]
     command += ["--device", "cpu", "--no-tensorboard"]
     done = invoke(*command)
@@ -136,7 +149,7 @@ def test_learned_frequencies_and_phases_move(file: Path, tmp_path: Path) -> None
 
 def test_a_row_is_the_mean_of_its_steps(file: Path, tmp_path: Path) -> None:
     for n in (1, 2):
-        train_lm.run(config(file, tmp_path / f"{n}", steps=4, log_every=n))
+        train_lm.run(config(file, tmp_path / f"{n}", steps=4, log_every=n, validate_every=n))
     each, pairs = (history(tmp_path / f"{n}") for n in (1, 2))
     assert [row["step"] for row in pairs] == [2, 4]
     for row, a, b in zip(pairs, each[::2], each[1::2], strict=True):
@@ -160,7 +173,7 @@ def test_parameter_groups(file: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_said(file: Path, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=r"after 6 steps; .*try a lower --lr"):
-        train_lm.run(config(file, tmp_path / "run", lr=math.inf, log_every=6, save_every=6))
+        train_lm.run(config(file, tmp_path / "run", lr=math.inf, log_every=6, validate_every=6, save_every=6))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

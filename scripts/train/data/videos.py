@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -206,7 +208,9 @@ def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> tuple[T
 
     videos: path, bytes and time of the last change.
     """
-    frames = [decode(path, size) for path, *_ in videos]
+    console = Console(stderr=True)
+    shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
+    frames = [decode(path, size) for path, *_ in shown]
     return torch.cat(frames), [len(each) for each in frames]
 
 

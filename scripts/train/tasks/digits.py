@@ -184,10 +184,13 @@ def prepare(config: DigitsTraining, device: torch.device) -> Work:
             "train_images": len(train_x), "test_images": len(test_x), "chance": 10.0, "tokens": patches(config),
         }  # fmt: skip
 
+    def validate(trainer: Trainer) -> dict[str, float]:
+        autocast = trainer.accelerator.autocast
+        return {"accuracy": accuracy(trainer.averaged, test_x, test_y, config.source.sizes[0], autocast)}
+
+    settings = {"model": model_arguments(config)}
     steps = partial(permute, len(train_x), config.batch, config.seed)
-    return Work(
-        build(config), {"model": model_arguments(config)}, steps, partial(batch, train_x, train_y), loss, finish
-    )
+    return Work(build(config), settings, steps, partial(batch, train_x, train_y), loss, finish, validate)
 
 
 run = partial(train, prepare)

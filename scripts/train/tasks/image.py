@@ -181,8 +181,12 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             "test_images": len(data.test), "chance": 100 / data.num_classes, "tokens": patches(config),
         }  # fmt: skip
 
+    def validate(trainer: Trainer) -> dict[str, float]:
+        autocast = trainer.accelerator.autocast
+        return {"accuracy": accuracy(trainer.averaged, data.test, (config.size, config.size), autocast)}
+
     steps = partial(shuffle, len(data.train), config.batch, config.seed)
-    return Work(model, settings, steps, partial(batch, config, data.train), partial(loss, config), finish)
+    return Work(model, settings, steps, partial(batch, config, data.train), partial(loss, config), finish, validate)
 
 
 run = partial(train, prepare)

@@ -87,7 +87,7 @@ class LmTraining(Training):
     warmup: int = option(100, "Steps of the warm-up, at most a tenth of all.", least=0, off=True)
     ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
     precision: str = option("auto", "auto (bf16 on a GPU, else no), no (float32), bf16 or fp16.")
-    log_every: int = option(250, "Steps between two validations.", free=True, least=1)
+    validate_every: int = option(250, "Steps between two validations; 0: none.", free=True, least=0, off=True)
     save_every: int = option(250, "Steps.", free=True, least=1)
     data: Path = field(metadata=describe("A text file, or a folder of .txt and .md files.", free=True))
     encoding: str = option("rotate", f"One of: {', '.join(TEXT.encodings)}.")
