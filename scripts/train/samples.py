@@ -49,7 +49,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
     for i, caption in enumerate(captions):
         axes[i, 0].set_ylabel(_short(caption), fontsize=7, rotation=0, ha="right", va="center")
     figure.tight_layout(pad=0.3)
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(path, dpi=150, format="png", bbox_inches="tight")  # captions reach beyond the figure
     plt.close(figure)
 
 

@@ -321,3 +321,14 @@ def test_the_sheet_takes_any_caption_and_size(tmp_path):
     samples.write_sheet(tmp_path / "sheet.part", ["$x_{", "long " * 20], pixels)
     with Image.open(tmp_path / "sheet.part") as sheet:
         assert sheet.format == "PNG"
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_captions_of_the_sheet_are_not_clipped(tmp_path, num):
+    images = {"a": np.zeros((num, 8, 8, 3), np.uint8)}
+    samples.write_sheet(tmp_path / "sheet.png", ["WWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWW"] * num, images)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("L"))
+    edges = pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]
+    assert min(edge.min() for edge in edges) == 255
+    assert (pixels[:, : pixels.shape[1] // 2] < 128).any()
