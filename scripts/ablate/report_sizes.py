@@ -134,7 +134,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
                 ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
                 "comparisons, of which one in twenty excludes it by chance"
             )
-        if seeds == 2:
+        if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds say little: the interval is 12.7 standard errors wide either way, three's 4.3"
         lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
