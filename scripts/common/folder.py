@@ -47,7 +47,7 @@ def claim(out: Path) -> Iterator[None]:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        with tempfile.TemporaryFile(dir=out, suffix=".part"):  # a name that others pass over
             pass
     except OSError as error:
         raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
@@ -64,7 +64,7 @@ def claim(out: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 pass
         for part in out.glob("*.part"):
-            part.unlink()
+            part.unlink(missing_ok=True)
         yield
 
 
