@@ -17,15 +17,14 @@ $(READY): pyproject.toml
 	@touch $@
 
 ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, about 5 minutes (ARGS="--seeds 1")
-	$(BIN)/python -m scripts.ablate $(ARGS)
+	$(BIN)/python -m scripts.ablate run digits $(ARGS)
 
 gallery: $(READY)  ## the README's pictures of encodings
 	$(BIN)/python -m scripts.visualize -p dinov3 -p rope_vit_mixed -p wan -p pope --out $(GALLERY) --dpi 120
 	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 120
 
 readme-tables: $(READY)  ## the README's tables and plots, from scripts/results
-	$(BIN)/python -m scripts.benchmark_report $(ARGS)
-	$(BIN)/python -m scripts.ablate_lm report --readme README.md
+	$(BIN)/python -m scripts.bench report $(ARGS)
 	$(BIN)/python -m scripts.ablate report --readme README.md
 
 lint: $(READY)  ## ruff

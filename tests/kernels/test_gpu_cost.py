@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lrpe_md.scripts.bench.measure import device_events
+from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
+from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, rotate
 from lrpe_md.engine import launch
 from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, run
-from scripts.benchmark_measure import device_events
-from scripts.benchmark_modes import first_calls, host_times, raw_launch
-from scripts.benchmark_peers import large_inputs
 
 pytestmark = pytest.mark.gpu
 MAPS = {"cosine": cosine, "rotate": rotate}

@@ -6,29 +6,33 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.ablate import app as ablate
+from lrpe_md.scripts.ablate.tasks import TASKS
+from lrpe_md.scripts.train.encodings import IMAGES
+from lrpe_md.scripts.train.tasks import digits
+from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from typer.testing import CliRunner, Result
 
-from scripts import ablate
-
 ROOT = Path(__file__).parents[2]
-SETTINGS = ablate.Settings(
-    data="digits", encodings={**ablate.ENCODINGS, **ablate.MORE_ENCODINGS}, attentions=ablate.ATTENTIONS, seeds=1,
-    epochs=2, limit=64, device="cpu", precision="no", vit=ablate.VIT, optimizer=ablate.OPTIMIZER, batch=ablate.BATCH,
-)  # fmt: skip
-FEW = ["--epochs", "2", "--limit", "64", "--seeds", "2", "--attention", "softmax"]
-SMALL = [*FEW, "--device", "cpu", "--workers", "1", "-e", "none", "-e", "cosine"]
+FEW = ["--set", "steps=2", "--set", "limit=64", "--set", "warmup=1", "--seeds", "2", "--attention", "softmax"]
+SMALL = ["run", "digits", *FEW, "--device", "cpu", "--workers", "1", "-e", "none", "-e", "cosine"]
 
 
 def invoke(*args: str) -> Result:
     return CliRunner().invoke(ablate.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def config(out: Path, **changes: Any) -> DigitsTraining:
+    same: dict[str, Any] = {"device": "cpu", "tensorboard": False, "progress": False}
+    return DigitsTraining(out=out, **{**same, **changes})
 
 
 @pytest.fixture
@@ -36,9 +40,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(encoding, seed) of each training that starts."""
     calls, train = [], ablate.train
 
-    def counted(encoding: str, attention: str, seed: int, settings: ablate.Settings) -> dict:
-        calls.append((encoding, seed))
-        return train(encoding, attention, seed, settings)
+    def counted(comparison, file, job, *more) -> dict:
+        calls.append((job[0], job[2]))
+        return train(comparison, file, job, *more)
 
     monkeypatch.setattr(ablate, "train", counted)
     return calls
@@ -51,14 +55,15 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, trained: list) -> None:
     assert len(trained) == 4
 
     results = pd.read_csv(out / "results.csv")
-    sizes = len(ablate.SOURCES["digits"].sizes)
+    sizes = len(digits.SOURCES["digits"].sizes)
     assert len(results) == 2 * 2 * 2 * sizes  # encodings, seeds, ways to place, sizes
-    assert {"encoding", "attention", "seed", "height", "width", "accuracy", "params", "train_seconds"} <= set(results)
-    assert results.accuracy.between(0, 100).all()
+    assert {"encoding", "attention", "seed", "size", "value", "params", "train_seconds"} <= set(results)
+    assert results.value.between(0, 100).all()
     table = (out / "table.md").read_text()
     assert table in first.output
     rows = [line for line in table.splitlines() if line.startswith(("| none", "| cosine"))]
-    assert len(rows) == 4
+    assert len(rows) == 4 + 2  # and the trainings; there is no rotate to compare with
+    rows = rows[:4]
     assert all(row.count("±") == sizes for row in rows)
     for name in ("accuracy.png", "resolution.png"):
         assert 5_000 < (out / name).stat().st_size < 300_000
@@ -77,17 +82,17 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, trained: list) -> None:
     assert invoke(*SMALL, "--out", str(out)).exit_code == 0
     assert trained == [("cosine", 1)]
     after = json.loads(lost.read_text())
-    assert {**before, "train_seconds": 0} == {**after, "train_seconds": 0}
+    assert {**before, "train_seconds": 0, "step_ms": 0} == {**after, "train_seconds": 0, "step_ms": 0}
 
 
-@pytest.mark.parametrize("change", [("--epochs", "3"), ("--limit", "65"), ("-e", "rotate"), ("--seeds", "3")])
+@pytest.mark.parametrize("change", [("--set", "steps=3"), ("--set", "limit=65"), ("-e", "rotate"), ("--seeds", "3")])
 def test_other_settings_than_the_folders_are_refused(tmp_path: Path, change: tuple[str, str], monkeypatch) -> None:
-    monkeypatch.setattr(ablate, "run_all", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(ablate, "train_all", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert invoke(*SMALL, "--out", str(tmp_path)).exit_code == 130
     refused = invoke(*SMALL, *change, "--out", str(tmp_path))
     assert refused.exit_code == 2
     assert "other settings" in refused.output
-    assert {"-e": "encodings"}.get(change[0], change[0].strip("-")) in refused.output
+    assert {"-e": "encodings", "--set": change[1].split("=")[0]}.get(change[0], change[0].strip("-")) in refused.output
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -98,21 +103,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_interrupt_keeps_finished_runs_and_says_how_to_go_on(tmp_path: Path, monkeypatch, trained: list) -> None:
-    save = ablate.run_and_save
+    counted = ablate.train
 
-    def interrupted(file: Path, *args) -> dict:
+    def interrupted(*args) -> dict:
         if len(trained) == 2:
             raise KeyboardInterrupt
-        return save(file, *args)
+        return counted(*args)
 
-    monkeypatch.setattr(ablate, "run_and_save", interrupted)
+    monkeypatch.setattr(ablate, "train", interrupted)
     monkeypatch.chdir(tmp_path)
     stopped = invoke(*SMALL)
     assert stopped.exit_code == 130
     (out,) = tmp_path.glob("runs/ablate-*")
     assert f"--out runs/{out.name}" in stopped.output
     assert len(list(out.glob("runs/*.json"))) == 2
-    monkeypatch.setattr(ablate, "run_and_save", save)
+    monkeypatch.setattr(ablate, "train", counted)
     assert invoke(*SMALL, "--out", str(out)).exit_code == 0
     assert len(trained) == 4
 
@@ -133,33 +138,106 @@ def test_kill_9(tmp_path: Path, trained: list) -> None:
     assert all(file.read_text() == text for file, text in finished.items())
 
 
-def test_help_and_unknown_names() -> None:
-    shown = invoke("--help")
+def test_several_trainings_at_a_time_end_as_one_by_one(tmp_path: Path) -> None:
+    for workers in ("1", "2"):
+        done = invoke(*SMALL, "--workers", workers, "--out", str(tmp_path / workers))
+        assert done.exit_code == 0, done.output
+    one, two = (pd.read_csv(tmp_path / workers / "results.csv") for workers in ("1", "2"))
+    kept = [name for name in one if name not in ("train_seconds", "step_ms")]
+    pd.testing.assert_frame_equal(one[kept], two[kept])
+
+
+def test_help_and_unknown_names(tmp_path: Path) -> None:
+    shown = invoke("run", "--help")
     assert shown.exit_code == 0
-    for option in ("--out", "--data", "--encoding", "--seeds", "--full", "--device", "--precision"):
+    for option in ("--out", "--set", "--encoding", "--seeds", "--full", "--device", "--workers"):
         assert option in shown.output
-    for option, known in (("-e", "cosine-softplus"), ("--data", "digits"), ("--attention", "linear")):
-        refused = invoke(option, "nonsense")
+    for given, known in (
+        (("-e", "nonsense"), "cosine-softplus"), (("nonsense",), "digits"), (("--attention", "nonsense"), "linear"),
+    ):  # fmt: skip
+        refused = invoke("run", "digits", *given, "--out", str(tmp_path / "out"))
         assert refused.exit_code == 2
         assert "'nonsense'" in refused.output
         assert known in refused.output
+    assert "no longer comparison" in invoke("run", "image", str(tmp_path), "--full").output
+    assert "got none" in invoke("run", "image").output
+    assert not (tmp_path / "out").exists()
 
 
-def test_same_seed_same_result_and_loss_goes_down() -> None:
-    settings = replace(SETTINGS, limit=256, epochs=8, batch=32)
-    first, again, other = (ablate.train("cosine", "softmax", seed, settings) for seed in (0, 0, 1))
-    assert {**first, "train_seconds": 0} == {**again, "train_seconds": 0}
+def test_the_longer_comparison() -> None:
+    task = TASKS["digits"]
+    found = ablate.compared(task, None, None, True)
+    assert {kind: len(names) for kind, names in found.items()} == {"softmax": 15, "linear": 15}
+    assert ablate.compared(task, ["none"], ["linear"], True) == {"linear": ["none"]}
+    assert ablate.training_of(task, None, "cpu", True, False) == {"steps": 2100}
+    assert ablate.training_of(task, ["steps=7"], "cpu", True, False) == {"steps": 7}
+
+
+def test_16_bits_and_compilation_are_for_gpus() -> None:
+    found = {device: ablate.training_of(TASKS["image"], None, device, False, False) for device in ("cpu", "cuda")}
+    assert found == {"cpu": {}, "cuda": {"precision": "bf16", "compile": True}}
+
+
+def test_same_seed_same_result_and_loss_goes_down(tmp_path: Path) -> None:
+    few = {"limit": 256, "steps": 64, "batch": 32, "warmup": 16, "log_every": 8, "encoding": "cosine"}
+    first, again, other = (
+        digits.run(config(tmp_path / name, seed=seed, **few)) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    losses = {name: [row["loss"] for row in torch.load(tmp_path / name / "checkpoint.pt")["history"]] for name in "abc"}
+    assert {**first, "train_seconds": 0, "step_ms": 0} == {**again, "train_seconds": 0, "step_ms": 0}
+    assert losses["a"] == losses["b"] != losses["c"]
     assert first["loss"] != other["loss"]
-    assert first["loss"][-1] < 0.9 * first["loss"][0]
-    assert first["accuracy"]["extrapolated"][0] == first["accuracy"]["rescaled"][0]
-    assert first["accuracy"]["extrapolated"][1:] != first["accuracy"]["rescaled"][1:]
+    assert losses["a"][-1] < 0.9 * losses["a"][0]
+    extrapolated, rescaled = (list(first["accuracy"][name].values()) for name in ("extrapolated", "rescaled"))
+    assert extrapolated[0] == rescaled[0]
+    assert extrapolated[1:] != rescaled[1:]
 
 
-@pytest.mark.parametrize("attention", ablate.ATTENTIONS)
-@pytest.mark.parametrize("encoding", SETTINGS.encodings)
-def test_only_none_is_blind_to_positions(encoding: str, attention: str) -> None:
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {
+        "limit": 70,
+        "steps": 7,
+        "batch": 20,
+        "warmup": 2,
+        "save_every": 2,
+        "log_every": 3,
+        "encoding": "rotate-mixed",
+    }
+    whole, batch = digits.run(config(tmp_path / "whole", **few)), digits.batch
+    expected = torch.load(tmp_path / "whole" / "checkpoint.pt")
+    for kill in range(7):
+        calls = []
+
+        def dying(*args: Any, kill: int = kill, calls: list = calls) -> Any:
+            calls.append(1)
+            if len(calls) > kill:
+                raise KeyboardInterrupt
+            return batch(*args)
+
+        monkeypatch.setattr(digits, "batch", dying)
+        with pytest.raises(KeyboardInterrupt):
+            digits.run(config(tmp_path / f"{kill}", **few))
+        monkeypatch.setattr(digits, "batch", batch)
+        torch.manual_seed(kill)
+        assert digits.run(config(tmp_path / f"{kill}", **few))["accuracy"] == whole["accuracy"]
+        found = torch.load(tmp_path / f"{kill}" / "checkpoint.pt")
+        assert found["history"] == expected["history"]
+        assert all(torch.equal(value, found["model"][name]) for name, value in expected["model"].items())
+
+
+def test_every_epoch_is_a_permutation() -> None:
+    steps = [next(each)[0] for each in [digits.permute(10, 4, 3)] for _ in range(6)]
+    for epoch in range(3):
+        assert len({*steps[2 * epoch].tolist(), *steps[2 * epoch + 1].tolist()}) == 8
+    for start in range(6):
+        assert next(digits.permute(10, 4, 3, start))[0].tolist() == steps[start].tolist()
+
+
+@pytest.mark.parametrize("attention", IMAGES.attentions)
+@pytest.mark.parametrize("encoding", IMAGES.encodings)
+def test_only_none_is_blind_to_positions(encoding: str, attention: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = ablate.build(encoding, attention, SETTINGS).eval().double()
+    model = digits.build(config(tmp_path, encoding=encoding, attention=attention)).eval().double()
     x = torch.randn(2, 1, 8, 8, dtype=torch.float64)
     patches = x.unfold(2, 2, 2).unfold(3, 2, 2).reshape(2, 16, 2, 2)[:, torch.randperm(16)]
     shuffled = patches.reshape(2, 4, 4, 2, 2).transpose(2, 3).reshape(2, 1, 8, 8)
@@ -168,9 +246,12 @@ def test_only_none_is_blind_to_positions(encoding: str, attention: str) -> None:
     assert (change < 1e-13) == (encoding == "none"), change
 
 
-def test_frequencies_are_not_decayed() -> None:
-    model = ablate.build("cosine-mixed-learnable", "softmax", SETTINGS)
-    groups = create_optimizer_v2(model, **ablate.OPTIMIZER).param_groups
+def test_frequencies_are_not_decayed(tmp_path: Path) -> None:
+    settings = config(tmp_path, encoding="cosine-mixed-learnable")
+    model = digits.build(settings)
+    groups = create_optimizer_v2(
+        model, opt=settings.opt, lr=settings.lr, weight_decay=settings.weight_decay
+    ).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in decayed}
     assert "blocks.0.attn.qkv.weight" in names

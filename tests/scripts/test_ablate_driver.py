@@ -7,23 +7,27 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.ablate import app as ablate_driver
+from lrpe_md.scripts.ablate import report as ablate_report
+from lrpe_md.scripts.ablate import report_sizes
+from lrpe_md.scripts.ablate import tasks as ablate_tasks
+from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
+from lrpe_md.scripts.common.markdown import fill
+from lrpe_md.scripts.train.outcome import largest_rise
 from PIL import Image
 from scipy.stats import ttest_rel
 from test_train_image import write_idx
 from test_train_video import DECODERS, brightening, write_video
 from typer.testing import CliRunner, Result
 
-from scripts import ablate, ablate_driver, ablate_report, ablate_tasks
-from scripts.ablate_tasks import TASKS, Comparison, overrides
-from scripts.common import fill
-from scripts.outcome import largest_rise
-
 ROOT = Path(__file__).parents[2]
+README = [name for name, task in TASKS.items() if task.readme]
+SIZES = [name for name, task in TASKS.items() if task.layout == "sizes"]
 TINY = ["--set", "size=8", "--set", "patch=4", "--set", "test_sizes=12,8x12", "--set", "dim=24"]
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(ablate.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+    return CliRunner().invoke(ablate_driver.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,9 @@ def trained(monkeypatch) -> list[tuple[str, str, int]]:
     """Encoding, attention and seed of each training that starts."""
     started, train = [], ablate_driver.train
 
-    def counted(comparison, file, *job):
+    def counted(comparison, file, job, *more):
         started.append(job)
-        return train(comparison, file, *job)
+        return train(comparison, file, job, *more)
 
     monkeypatch.setattr(ablate_driver, "train", counted)
     return started
@@ -46,6 +50,7 @@ def trained(monkeypatch) -> list[tuple[str, str, int]]:
 
 def command(images: Path, out: Path, *more: str) -> list[str]:
     named = ["-e", "none", "-e", "rotate", "--attention", "softmax", "--seeds", "2", "--device", "cpu"]
+    named += ["--workers", "1"]
     return ["run", "image", str(images), "--out", str(out), "--smoke", *named, *TINY, *more]
 
 
@@ -94,7 +99,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(images, tmp_path, m
     whole, out = tmp_path / "whole", tmp_path / "out"
     few = ["--set", "steps=5", "--set", "save_every=2", "--seeds", "1", "--attention", "softmax"]
     assert invoke(*command(images, whole, *few)).exit_code == 0
-    batch, calls = ablate_tasks.train_image.batch, []
+    batch, calls = ablate_tasks.image.batch, []
 
     def dying(*args):
         calls.append(1)
@@ -102,7 +107,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(images, tmp_path, m
             raise KeyboardInterrupt
         return batch(*args)
 
-    monkeypatch.setattr(ablate_tasks.train_image, "batch", dying)
+    monkeypatch.setattr(ablate_tasks.image, "batch", dying)
     stopped = invoke(*command(images, out, *few))
     assert stopped.exit_code == 130
     assert "goes on" in stopped.output
@@ -132,11 +137,11 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
         "diffusion": lambda: captioned(tmp_path / "captioned"),
     }[task]()
     out, named = tmp_path / "out", ["-e", "none", "-e", "rotate", "--attention", "linear", "--seeds", "1"]
-    done = invoke("run", task, str(made), "--out", str(out), "--smoke", "--device", "cpu", *named)
+    done = invoke("run", task, str(made), "--out", str(out), "--smoke", "--device", "cpu", "--workers", "1", *named)
     assert done.exit_code == 0, done.output
     results = pd.read_csv(out / "results.csv")
     sizes = {"video": ["4x8x8", "8x8x8", "4x16x16"], "diffusion": ["8x8", "12x12"]}[task]
-    assert ablate_report.sizes(results) == sizes
+    assert report_sizes.sizes(results) == sizes
     assert len(results) == 2 * 2 * len(sizes)
     assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
     if task == "video":
@@ -168,7 +173,7 @@ def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapol
 def test_differences_are_paired_over_the_seeds():
     generator = np.random.default_rng(0)
     a, b = generator.normal(80, 5, 5), generator.normal(1, 0.2, 5)
-    found: pd.DataFrame = ablate_report.difference(
+    found: pd.DataFrame = report_sizes.difference(
         frame({("rotate", "28x28"): list(a), ("cosine", "28x28"): [*(a - b), 0.0]}), "rotate"
     )
     (row,) = found.to_dict("records")
@@ -178,7 +183,7 @@ def test_differences_are_paired_over_the_seeds():
     assert row["pairs"] == 5  # seed 5 has no partner
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SIZES)
 def test_numbers_of_the_table(task, tmp_path):
     values = {
         ("rotate", "28x28"): [90.0, 91.0, 92.0], ("cosine", "28x28"): [89.0, 90.1, 90.9],
@@ -190,7 +195,7 @@ def test_numbers_of_the_table(task, tmp_path):
     encodings = {"softmax": ["rotate", "cosine"]}
     settings = {"task": task, "data": ["a"], "training": training, "encodings": encodings}
     config = {"settings": settings, "environments": [here]}
-    table = ablate_report.markdown(results, config, "rotate")
+    table = report_sizes.markdown(results, config, "rotate")
     digits = 1 if task != "diffusion" else 4
     mean = (
         f"| cosine | softmax | {90:.{digits}f} ± {0.95394:.{digits}f} | {60.3333:.{digits}f} ± {26.2742:.{digits}f} |"
@@ -201,15 +206,18 @@ def test_numbers_of_the_table(task, tmp_path):
     assert f"| {-19 / 3 + 19 / 3 + 1 / 3:+.{digits}f} ± " in line  # 20x20: not told apart
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # NaN in one training
-    assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in ablate_report.markdown(lost, config, "rotate")
+    assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
     assert "2,000 steps of 64, bf16, compiled" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # the best first
-    single = ablate_report.markdown(results[results.seed == 0], config, "rotate")
+    assert "two seeds" not in table.lower()
+    two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
+    assert "Two seeds say little: the interval is 12.7 standard errors wide" in two
+    single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single
-    ablate_report.plot(results, config, tmp_path / "sizes.png")
+    report_sizes.plot_sizes(results, config, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
@@ -233,11 +241,11 @@ def test_what_is_wrong_is_said(images, tmp_path):
     assert "expected a multiple of 4" in said(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing half-written
     (tmp_path / "empty").mkdir()
-    assert "found neither" in said("report", str(tmp_path / "empty"))
+    assert "found neither" in said("report", "image", "--folder", str(tmp_path / "empty"))
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "results.csv").write_text("encoding\n")
     (tmp_path / "digits" / "config.json").write_text('{"settings": {}}')
-    assert "of something else" in said("report", str(tmp_path / "digits"))
+    assert "of something else" in said("report", "image", "--folder", str(tmp_path / "digits"))
 
 
 def test_options_of_a_training():
@@ -249,9 +257,9 @@ def test_options_of_a_training():
 @pytest.mark.parametrize("task", TASKS)
 def test_the_default_comparison_can_be_configured(task):
     chosen = TASKS[task]
-    for training in (chosen.defaults, {**chosen.defaults, **chosen.smoke}):
+    for training in (chosen.defaults, {**chosen.defaults, **chosen.on_gpu}, {**chosen.defaults, **chosen.smoke}):
         encodings = {kind: list(names) for kind, names in chosen.compared.items()}
-        comparison = Comparison(task, encodings, 2, [Path("data")], training, "cpu")
+        comparison = Comparison(task, encodings, 2, ["digits" if task == "digits" else "data"], training, "cpu")
         assert "data" not in comparison.settings["training"]
         jobs = comparison.jobs(Path("out"))
         assert len(jobs) == 2 * sum(map(len, encodings.values()))
@@ -262,19 +270,20 @@ def test_the_default_comparison_can_be_configured(task):
 
 def test_the_readme_shows_the_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for task in TASKS:
+    for task in README:
         section = ablate_report.section(task, ablate_report.committed(task))
         assert fill(readme, *ablate_report.markers(task), section) == readme
 
 
 def test_the_readme_is_filled_in(tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
-    text = "".join(f"a\n{begin}\nold\n{end}\n" for begin, end in map(ablate_report.markers, TASKS))
+    text = "".join(f"a\n{begin}\nold\n{end}\n" for begin, end in map(ablate_report.markers, README))
     readme.write_text(text)
     folder = tmp_path / "ablate-image"
     folder.mkdir()
     (folder / "table.md").write_text(f"the table\n\n{ablate_report.DIFFERENCE}rotate.\n\nthe details\n")
-    monkeypatch.setattr(ablate_driver, "committed", lambda task: tmp_path / f"ablate-{task}")
+    for module in (ablate_driver, ablate_report):
+        monkeypatch.setattr(module, "committed", lambda task: tmp_path / f"ablate-{task}")
     monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
     assert invoke("report", "--readme", str(readme)).exit_code == 0
     filled = readme.read_text()
@@ -282,4 +291,4 @@ def test_the_readme_is_filled_in(tmp_path, monkeypatch):
     assert "the table" in filled
     assert "the details" not in filled
     assert "ablate-image/table.md)" in filled
-    assert filled.count("No results yet") == len(TASKS) - 1
+    assert filled.count("No results yet") == len(README) - 1

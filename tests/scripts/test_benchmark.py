@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
-
-from lrpe_md.testing import Workload, bind
-from scripts import benchmark, benchmark_counters, benchmark_modes, benchmark_report
-from scripts.benchmark_measure import (
+from lrpe_md.scripts.bench import counters as benchmark_counters
+from lrpe_md.scripts.bench import modes as benchmark_modes
+from lrpe_md.scripts.bench import operators as benchmark
+from lrpe_md.scripts.bench import report as benchmark_report
+from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.measure import (
     COLUMNS,
     COPY,
     HERE,
@@ -24,8 +24,12 @@ from scripts.benchmark_measure import (
     scratch,
     time_peer,
 )
-from scripts.benchmark_modes import custom_op, raw_launch
-from scripts.benchmark_peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
+from lrpe_md.scripts.bench.modes import custom_op, raw_launch
+from lrpe_md.scripts.bench.peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lrpe_md.testing import Workload, bind
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -34,7 +38,7 @@ SMOKE = ["--device", "cpu", "--smoke", "--workload", "vit224", "--commit", "abc"
 
 
 def invoke(out: Path, *args: str):
-    result = CliRunner().invoke(benchmark.app, [*SMOKE, "--out", str(out), *args], env={"NO_COLOR": "1"})
+    result = CliRunner().invoke(app, ["operators", *SMOKE, "--out", str(out), *args], env={"NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
     rows = pd.read_csv(out)
     assert list(rows) == [*COLUMNS, *HERE]

@@ -8,16 +8,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.bench import training as script
+from lrpe_md.scripts.bench import training_report as report
+from lrpe_md.scripts.bench import workloads as workloads
+from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.report import RESULTS, ROOT
+from lrpe_md.scripts.common.markdown import fill
 from timm.models.eva import Eva
 from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner, Result
 
 from lrpe_md import Grid, RotateMd
-from scripts import benchmark_training as script
-from scripts import benchmark_training_report as report
-from scripts import benchmark_workloads as workloads
-from scripts.benchmark_report import RESULTS, ROOT
-from scripts.common import fill
 
 TINY = {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
 VIT = workloads.ViT(
@@ -44,7 +45,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(script.app, ["--device", "cpu", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, ["training", "--device", "cpu", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO], ids=["vit", "video"])
@@ -179,7 +180,9 @@ def test_the_second_step_is_observed(monkeypatch: pytest.MonkeyPatch):
     taken, before, step, observe = Counter(), [], script.Trainee.step, script.observed_step
     monkeypatch.setattr(script.Trainee, "step", lambda self: taken.update([self]) or step(self))
     monkeypatch.setattr(script, "observed_step", lambda trainee: before.append(taken[trainee]) or observe(trainee))
-    script.compare(VIDEO, ["none", "axial"], "eager", 2, 1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+    script.compare(
+        VIDEO, ["none", "axial"], "eager", 2, script.Timing(1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+    )
     assert before == [1, 1]
     assert set(taken.values()) == {2 + script.WARMUP_ROUNDS + script.HOST_STEPS + 1 + 1}
 

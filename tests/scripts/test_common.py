@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-
-from scripts import common
+from lrpe_md.scripts.common import devices, options, provenance
 
 
 def test_choose_keeps_the_order_and_takes_each_name_once():
-    assert common.choose("--modes", ["b", "a", "b"], "abc") == ["b", "a"]
+    assert options.choose("--modes", ["b", "a", "b"], "abc") == ["b", "a"]
     with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; known are: a; b; c"):
-        common.choose("--modes", ["a", "d"], "abc")
+        options.choose("--modes", ["a", "d"], "abc")
 
 
 @pytest.mark.parametrize(("there", "wanted", "found"), [
@@ -23,15 +22,15 @@ def test_choose_keeps_the_order_and_takes_each_name_once():
 ])  # fmt: skip
 def test_device(there, wanted, found, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert common.choose_device(wanted) == torch.device(found)
+    assert devices.choose_device(wanted) == torch.device(found)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(typer.BadParameter, match="no GPU"):
-        common.choose_device("cuda")
+        devices.choose_device("cuda")
     with pytest.raises(typer.BadParameter, match="unknown 'tpu'"):
-        common.choose_device("tpu")
+        devices.choose_device("tpu")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -40,21 +39,21 @@ def test_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch: py
         command = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *args]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "common.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert common.git_commit() == ""
+    assert provenance.git_commit() == ""
     git("init")
     (tmp_path / "file").write_text("a")
     git("add", "file")
     git("commit", "-m", "a")
     git("tag", "-a", "v1", "-m", "a")
     head = git("rev-parse", "HEAD")
-    assert common.git_commit() == head
+    assert provenance.git_commit() == head
     (tmp_path / "file").write_text("b")
-    assert common.git_commit(12) == head[:12] + "+"
+    assert provenance.git_commit(12) == head[:12] + "+"
     monkeypatch.setenv("PATH", "")
-    assert common.git_commit() == ""
+    assert provenance.git_commit() == ""
 
 
 def test_versions():
-    assert common.versions("torch", "no-such-package") == {"torch": version("torch"), "no-such-package": ""}
+    assert provenance.versions("torch", "no-such-package") == {"torch": version("torch"), "no-such-package": ""}

@@ -21,9 +21,12 @@ from typer.testing import CliRunner
 pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
-from scripts import samples, train_diffusion
-from scripts.caption_data import load_captioned
-from scripts.train_diffusion import DiffusionTraining, app, run
+from lrpe_md.scripts.train import samples
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data.captions import load_captioned
+from lrpe_md.scripts.train.encodings import CAPTIONED
+from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
+from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -275,14 +278,14 @@ def test_command_line(folder, tmp_path):
         (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
         (["--data", str(tmp_path / "absent")], "no such folder or file"),
     ):
-        result = CliRunner().invoke(app, [*command, *more], env={**os.environ, "COLUMNS": "400"})
+        result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert not out.exists()
 
 
-@pytest.mark.parametrize("encoding", train_diffusion.ENCODINGS)
-@pytest.mark.parametrize("attention", train_diffusion.ATTENTIONS)
+@pytest.mark.parametrize("encoding", CAPTIONED.encodings)
+@pytest.mark.parametrize("attention", CAPTIONED.attentions)
 def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
     chosen = config(folder, tmp_path, encoding=encoding, attention=attention, dim=64)
     model = train_diffusion.build(chosen)
@@ -318,3 +321,14 @@ def test_the_sheet_takes_any_caption_and_size(tmp_path):
     samples.write_sheet(tmp_path / "sheet.part", ["$x_{", "long " * 20], pixels)
     with Image.open(tmp_path / "sheet.part") as sheet:
         assert sheet.format == "PNG"
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_captions_of_the_sheet_are_not_clipped(tmp_path, num):
+    images = {"a": np.zeros((num, 8, 8, 3), np.uint8)}
+    samples.write_sheet(tmp_path / "sheet.png", ["WWWWWWWWWWWWWWWWWWWWWWWWWWWWWWWW"] * num, images)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("L"))
+    edges = pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]
+    assert min(edge.min() for edge in edges) == 255
+    assert (pixels[:, : pixels.shape[1] // 2] < 128).any()

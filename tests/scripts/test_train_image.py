@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import images as image_data
+from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.encodings import IMAGES
+from lrpe_md.scripts.train.tasks import image as train_image
+from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from PIL import Image
 from test_train_video import flags
 from torch import nn
 from typer.testing import CliRunner
 
 from lrpe_md import CosineMd, Grid
-from models.vit import lrpe_vit_tiny_patch16_224
-from scripts import image_data, train_image
-from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
-from scripts.train_image import ENCODINGS, ImageTraining, parse_sizes
 
 SMALL = {
     "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
@@ -189,6 +192,34 @@ def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
     assert train_image.run(config)["accuracy"] == accuracy  # finished: nothing is trained again
 
 
+def test_validation_on_the_way(data, tmp_path):
+    few = {**SMALL, "steps": 8, "log_every": 3, "save_every": 4}
+    plain = train_image.run(ImageTraining(data=data, out=tmp_path / "plain", **few))
+    checked = train_image.run(ImageTraining(data=data, out=tmp_path / "checked", validate_every=4, **few))
+    assert checked["accuracy"] == plain["accuracy"]
+    weights = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("plain", "checked")]
+    assert all(torch.equal(value, weights[1]["average"][name]) for name, value in weights[0]["average"].items())
+    rows = weights[1]["history"]
+    assert [row["step"] for row in rows] == [3, 4, 6, 8]
+    assert ["accuracy" in row for row in rows] == [False, True, False, True]
+    assert rows[-1]["accuracy"] == plain["accuracy"]["extrapolated"]["8x8"]
+    lines = (tmp_path / "checked" / "history.csv").read_text().splitlines()
+    assert lines[0] == "step,loss,lr,accuracy"
+
+
+def test_what_takes_long_is_said(data, tmp_path):
+    def said(name: str, *more: str) -> str:
+        run = ["image", "--data", str(data), "--out", str(tmp_path / name), *flags(SMALL), "--steps", "1", *more]
+        done = CliRunner().invoke(app, run)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    shown, silent = said("a"), said("b", "--no-progress")
+    for text in ("Reading the data", "Evaluating"):
+        assert text in shown
+        assert text not in silent
+
+
 def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_trained_grid(data, tmp_path, monkeypatch):
     seen = []
 
@@ -227,7 +258,7 @@ def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, mo
         assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+@pytest.mark.parametrize("attention", IMAGES.attentions)
 def test_norms_of_q_and_k(attention, data, tmp_path):
     images = load_images(data, 8)
     for qk_norm, kind in ((True, nn.LayerNorm), (False, nn.Identity)):
@@ -237,13 +268,13 @@ def test_norms_of_q_and_k(attention, data, tmp_path):
         assert isinstance(block.attn.k_norm, kind)
 
 
-@pytest.mark.parametrize("attention", train_image.ATTENTIONS)
+@pytest.mark.parametrize("attention", IMAGES.attentions)
 def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 1, 12, 12, dtype=torch.float64)
     swapped = x.clone()
     swapped[..., :4, :4], swapped[..., 4:8, 8:] = x[..., 4:8, 8:], x[..., :4, :4]
-    for name in ENCODINGS:
+    for name in IMAGES.encodings:
         config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **{**SMALL, "depth": 2})
         arguments = train_image.model_arguments(config, load_images(data, 8))
         json.dumps(arguments)  # a checkpoint keeps them
@@ -271,7 +302,7 @@ def test_the_phase_turns_keys_and_not_queries():
 
 def test_the_command_line_says_what_is_wrong(data, tmp_path):
     def said(*args: str) -> str:
-        result = CliRunner().invoke(train_image.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        result = CliRunner().invoke(app, ["image", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
@@ -286,7 +317,7 @@ def test_the_command_line_says_what_is_wrong(data, tmp_path):
     assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
     assert "--heads 16" in said(*run, "--heads", "16")  # rotation pairs channels
     assert not (tmp_path / "run").exists()  # nothing half-written
-    done = CliRunner().invoke(train_image.app, run)
+    done = CliRunner().invoke(app, ["image", *run])
     assert done.exit_code == 0, done.output
     assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)

@@ -1,22 +1,26 @@
 """Training the language model on a few kilobytes: resuming, learned frequencies, evaluation, refusals."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 import typer
 from accelerate import Accelerator
+from lrpe_md.models.lm import CausalLm, LmConfig
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import text as text_data
+from lrpe_md.scripts.train.data.text import check_lengths, draw_windows, load_text
+from lrpe_md.scripts.train.loop import FORMAT, digest_of
+from lrpe_md.scripts.train.order import divide
+from lrpe_md.scripts.train.tasks import lm as train_lm
+from lrpe_md.scripts.train.tasks.lm import LmTraining
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from models.lm import CausalLm, LmConfig
-from scripts import lm_data, train_lm
-from scripts.lm_data import Windows, check_lengths, load_text
-
-MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "num_kv_heads": 1, "hidden": 16}
+MODEL: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "num_kv_heads": 1, "hidden": 16}
 LINES = [f"{who} says that {what} of {who} is {what}.\n" for who in ("Ann", "Bob", "Cid") for what in ("tea", "war")]
 
 
@@ -27,13 +31,26 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def config(encoding: str = "rotate", **changes) -> train_lm.Config:
-    same = {"length": 16, "batch": 4, "steps": 6, "warmup": 1, "lr": 1e-2, **changes}
-    return train_lm.Config(text="", model=LmConfig(**MODEL, **train_lm.ENCODINGS[encoding]), **same)
+@pytest.fixture(autouse=True)
+def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(train_lm.SIZES, "smallest", MODEL)
+
+
+def config(file: Path, out: Path, encoding: str = "rotate", **changes: Any) -> LmTraining:
+    same = {
+        "length": 16, "batch": 4, "steps": 6, "warmup": 0, "lr": 1e-2, "size": "smallest", "lengths": "16,32",
+        "log_every": 3, "validate_every": 3, "save_every": 3, "device": "cpu", "tensorboard": False,
+        "progress": False, **changes,
+    }  # fmt: skip
+    return LmTraining(data=file, out=out, encoding=encoding, **same)
+
+
+def history(out: Path) -> list[dict[str, float]]:
+    return torch.load(out / "checkpoint.pt")["history"]
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(train_lm.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -42,7 +59,8 @@ def invoke(*args: str) -> Result:
 def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     command = [
-        "train",
+        "lm",
+        "--data",
         str(file),
         "--out",
         str(out),
@@ -50,29 +68,30 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
         "tiny",
         "--steps",
         "40",
-        "--every",
+        "--validate-every",
         "20",
-        "--lr",
-        "1e-2",
     ]
-    command += ["--batch", "8", "--length", "32", "--lengths", "32,64", "--scaling", "yarn", "--device", "cpu"]
+    command += ["--lr", "1e-2", "--batch", "8", "--length", "32", "--lengths", "32,64", "--scaling", "yarn"]
+    command += ["--device", "cpu", "--no-tensorboard"]
     done = invoke(*command)
     assert done.exit_code == 0, done.output
-    metrics = pd.read_csv(out / "metrics.csv")
+    metrics = pd.read_csv(out / "history.csv")
     assert list(metrics.step) == [20, 40]
-    assert metrics.train[1] < 0.7 * metrics.train[0] < 0.7 * 8
+    bits = metrics.loss / math.log(2)
+    assert bits[1] < 0.7 * bits[0] < 0.7 * 8
     assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth
     assert metrics.validation[1] < 0.9 * metrics.validation[0]
-    assert [p.name for p in out.glob("checkpoint*")] == ["checkpoint-40"]
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
     assert set(evaluation.length) == {32, 64}
-    settings = (out / "config.json").read_text()
-    assert str(tmp_path) not in settings
+    names = {"checkpoint.pt", "history.csv", "result.json", "evaluation.csv"}
+    assert {path.name for path in out.iterdir()} == names
+    assert str(tmp_path) not in (out / "result.json").read_text()
+    assert str(tmp_path).encode() not in (out / "checkpoint.pt").read_bytes()
 
-    weights = (out / "checkpoint-40" / "model.safetensors").read_bytes()
+    weights = (out / "checkpoint.pt").read_bytes()
     assert invoke(*command).exit_code == 0  # nothing left to do but to evaluate
-    assert (out / "checkpoint-40" / "model.safetensors").read_bytes() == weights
+    assert (out / "checkpoint.pt").read_bytes() == weights
 
     shown = [invoke("sample", str(out), "--prompt", "Ann", "--prompt", "Bob says", "--tokens", "9") for _ in range(2)]
     assert shown[0].exit_code == 0, shown[0].output
@@ -85,43 +104,42 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert refused.exit_code == 2
     assert "model.encoding: rotate there, cosine now" in refused.output
     file.write_text(file.read_text() + "more")
-    assert "text: " in invoke(*command).output
+    assert "digest: " in invoke(*command).output
 
 
-@pytest.mark.parametrize("encoding", ["rotate-learned", "cosine-softplus-phase"])
+@pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-softplus-phase"])
 def test_resumed_training_equals_one_that_never_stopped(encoding: str, file: Path, tmp_path: Path, monkeypatch) -> None:
-    text, settings = load_text(file), config(encoding)
-    _, whole, history = train_lm.fit(settings, text, tmp_path / "whole", every=3, progress=False)
+    train_lm.run(config(file, tmp_path / "whole", encoding))
+    batch, out, calls = train_lm.batch, tmp_path / "stopped", []
 
-    save, out = train_lm.save, tmp_path / "stopped"
+    def dying(*args: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 5:  # a step after the checkpoint
+            raise KeyboardInterrupt
+        return batch(*args)
 
-    def interrupted(*args) -> None:
-        save(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_lm, "save", interrupted)
+    monkeypatch.setattr(train_lm, "batch", dying)
     with pytest.raises(KeyboardInterrupt):
-        train_lm.fit(settings, text, out, every=3, progress=False)
-    (out / "checkpoint-5.part").mkdir()  # of a process that was killed
-    monkeypatch.setattr(train_lm, "save", save)
-    steps, draw = [], Windows.draw
-    monkeypatch.setattr(Windows, "draw", lambda self: (steps.append(self.step), draw(self))[1])
-    _, resumed, again = train_lm.fit(settings, text, out, every=3, progress=False)
-    assert steps == [4, 5, 6]
-    assert again == history
-    expected = whole.state_dict()
-    for name, value in resumed.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-    assert [p.name for p in out.glob("checkpoint*")] == ["checkpoint-6"]
+        train_lm.run(config(file, out, encoding))
+    assert torch.load(out / "checkpoint.pt")["step"] == 3
+    torch.manual_seed(7)  # another process has another history
+    train_lm.run(config(file, out, encoding))
+    assert len(calls) == 5 + 3
+    whole, resumed = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "stopped"))
+    assert resumed["history"] == whole["history"]
+    assert list(resumed["model"]) == list(whole["model"])
+    for name, value in whole["model"].items():
+        assert torch.equal(resumed["model"][name], value), name
+    assert (out / "evaluation.csv").read_text() == (tmp_path / "whole" / "evaluation.csv").read_text()
 
 
-def test_learned_frequencies_and_phases_move(file: Path) -> None:
-    text = load_text(file)
-    for encoding, name in (("rotate-learned", "theta"), ("cosine-softplus-phase", "phase")):
-        settings = config(encoding)
-        _, model, _ = train_lm.fit(settings, text, every=6, progress=False)
+def test_learned_frequencies_and_phases_move(file: Path, tmp_path: Path) -> None:
+    for encoding, name in (("rotate-learnable", "theta"), ("cosine-softplus-phase", "phase")):
+        settings = config(file, tmp_path / encoding, encoding)
+        train_lm.run(settings)
+        after = torch.load(settings.out / "checkpoint.pt")["model"]
         before = dict(CausalLm(settings.model).named_parameters())
-        found = {key: p for key, p in model.named_parameters() if "frequencies" in key}
+        found = {key: after[key] for key in before if "frequencies" in key}
         assert list(found) == [f"blocks.0.attn.encoding.frequencies.{name}"]
         (key, moved), rate = *found.items(), settings.lr * (settings.frequency_lr if name == "theta" else 1)
         change = (moved - before[key]).abs()
@@ -129,18 +147,20 @@ def test_learned_frequencies_and_phases_move(file: Path) -> None:
         assert (change < 1.5 * settings.steps * rate).all()
 
 
-def test_a_row_is_the_mean_of_its_steps(file: Path) -> None:
-    each, pairs = (train_lm.fit(config(steps=4), load_text(file), every=n, progress=False)[2] for n in (1, 2))
+def test_a_row_is_the_mean_of_its_steps(file: Path, tmp_path: Path) -> None:
+    for n in (1, 2):
+        train_lm.run(config(file, tmp_path / f"{n}", steps=4, log_every=n, validate_every=n))
+    each, pairs = (history(tmp_path / f"{n}") for n in (1, 2))
     assert [row["step"] for row in pairs] == [2, 4]
     for row, a, b in zip(pairs, each[::2], each[1::2], strict=True):
-        assert row["train"] == pytest.approx((a["train"] + b["train"]) / 2)
+        assert row["loss"] == pytest.approx((a["loss"] + b["loss"]) / 2)
         assert row["validation"] == b["validation"]
 
 
-def test_parameter_groups() -> None:
-    settings = config("rotate-learned")
-    model = CausalLm(replace(settings.model, encoding="cosine", phase=True))
-    groups = train_lm.parameter_groups(model, settings)
+def test_parameter_groups(file: Path, tmp_path: Path) -> None:
+    settings = config(file, tmp_path)
+    model = CausalLm(LmConfig(**MODEL, encoding="cosine", learnable=True, phase=True))
+    groups = settings.optimizer_arguments(model)["param_group_fn"](model)
     names = {id(p): name for name, p in model.named_parameters()}
     assert sorted(names) == sorted(id(p) for group in groups for p in group["params"])
     decay, keep, frequencies = ({names[id(p)].split(".")[-2:][0] for p in group["params"]} for group in groups)
@@ -151,9 +171,9 @@ def test_parameter_groups() -> None:
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, settings.frequency_lr]
 
 
-def test_a_loss_that_is_not_finite_is_said(file: Path) -> None:
-    with pytest.raises(FloatingPointError, match="before step 6; try a lower --lr"):
-        train_lm.fit(config(lr=math.inf), load_text(file), every=6, progress=False)
+def test_a_loss_that_is_not_finite_is_said(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"after 6 steps; .*try a lower --lr"):
+        train_lm.run(config(file, tmp_path / "run", lr=math.inf, log_every=6, validate_every=6, save_every=6))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -214,20 +234,18 @@ def test_text_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     assert load_text(tmp_path).digest != load_text(tmp_path / "b.txt").digest
 
 
-def test_windows_are_the_same_on_any_number_of_processes_and_go_on() -> None:
-    text = torch.arange(100, dtype=torch.uint8)
-    one, left, right = Windows(text, 8, 6, 0), Windows(text, 8, 6, 0, 0, 2), Windows(text, 8, 6, 0, 1, 2)
+def test_windows_are_the_same_on_any_number_of_processes_and_go_on(file: Path, tmp_path: Path) -> None:
+    text, settings = torch.arange(100, dtype=torch.uint8), config(file, tmp_path, length=8, batch=6)
+    one, left, right = (divide(draw_windows(92, 6, 0), 1, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2)))
     for _ in range(3):
-        batch = one.draw()
-        assert torch.equal(batch, torch.cat([left.draw(), right.draw()]))
+        batch, *halves = (train_lm.batch(settings, text, *next(each)) for each in (one, left, right))
+        assert torch.equal(batch, torch.cat(halves))
         assert torch.equal(batch, batch[:, :1] + torch.arange(9))
-    later = Windows(text, 8, 6, 1)
-    later.load_state_dict(one.state_dict())
-    assert torch.equal(later.draw(), one.draw())
-    starts = torch.cat([Windows(text, 98, 64, 0).draw()[:, 0]])
-    assert set(starts.tolist()) == {0, 1}  # the last byte is a target
-    with pytest.raises(typer.BadParameter, match="--batch: expected a multiple of the 4 processes, got 6"):
-        Windows(text, 8, 6, 0, 0, 4)
+    later = divide(draw_windows(92, 6, 0, 3))
+    assert next(later)[0].tolist() == next(one)[0].tolist()
+    assert set(next(draw_windows(2, 64, 0))[0].tolist()) == {0, 1}  # the last byte is a target
+    with pytest.raises(typer.BadParameter, match="--batch 6: expected a multiple of 4"):
+        train_lm.run(config(file, tmp_path / "run", batch=6, accumulate=4))
 
 
 def test_text_errors(file: Path, tmp_path: Path) -> None:
@@ -240,7 +258,7 @@ def test_text_errors(file: Path, tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="1 empty files"):
         load_text(empty)
     text = load_text(file)
-    assert lm_data.VALIDATION == 0.05
+    assert text_data.VALIDATION == 0.05
     check_lengths(text, 16, (64,))
     with pytest.raises(typer.BadParameter, match=r"more than 8192 bytes for validation, got \d+"):
         check_lengths(text, 16, (64, 8192))
@@ -251,28 +269,38 @@ def test_text_errors(file: Path, tmp_path: Path) -> None:
 def test_refusals(file: Path, tmp_path: Path) -> None:
     for args, message in {
         ("--encoding", "rope"): "cosine-softplus-phase",
+        ("--encoding", "rotate-mixed"): "cosine-softplus-phase",  # needs several axes
         ("--size", "huge"): "small",
         ("--attention", "flash"): "linear",
         ("--scaling", "x"): "yarn",
         ("--lengths", "a"): "numbers of at least 1",
         ("--precision", "int8"): "bf16",
     }.items():
-        refused = invoke("train", str(file), "--out", str(tmp_path / "out"), *args)
+        refused = invoke("lm", "--data", str(file), "--out", str(tmp_path / "out"), *args)
         assert refused.exit_code == 2
         assert args[0] in refused.output
         assert message in refused.output
-    assert "does not exist" in invoke("train", str(tmp_path / "none")).output
+    assert "does not exist" in invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
+    assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
+    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # of another task
+    torch.save({**other, "digest": digest_of(other)}, tmp_path / "checkpoint.pt")
+    assert "that `train lm` made" in invoke("sample", str(tmp_path)).output
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
-@pytest.mark.parametrize("encoding", ["rotate-learned", "cosine-softplus-phase"])
-def test_training_in_bf16_on_a_gpu(encoding: str, attention: str, file: Path) -> None:
-    model = LmConfig(**train_lm.SIZES["small"] | {"depth": 2}, attention=attention, **train_lm.ENCODINGS[encoding])
-    settings = train_lm.Config(
-        text="", model=model, length=128, batch=8, steps=30, warmup=5, precision="bf16", device="cuda"
-    )
-    _, trained, history = train_lm.fit(settings, load_text(file), every=10, progress=False)
-    assert history[-1]["train"] < 0.5 * history[0]["train"]
-    assert next(trained.parameters()).dtype == torch.float32
+@pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-softplus-phase"])
+def test_training_in_bf16_on_a_gpu(encoding: str, attention: str, file: Path, tmp_path: Path, monkeypatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setitem(train_lm.SIZES, "smallest", train_lm.SIZES["small"] | {"depth": 2})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    same = {"length": 128, "batch": 8, "steps": 30, "log_every": 10, "precision": "bf16", "device": "cuda", "lr": 1e-3}
+    try:
+        train_lm.run(config(file, tmp_path / "run", encoding, attention=attention, **same))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", map_location="cpu")
+    assert state["history"][-1]["loss"] < 0.5 * state["history"][0]["loss"]
+    assert next(iter(state["model"].values())).dtype == torch.float32

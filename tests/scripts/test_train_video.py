@@ -1,26 +1,21 @@
-"""scripts/training.py, video_data.py and train_video.py on footage made here."""
+"""Training on videos, on footage made here."""
 
 import json
-import multiprocessing
-import os
-import socket
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import typer
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import videos as video_data
+from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
+from lrpe_md.scripts.train.encodings import VIDEOS
+from lrpe_md.scripts.train.tasks import video as train_video
+from lrpe_md.scripts.train.tasks.video import VideoTraining
 from torch import nn
-from torch.nn import functional as F
 from typer.testing import CliRunner
-
-from scripts import train_video, training, video_data
-from scripts.train_video import VideoTraining
-from scripts.training import Trainer, Training, ahead, order, settings_of
-from scripts.video_data import TASKS, VideoError, decode, find_videos, ordered, segments
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -108,6 +103,44 @@ def test_missing_and_unreadable_videos_are_named(tmp_path):
     for name in DECODERS:
         with pytest.raises(VideoError, match=r"broken\.mp4 can't be read"):
             decode(broken, 8, name)
+
+
+def write_format(path: Path, num: int) -> Path:
+    """Grey frames with noise, so that they have bytes to lose; the head of an .mp4 in front."""
+    import av
+
+    options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
+    noise = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3)).astype(np.uint8)
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream("mpeg4", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        for frame in noise:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.skipif("pyav" not in DECODERS, reason="needs PyAV")
+@pytest.mark.parametrize("suffix", [".mp4", ".avi", ".mkv"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_half_a_video_is_refused(tmp_path, suffix, name):
+    path = write_format(tmp_path / f"whole{suffix}", 40)
+    assert len(decode(path, 8, name)) == 40
+    half = tmp_path / f"half{suffix}"
+    half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(VideoError, match=rf"half\{suffix}.*(of 40 frames|can't be read)"):
+        decode(half, 8, name)
+
+
+@needs_decoder
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_list_of_files_is_no_video(footage, tmp_path, name):
+    """ffconcat names files of any place, whose frames would be read."""
+    wrong = tmp_path / "list.mp4"
+    wrong.write_text(f"ffconcat version 1.0\nfile {footage.name}\n")
+    (tmp_path / footage.name).write_bytes(footage.read_bytes())
+    with pytest.raises(VideoError, match=r"list\.mp4 can't be read"):
+        decode(wrong, 8, name)
 
 
 def test_footage_given_twice_is_refused(tmp_path):
@@ -215,9 +248,9 @@ def test_without_time_a_model_is_exactly_at_chance(footage, tmp_path, encoding, 
 
 
 @needs_decoder
-@pytest.mark.parametrize("attention", train_video.ATTENTIONS)
+@pytest.mark.parametrize("attention", VIDEOS.attentions)
 def test_every_encoding_can_be_built(attention, tmp_path):
-    for encoding in train_video.ENCODINGS:
+    for encoding in VIDEOS.encodings:
         for qk_norm, kind in ((False, nn.Identity), (True, nn.LayerNorm)):
             config = VideoTraining(
                 data=[], out=tmp_path, encoding=encoding, attention=attention, depth=1, qk_norm=qk_norm
@@ -232,7 +265,7 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 @needs_decoder
 def test_the_command_line_says_what_is_wrong(footage, tmp_path):
     def said(*args: str) -> str:
-        result = CliRunner().invoke(train_video.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+        result = CliRunner().invoke(app, ["video", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
@@ -244,7 +277,7 @@ def test_the_command_line_says_what_is_wrong(footage, tmp_path):
     assert "as long as a clip" in said(*run, "--frames", "64")
     assert "start it with torchrun" in said(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing half-written
-    done = CliRunner().invoke(train_video.app, run)
+    done = CliRunner().invoke(app, ["video", *run])
     assert done.exit_code == 0, done.output
     assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
     assert "steps: 2 there, 3 now" in said(*run, "--steps", "3")
@@ -295,190 +328,6 @@ def test_clips_are_given_as_motion():
     for config in (plain, moving):
         train_video.accuracy(config, model, footage, np.arange(4), 4, 8, nullcontext)
     assert torch.allclose(train_video.motion(seen[0]), seen[2], atol=1e-6)
-
-
-# --- the core --------------------------------------------------------------------------------------------------------
-
-
-class Toy(nn.Module):
-    """With dropout, whose draws must be repeated as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks[0](x))
-
-
-class Killed(Exception):
-    pass
-
-
-X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 2
-
-
-def toy_batch(indices, draws, *, kill_at=None, counter=None):
-    if counter is not None:
-        counter.append(1)
-        if len(counter) > kill_at:
-            raise Killed
-    noise = torch.stack([torch.randn(4, generator=torch.Generator().manual_seed(int(draw))) for draw in draws])
-    return X[indices] + 0.1 * noise, Y[indices]
-
-
-def toy_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def toy_train(config, batch=toy_batch):
-    accelerator = training.start(config)
-    training.set_seed(config.seed)
-    trainer = Trainer(config, accelerator, Toy(), settings_of(config))
-    trainer.fit(len(X), batch, toy_loss)
-    return trainer
-
-
-TOY = {
-    "steps": 7, "batch": 12, "accumulate": 2, "warmup": 2, "lr": 1e-2, "device": "cpu", "save_every": 2, "log_every": 3,
-    "tensorboard": False,
-}  # fmt: skip
-
-
-def same(a: Trainer, b: Trainer) -> None:
-    for x, y in ((a.raw, b.raw), (a.averaged, b.averaged)):
-        for name, value in x.state_dict().items():
-            assert torch.equal(value, y.state_dict()[name]), name
-    assert a.history == b.history
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(tmp_path, workers):
-    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
-    for kill in range(14):
-        config = Training(out=tmp_path / f"{kill}", workers=workers, **TOY)
-        with pytest.raises(Killed):
-            toy_train(config, partial(toy_batch, kill_at=kill, counter=[]))
-        torch.manual_seed(kill)  # another process has another history
-        same(toy_train(config), whole)
-    other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))
-    assert not torch.equal(other.raw.head.weight, whole.raw.head.weight)
-
-
-def test_a_torn_checkpoint_leaves_the_last_one(tmp_path, monkeypatch):
-    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
-    config, save, calls = Training(out=tmp_path / "run", **TOY), torch.save, []
-
-    def torn(state, path):
-        calls.append(path)
-        if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise OSError("disk full")
-        save(state, path)
-
-    monkeypatch.setattr(torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
-        toy_train(config)
-    assert [p.name for p in config.out.iterdir()] == ["checkpoint.pt"]
-    assert torch.load(config.out / "checkpoint.pt")["step"] == 2
-    same(toy_train(config), whole)
-
-
-def test_no_checkpoint_of_a_diverged_run(tmp_path):
-    config = Training(out=tmp_path / "run", **{**TOY, "log_every": 7})
-
-    def diverging(indices, draws, counter=[]):  # noqa: B006
-        counter.append(1)
-        return X[indices] * (float("nan") if len(counter) > 6 else 1), Y[indices]
-
-    with pytest.raises(FloatingPointError, match="after 4 steps"):
-        toy_train(config, diverging)
-    assert torch.load(config.out / "checkpoint.pt")["step"] == 2
-
-
-def test_accumulation_is_the_larger_batch(tmp_path):
-    still = {**TOY, "steps": 3}
-    training_mode = nn.Dropout.forward
-    try:
-        nn.Dropout.forward = lambda self, x: x
-        one = toy_train(Training(out=tmp_path / "one", **{**still, "accumulate": 1}))
-        three = toy_train(Training(out=tmp_path / "three", **{**still, "accumulate": 3}))
-    finally:
-        nn.Dropout.forward = training_mode
-    for a, b in zip(one.raw.parameters(), three.raw.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_every_epoch_is_a_permutation_shared_by_the_processes():
-    def steps(count, **kwargs):
-        return [next(it) for it in [order(20, 6, seed=3, **kwargs)] for _ in range(count)]
-
-    single = steps(9)
-    for epoch in range(3):
-        seen = np.concatenate([indices for indices, _ in single[3 * epoch : 3 * epoch + 3]])
-        assert len(set(seen.tolist())) == 18
-    for (a, x), (b, y) in zip(single[4:], steps(5, start=4), strict=True):
-        assert a.tolist() == b.tolist()
-        assert x.tolist() == y.tolist()
-    parts = [steps(6, start=2, accumulate=3, world=2, rank=rank) for rank in range(2)]
-    for k in range(2):
-        joined = [part[3 * k + m] for m in range(3) for part in parts]
-        assert np.concatenate([i for i, _ in joined]).tolist() == single[2 + k][0].tolist()
-        assert np.concatenate([d for _, d in joined]).tolist() == single[2 + k][1].tolist()
-    with pytest.raises(typer.BadParameter, match="there are 5 samples"):
-        next(order(5, 6, seed=0))
-
-
-def test_batches_made_ahead_come_in_order_and_raise():
-    chosen = ((i,) for i in range(20))
-    assert list(ahead(lambda i: i * i, chosen, 3)) == [i * i for i in range(20)]
-    with pytest.raises(ZeroDivisionError):
-        list(ahead(lambda i: 1 // (3 - i), ((i,) for i in range(20)), 2))
-
-
-SHARDINGS = ("ddp", "fsdp")
-
-
-def worker(rank: int, ports: list[int], out: Path) -> None:
-    from accelerate.state import AcceleratorState
-
-    nn.Dropout.forward = lambda self, x: x  # each process has draws of its own
-    for sharding, port in zip(SHARDINGS, ports, strict=True):
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
-        )  # fmt: skip
-        AcceleratorState._reset_state(reset_partial_state=True)
-        trainer = toy_train(Training(out=out / sharding, sharding=sharding, **TOY))
-        if sharding == "fsdp":
-            assert all(hasattr(p, "placements") for p in trainer.raw.parameters())
-        torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
-
-    monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
-    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
-    context = multiprocessing.get_context("spawn")  # a fork of a process that has differentiated can't
-    ports = [free_port() for _ in SHARDINGS]
-    processes = [context.Process(target=worker, args=(rank, ports, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    for sharding in SHARDINGS:
-        state = torch.load(tmp_path / sharding / "checkpoint.pt")
-        for part, module in (("model", whole.raw), ("average", whole.averaged)):
-            for name, value in module.state_dict().items():
-                torch.testing.assert_close(state[part][name], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpu

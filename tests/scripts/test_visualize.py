@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import typer
+from lrpe_md.scripts.visualize import data as data
+from lrpe_md.scripts.visualize import pictures as visualize
 from matplotlib import pyplot as plt
 from torch import Tensor
 from typer.testing import CliRunner
 
 from lrpe_md import cosine, list_presets, preset, rotate
 from lrpe_md.presets.registry import Dense
-from scripts import visualize
-from scripts import visualize_data as data
 
 TINY = {1: (9,), 2: (4, 6), 3: (3, 4, 6)}
 

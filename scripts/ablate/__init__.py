@@ -1,0 +1,1 @@
+"""Which encoding? ``python -m scripts.ablate run TASK``."""

@@ -1,0 +1,99 @@
+"""The table and the plot of what is measured on text: bits per byte by length and by position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..common.markdown import table
+from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.provenance import in_words
+
+
+def parse(results: pd.DataFrame) -> pd.DataFrame:
+    """With length, and first and last position: "8192:512-1024", or "512" for all of it."""
+    parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
+    parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
+    return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
+
+
+def names(results: pd.DataFrame) -> Any:
+    """rotate, rotate + yarn, .."""
+    scaled = results.positions != "none"
+    return results.encoding + (" + " + results.positions).where(scaled, "")
+
+
+def spread(results: Any, key: str) -> Any:
+    """Mean and standard deviation over the seeds, for each name and value of the key."""
+    return results.groupby(["name", key])["value"].agg(["mean", "std"]).fillna(0)
+
+
+def ranking(results: Any) -> list[str]:
+    """Best at the longest length first."""
+    longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
+    return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
+
+
+def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
+    """The table, best at the longest length first; the baseline is one of its rows."""
+    settings = config["settings"]
+    training, seeds = settings["training"], settings["seeds"]
+    trained = training["length"]
+    results = parse(results)
+    whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
+    stats, fixed = spread(whole, "length"), whole.drop_duplicates("name").set_index("name")
+    lengths = sorted(whole.length.unique())
+    scheme = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
+    seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
+    lines = [
+        f"Bits per byte of held-out text, {scheme}, best at the longest length first. Trained at length {trained} for "
+        f"{training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the same "
+        f"{training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
+        "without training.",
+        "",
+    ]
+    rows = [
+        [name, f"{fixed.params[name]:,}", *(cell.format(*stats.loc[(name, n)]) for n in lengths)]
+        for name in ranking(results)
+    ]
+    lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
+    lines += [f"{in_words(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    return "\n".join(lines) + "\n"
+
+
+def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
+    """Bits per byte by length, and by position at the longest length: mean and standard deviation."""
+    results, trained = parse(results), config["settings"]["training"]["length"]
+    longest = results.length.max()
+    whole = (results["first"] == 0) & (results["last"] == results.length)
+    parts: Any = results[(results.length == longest) & ~whole]
+    colours = [c for name, c in OKABE_ITO.items() if name != "grey"]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, layout="constrained")
+        position = f"up to this position, from the one before; length {longest:,}"
+        panels = (("length", results[whole], "length"), ("last", parts, position))
+        for axis, (key, rows, label) in zip(axes, panels, strict=True):
+            stats = spread(rows, key)
+            for i, name in enumerate(ranking(results)):
+                line = stats.loc[name]
+                axis.errorbar(
+                    line.index, line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8, markersize=4,
+                    color=colours[i % len(colours)], marker="osD^vPX"[i % 7], linestyle="-" if i < 7 else "--",
+                )  # fmt: skip
+            axis.axvline(trained, color="black", linestyle=":", linewidth=1)
+            ticks = sorted(set(rows[key]))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+            axis.set_xlabel(label)
+        axes[0].set_yscale("log")  # what lies close together matters, not how far the worst breaks down
+        low, high = axes[0].get_ylim()
+        shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
+        axes[0].set_yticks(shown, [f"{n:g}" for n in shown])
+        axes[0].minorticks_off()
+        axes[0].set_ylabel(f"bits per byte (dotted: the trained length, {trained})")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)

@@ -1,0 +1,208 @@
+"""Tables and plots of what is measured at several sizes, positions as in training or laid over the trained grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from ..common.markdown import table
+from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.provenance import in_words
+from .tasks import TASKS
+
+KEYS = ["encoding", "attention"]
+POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
+DIFFERENCE, TRAININGS = "Difference to ", "The trainings"  # tables that the README leaves out begin so
+COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
+MARKERS = "osD^vPX*"
+
+
+def sizes(results: pd.DataFrame) -> list[str]:
+    """The trained one first, as they were tested."""
+    return list(dict.fromkeys(results["size"]))
+
+
+def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
+    """Of each encoding to the baseline with the same attention, paired over the seeds that both have.
+
+    Returns:
+        by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
+        the number of pairs.
+    """
+    where = [*KEYS[1:], "positions", "size", "seed"]
+    base: Any = results[results.encoding == baseline].set_index(where)["value"]
+    others: Any = results[results.encoding != baseline]
+    paired = others.join(base.rename("base"), on=where, how="inner")
+    groups = paired.assign(gap=paired.value - paired.base).groupby([*KEYS, "positions", "size"], sort=False)["gap"]
+    found = groups.agg(["mean", "std", "count"])
+    width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
+    return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
+
+
+def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
+    columns: Any = sizes(results)
+    groups: Any = results.groupby([*KEYS, "size"])["value"]
+    stats = groups.agg(["mean", "std", "count"])
+
+    def cell(key: tuple[str, ...]) -> str:
+        if key not in stats.index:
+            return ""
+        mean, std, count = stats.loc[key]
+        return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if count > 1 else "")
+
+    lines = [[*key, *(cell((*key, size)) for size in columns)] for key in ranking]
+    return table([*KEYS, *columns], lines, len(KEYS))
+
+
+def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digits: int) -> list[str]:
+    found, columns = difference(results, baseline), sizes(results)
+
+    def cell(key: tuple[str, ...]) -> str:
+        if key not in found.index:
+            return ""
+        row: Any = found.loc[key]
+        if np.isnan(row["half"]):
+            return f"{row['mean']:+.{digits}f}"
+        text = f"{row['mean']:+.{digits}f} ± {row['half']:.{digits}f}"
+        return f"**{text}**" if abs(row["mean"]) > row["half"] else text
+
+    lines = []
+    for positions in POSITIONS:
+        rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
+        shown = [row for row in rows if any(row[2:])]
+        lines += [f"Positions {positions}:", "", *table([*KEYS, *columns], shown, len(KEYS))]
+    return lines
+
+
+def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
+    """Over the seeds the largest rise of the loss, and medians of what else the trainings say of themselves."""
+    runs: Any = results.drop_duplicates([*KEYS, "seed"])
+    groups: Any = runs.groupby(KEYS)
+    found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
+    found["loss_rise"] = groups["loss_rise"].agg(lambda each: each.max(skipna=False))
+
+    def cell(value: float, form: str) -> str:
+        return "" if pd.isna(value) else format(value, form)
+
+    rows = []
+    for key in ranking:
+        row: Any = found.loc[key]
+        rows.append(
+            [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
+             cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
+        )  # fmt: skip
+    head = [
+        *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
+        "s a training",
+    ]  # fmt: skip
+    return table(head, rows, len(KEYS))
+
+
+def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
+    """The tables, best at the trained size first."""
+    settings = config["settings"]
+    task, training = TASKS[settings["task"]], settings["training"]
+    digits = 1 if task.higher else 4
+    trained = results[results["size"] == sizes(results)[0]]
+    means: Any = trained.groupby(KEYS)["value"].mean()
+    ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
+    groups: Any = results.groupby(KEYS)["seed"]
+    fewest, seeds = groups.nunique().min(), groups.nunique().max()
+    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    measure = task.measure[0].upper() + task.measure[1:]
+    precision = {"no": "float32"}.get(training["precision"], training["precision"])
+    lines = [
+        f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
+        f"{training['steps']:,} steps of {training['batch']}, {precision}{', compiled' * training['compile']}. "
+        "Other sizes were never seen in training.",
+        "",
+    ]
+    for positions, meaning in POSITIONS.items():
+        part: Any = results[results.positions == positions]
+        lines += [f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
+    if task.note:
+        lines += [task.note, ""]
+    if baseline in set(results.encoding) and results.encoding.nunique() > 1:
+        what = "with the same attention, paired over the seeds"
+        if seeds > 1:
+            what += (
+                ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
+                "comparisons, of which one in twenty excludes it by chance"
+            )
+        if (difference(results, baseline)["pairs"] == 2).any():
+            what += ". Two seeds say little: the interval is 12.7 standard errors wide either way, three's 4.3"
+        lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+    lines += [
+        f"{TRAININGS}: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
+        "above the others' it says that the learning rate was too high for that encoding.",
+        "",
+        *_trainings(results, ranking),
+    ]
+    return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
+
+
+def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
+    """What is measured against the size: attention by row, positions by column; mean and standard deviation."""
+    task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
+    names = list(dict.fromkeys(name for each in compared.values() for name in each))
+    attentions = [attention for attention in compared if attention in set(results.attention)]
+    order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
+    groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
+    stats = groups.agg(["mean", "std"]).fillna(0)
+    with plt.rc_context(STYLE):
+        shape = len(attentions), len(POSITIONS)
+        figure, axes = plt.subplots(
+            *shape, figsize=(10.5, 0.9 + 3.2 * shape[0]), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        )
+        handles: dict[str, Any] = {}
+        for i, attention in enumerate(attentions):
+            for axis, positions in zip(axes[i], POSITIONS, strict=True):
+                axis.axvline(order.index(ticks[0]), color="black", linestyle=":", linewidth=1)
+                for j, name in enumerate(names):
+                    if (attention, positions, name) not in stats.index.droplevel("size"):
+                        continue
+                    line = stats.loc[(attention, positions, name)].reindex(order)
+                    handles[name] = axis.errorbar(
+                        range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
+                        markersize=5, color=COLOURS[j % 8], marker=MARKERS[j % 8], linestyle="-" if j < 8 else "--",
+                    )  # fmt: skip
+                axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
+                axis.set_xticks(range(len(order)), order, fontsize=8)
+        figure.supxlabel("size (dotted: the trained one)", fontsize=10)
+        figure.supylabel(task.measure, fontsize=10)
+        shown = [name for name in names if name in handles]
+        figure.legend([handles[name] for name in shown], shown, loc="outside right center", frameon=False)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
+    """What is measured at the trained size: every seed, mean and standard deviation."""
+    settings = config["settings"]
+    trained = sizes(results)[0]
+    shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
+    means: Any = shown.groupby("encoding")["value"].mean()
+    ranking = list(means.sort_values().index)
+    attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
+    two = OKABE_ITO["blue"], OKABE_ITO["vermilion"]
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(7, 1.6 + 0.42 * len(ranking)), layout="constrained")
+        for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):
+            part = shown[shown.attention == attention]
+            stats = part.groupby("encoding")["value"].agg(["mean", "std"]).fillna(0).reindex(ranking)
+            rows = np.arange(len(ranking)) + offset
+            axis.plot(part.value, [rows[ranking.index(name)] for name in part.encoding], "|", color=colour, ms=9)
+            axis.errorbar(
+                stats["mean"], rows, xerr=stats["std"], fmt="o", color=colour, capsize=3, label=f"{attention} attention"
+            )
+        axis.set_yticks(range(len(ranking)), ranking)
+        axis.set_xlabel(f"{TASKS[settings['task']].measure} (dot and bar: mean ± standard deviation; ticks: seeds)")
+        axis.set_title(f"{', '.join(settings['data'])}, trained and tested at {trained}")
+        axis.legend(loc="lower right")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

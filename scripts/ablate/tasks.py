@@ -1,0 +1,285 @@
+"""The five trainings as tasks of ``ablate``: what is compared, trained and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import pandas as pd
+import torch
+import typer
+
+from ..common.folder import save_whole, write
+from ..train.config import Training, settings_of
+from ..train.tasks import diffusion, digits, image, lm, video
+
+Values = dict[str, dict[str, float]]  # positions → size → what is measured, the trained size first
+CHOSEN = (
+    "out",
+    "data",
+    "encoding",
+    "attention",
+    "seed",
+    "device",
+    "tensorboard",
+    "progress",
+)  # by the driver, for each training; fmt: skip
+
+
+@dataclass(frozen=True)
+class Full:
+    """The longer comparison of a task: more encodings, of each attention, more seeds, longer trainings."""
+
+    encodings: tuple[str, ...]
+    seeds: int
+    training: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the trainings.
+
+    Args:
+        config, run: of it.
+        compared: encodings of the default comparison, by attention.
+        smoke: fields of a tiny one, for a CPU.
+        values: from what ``run`` returns.
+        measure: what they are; higher: whether more is better.
+        layout: of the report: "sizes" or "lengths", see :mod:`.report`.
+        plots: files of the report → which plot.
+        defaults: fields where they differ from the training's own; on_gpu: those that only a GPU makes worth while.
+        by_encoding: fields of single encodings.
+        full: the longer comparison, where there is one.
+        data: where none is given.
+        kept: files of a training's folder that the report shows.
+        note: a line under the tables.
+        readme: whether the README has a section for it, between markers.
+    """
+
+    config: type[Training]
+    run: Callable[[Any], dict[str, Any]]
+    compared: dict[str, tuple[str, ...]]
+    smoke: dict[str, Any]
+    values: Callable[[dict[str, Any]], Values]
+    measure: str
+    higher: bool
+    layout: str = "sizes"
+    plots: dict[str, str] = field(default_factory=lambda: {"sizes.png": "sizes"})
+    defaults: dict[str, Any] = field(default_factory=dict)
+    on_gpu: dict[str, Any] = field(default_factory=dict)
+    by_encoding: dict[str, dict[str, Any]] = field(default_factory=dict)
+    full: Full | None = None
+    data: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    note: str = ""
+    readme: bool = True
+
+    @property
+    def encodings(self) -> list[str]:
+        return self.config.backbone.encodings
+
+    @property
+    def data_is_path(self) -> bool:
+        return get_type_hints(self.config)["data"] is not str
+
+
+def held_out(result: dict[str, Any]) -> Values:
+    found: Values = {"extrapolated": {}, "rescaled": {}}
+    for name, value in result["held_out"].items():
+        if name != "test_pairs":
+            size, _, positions = name.partition(" ")
+            for each in [positions] if positions else found:  # at the trained size they are the same
+                found[each][size] = value["loss"]
+    return found
+
+
+def accuracy(result: dict[str, Any]) -> Values:
+    return {positions: result["accuracy"][positions] for positions in ("extrapolated", "rescaled")}
+
+
+def bits(result: dict[str, Any]) -> Values:
+    """By scaling, of each length, and of the longest one by position, "8192:512-1024"."""
+    found: Values = {}
+    for row in result["evaluation"]:
+        whole = (row["first"], row["last"]) == (0, row["length"])
+        part = "" if whole else f":{row['first']}-{row['last']}"
+        found.setdefault(row["scaling"], {})[f"{row['length']}{part}"] = row["bits_per_byte"]
+    return found
+
+
+FAST: dict[str, Any] = {"precision": "bf16", "compile": True}
+TINY: dict[str, Any] = {"steps": 2, "batch": 4, "warmup": 1, "dim": 48, "depth": 1, "log_every": 1}
+DIGITS = ("none", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-silu", "cosine-softplus")
+MORE_DIGITS = (
+    *DIGITS, "rotate-base-10000", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
+    "cosine-mixed-learnable", "cosine-softplus-phase",
+)  # fmt: skip
+TASKS = {
+    "digits": Task(
+        digits.DigitsTraining, digits.run, dict.fromkeys(("softmax", "linear"), DIGITS),
+        {"steps": 2, "limit": 64, "warmup": 1, "log_every": 1}, accuracy, "accuracy, %", True,
+        plots={"accuracy.png": "trained", "resolution.png": "sizes"}, full=Full(MORE_DIGITS, 5, {"steps": 2100}),
+        data=("digits",), readme=False,
+        note=(
+            "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table "
+            "only in the second. The choice of 450 test images has a standard error of 1.0 at an accuracy of 95%."
+        ),
+    ),
+    "image": Task(
+        image.ImageTraining, image.run,
+        {
+            "softmax": (
+                "none", "learned", "sincos", "rotate", "rotate-mixed-fixed", "rotate-mixed", "cosine", "cosine-silu",
+                "cosine-softplus", "cosine-softplus-phase", "cosine-learnable", "cosine-softplus-learnable",
+            ),
+            "linear": ("none", "sincos", "rotate", "cosine-silu", "cosine-softplus"),
+        },
+        {**TINY, "heads": 2, "test_sizes": "20,28x40"}, accuracy, "accuracy, %", True, on_gpu=FAST,
+        note="A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
+    ),
+    "video": Task(
+        video.VideoTraining, video.run,
+        {
+            "softmax": (
+                "none", "space-only", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus",
+                "cosine-softplus-phase",
+            ),
+            "linear": ("space-only", "rotate", "cosine-softplus", "cosine-softplus-phase"),
+        },
+        {
+            **TINY, "heads": 2, "frames": 4, "every": 1, "size": 8, "test_size": 16, "patch": 4, "segment": 40,
+            "parts": 4, "test_samples": 8,
+        },
+        accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
+        note="A learned table is resampled to the grid of the clip in both tables.",
+    ),
+    "diffusion": Task(
+        diffusion.DiffusionTraining, diffusion.run,
+        {
+            "softmax": ("none", "sincos", "rotate", "cosine-softplus"),
+            "linear": ("sincos", "rotate", "cosine-softplus"),
+        },
+        {
+            **TINY, "dim": 32, "heads": 2, "size": 8, "test_size": 12, "text_dim": 16, "text_depth": 1, "parts": 4,
+            "sample_steps": 1, "samples": 2, "test_samples": 2,
+        },
+        held_out, "held-out loss", False, on_gpu=FAST, kept=("samples.npz",),
+    ),
+    "lm": Task(
+        lm.LmTraining, lm.run,
+        {
+            "softmax": (
+                "rotate", "rotate-learnable", "cosine-silu", "cosine-silu-phase", "cosine-softplus",
+                "cosine-softplus-phase", "none",
+            ),
+        },
+        {
+            "length": 16, "batch": 4, "steps": 4, "warmup": 1, "lr": 5e-3, "size": "tiny", "lengths": "16,32,64",
+            "test_bytes": 512, "log_every": 1, "validate_every": 2,
+        },
+        bits, "bits per byte", False, layout="lengths", plots={"lengths.png": "lengths"},
+        defaults={"steps": 1000}, by_encoding={"rotate": {"scaling": ",".join(lm.SCALINGS)}},
+    ),
+}  # fmt: skip
+
+
+def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
+    """Fields of a configuration from NAME=VALUE."""
+    hints = get_type_hints(config)
+    known = sorted({f.name for f in fields(config)} - set(CHOSEN))
+    found: dict[str, Any] = {}
+    for each in given:
+        name, _, text = each.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in known or "=" not in each:
+            raise typer.BadParameter(f"--set: expected NAME=VALUE, NAME one of {', '.join(known)}, got {each!r}")
+        try:
+            found[name] = {"true": True, "false": False}[text.lower()] if hints[name] is bool else hints[name](text)
+        except (KeyError, ValueError) as error:
+            kind = "true or false" if hints[name] is bool else f"a value of type {hints[name].__name__}"
+            raise typer.BadParameter(f"--set {name}: expected {kind}, got {text!r}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that decides a result; a folder holds runs of one of these."""
+
+    task: str
+    encodings: dict[str, list[str]]  # by attention
+    seeds: int
+    data: list[str]
+    training: dict[str, Any]
+    device: str
+
+    def config(self, out: Path, encoding: str, attention: str, seed: int, progress: bool = True) -> Training:
+        task = TASKS[self.task]
+        several = get_origin(get_type_hints(task.config)["data"]) is list
+        if not several and len(self.data) != 1:
+            raise typer.BadParameter(f"DATA: expected one for {self.task}, got {len(self.data)}")
+        data: Any = [Path(each) if task.data_is_path else each for each in self.data]
+        fields_of_one: dict[str, Any] = {
+            "data": data if several else data[0], "encoding": encoding, "attention": attention,
+            **self.training, **task.by_encoding.get(encoding, {}),
+        }  # fmt: skip
+        return task.config(
+            out=out, seed=seed, device=self.device, tensorboard=False, progress=progress, **fields_of_one
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For config.json: what all trainings share, without the paths of the data."""
+        attention, names = next(iter(self.encodings.items()))
+        shared = settings_of(self.config(Path("unused"), names[0], attention, 0))
+        shared = {name: value for name, value in shared.items() if name not in CHOSEN}
+        data = [Path(each).name for each in self.data]
+        return {**asdict(self), "data": data, "training": {**self.training, **shared}}
+
+    def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
+        """Each run's file, its encoding, attention and seed: all encodings of one seed after the other."""
+        return {
+            out / "runs" / f"{name}-{attention}-{seed}.json": (name, attention, seed)
+            for seed in range(self.seeds)
+            for attention, names in self.encodings.items()
+            for name in names
+        }
+
+
+def train(comparison: Comparison, file: Path, job: tuple[str, str, int], progress: bool = True) -> dict[str, Any]:
+    """One training, resumed where its folder has a checkpoint, which is deleted when the result is on the disk."""
+    task = TASKS[comparison.task]
+    folder = file.parent.parent / "trainings" / file.stem
+    if not (folder / "checkpoint.pt").exists():  # finished, but its result was deleted; or nothing yet
+        shutil.rmtree(folder, ignore_errors=True)
+    torch.compiler.reset()  # each model compiles anew, below the limit of recompilations
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = task.run(comparison.config(folder, *job, progress=progress))
+    result = {**result, "values": task.values(result)}
+    for name in task.kept:
+        save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))
+    write(file, json.dumps(result))
+    (folder / "checkpoint.pt").unlink()
+    return result
+
+
+COLUMNS = (
+    "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
+)  # fmt: skip
+
+
+def collect(files: Iterable[Path]) -> pd.DataFrame:
+    """A row for each encoding, attention, seed, positions and size."""
+    rows = []
+    for file in files:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        same = {key: run[key] for key in COLUMNS}
+        for positions, values in run["values"].items():
+            rows += [{**same, "positions": positions, "size": size, "value": v} for size, v in values.items()]
+    return pd.DataFrame(rows)

@@ -1,0 +1,13 @@
+"""``python -m scripts.bench operators | training | counters | report``."""
+
+from __future__ import annotations
+
+import typer
+
+from . import counters, operators, report, training
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.command("operators")(operators.main)
+app.command("training")(training.main)
+app.command("counters")(counters.main)
+app.command("report")(report.main)

@@ -1,0 +1,136 @@
+"""What limits the kernels? The GPU's own counters, read by Nsight Compute. Writes a CSV.
+
+    python -m scripts.bench counters        needs ncu, and the right to read counters
+
+Each pass of ``bench operators`` runs once with cold caches: how long, how many bytes of memory, and how busy memory,
+the L2 cache and the schedulers were. A compiled kernel with ready-made tables and an element-wise kernel of as many
+bytes stand beside ours on vit224. `make readme-tables` makes a table of the README from the CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch._functorch.config as functorch_config
+import typer
+
+from lrpe_md.testing import WORKLOADS
+
+from ..common.provenance import measured_on
+from .measure import floor_bytes, make_pass
+from .peers import OURS, PEERS, large_inputs
+
+MODES = ("fwd", "bwd", "bwd_omega")
+TABLES = "torch.compile, tables"
+ELEMENTWISE = "element-wise, as many bytes"  # a copy is no kernel
+METRICS = {
+    "ns": "gpu__time_duration.sum",
+    "bytes_read": "dram__bytes_read.sum",
+    "bytes_written": "dram__bytes_write.sum",
+    "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "issue": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+}
+KEY: tuple[str, ...] = ("op", "workload", "mode", "peer", "floor_bytes")
+COLUMNS = (*KEY, *METRICS, "gpu", "versions", "commit")
+KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # not dω's second pass
+RANGE = "counted"
+
+
+def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
+    """What is counted, one at a time, each a single kernel of those above."""
+    for name, workload in WORKLOADS.items():
+        for op in ("cosine", "rotate"):
+            inputs = large_inputs(workload.case(op), device)
+            for mode in MODES:
+                key = {"op": op, "workload": name, "mode": mode, "floor_bytes": floor_bytes(mode, inputs)}
+                yield {**key, "peer": OURS}, make_pass(mode, PEERS[OURS].build(inputs), inputs)
+                if name == "vit224" and op == "cosine" and mode != "bwd_omega":
+                    yield {**key, "peer": TABLES}, make_pass(mode, PEERS[TABLES].build(inputs), inputs)
+            if name == "vit224":
+                x = torch.ones(floor_bytes("fwd", inputs) // 4, dtype=torch.bfloat16, device=device)
+                y = torch.empty_like(x)
+                key = {"op": op, "workload": name, "mode": "fwd", "floor_bytes": floor_bytes("fwd", inputs)}
+                yield {**key, "peer": ELEMENTWISE}, lambda x=x, y=y: torch.neg(x, out=y)
+
+
+def run(keys: Path) -> None:
+    """In the process that ncu watches: each pass once, after a first call that compiles it."""
+    functorch_config.donated_buffer = False
+    with keys.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, KEY)
+        writer.writeheader()
+        for key, fn in passes(torch.device("cuda")):
+            fn()
+            torch.cuda.synchronize()
+            counted = torch.cuda.nvtx.range_start(RANGE)  # of all threads: autograd launches from its own
+            fn()
+            torch.cuda.synchronize()
+            torch.cuda.nvtx.range_end(counted)
+            writer.writerow(key)
+            file.flush()
+
+
+def parse(report: str) -> list[dict[str, float]]:
+    """Rows of ncu's raw page: a line of names, a line of units, a line for each kernel."""
+    lines = [line for line in report.splitlines() if line.startswith('"')]
+    if len(lines) < 2:
+        raise ValueError("ncu's report: expected names, units and kernels, got\n" + report[-2000:])
+    found = list(csv.DictReader(io.StringIO("\n".join([lines[0], *lines[2:]]))))
+    missing = [metric for metric in METRICS.values() if found and metric not in found[0]]
+    if missing:
+        raise ValueError(f"ncu's report lacks {', '.join(missing)}")
+    return [{name: float(row[metric].replace(",", "")) for name, metric in METRICS.items()} for row in found]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/counters.csv"),
+    ncu: Annotated[str, typer.Option(help="Nsight Compute's command.")] = "ncu",
+    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run every pass under ncu. Nothing is written unless all of them were counted."""
+    if counted is not None:
+        run(counted)
+        return
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch has no cuda here, whose counters are to be read")
+    with tempfile.TemporaryDirectory() as folder:
+        keys, report = Path(folder, "keys.csv"), Path(folder, "report.csv")
+        command = [
+            ncu, "--clock-control", "none", "--nvtx", "--nvtx-include", RANGE, "--kernel-name", KERNELS,
+            "--metrics", ",".join(METRICS.values()), "--page", "raw", "--csv", "--print-units", "base",
+            "--log-file", str(report),
+            sys.executable, "-m", "lrpe_md.scripts.bench", "counters", "--counted", str(keys),
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise typer.BadParameter(f"--ncu: no command {ncu!r}; it comes with the CUDA toolkit") from None
+        text = report.read_text(encoding="utf-8") if report.exists() else ""
+        if done.returncode:
+            raise SystemExit(f"ncu ended with {done.returncode}:\n{text[-2000:]}\n{done.stderr[-2000:]}")
+        with keys.open(newline="", encoding="utf-8") as file:
+            known = list(csv.DictReader(file))
+        rows = parse(text)
+    if len(rows) != len(known):
+        raise SystemExit(
+            f"expected one kernel for each of {len(known)} passes, ncu counted {len(rows)}:\n{text[-2000:]}"
+        )
+    here = measured_on(torch.device("cuda"), commit)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**key, **row, **here} for key, row in zip(known, rows, strict=True))
+    print(f"{out}: {len(rows)} kernels")

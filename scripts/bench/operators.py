@@ -1,0 +1,245 @@
+"""How fast, against the copy of a tensor and against other implementations? Writes a CSV.
+
+    python -m scripts.bench operators --peers lrpe-md                      our passes on three workloads
+    python -m scripts.bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
+    python -m scripts.bench operators --modes host,compile,memory,accuracy
+    python -m scripts.bench operators --modes scaling --op rotate          cost against N, from 2^8 to 2^20
+    python -m scripts.bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
+
+Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand. A share is the bytes that
+must move over the time, against a copy of 2 GiB timed in the same run. Before it is timed, each result is compared with
+float64; what leaves the error budget of lrpe_md.testing is listed with its violation, not timed. Each mode, and each
+workload, can be a run of its own; `make readme-tables` makes the README's section from
+scripts/results/benchmark-*.csv.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch._functorch.config as functorch_config
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS, Workload
+
+from ..common.devices import gpu_name
+from ..common.options import choose
+from ..common.provenance import git_commit, versions
+from . import modes as modes_of
+from .measure import PASSES, Judge, OutOfTime, Session, in_words, time_copy, time_peer
+from .peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
+
+OPS = ("cosine", "rotate")
+OMEGAS = ("shared", "per-head")
+MODES = (*PASSES, "host", "compile", "memory", "accuracy", "scaling")
+DEFAULT_MODES = PASSES[:3]
+ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
+
+
+def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
+    """A list between semicolons, or commas where no name holds one; in the known order."""
+    known = list(known)
+    if wanted is None:
+        return list(default)
+    pieces = [piece.strip() for piece in wanted.split(";")]
+    names = [name for piece in pieces for name in ([piece] if piece in known else map(str.strip, piece.split(",")))]
+    return sorted(choose(option, names, known), key=known.index)
+
+
+def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """Where the numbers come from, without names of hosts or paths."""
+    return {
+        "copy_gbps": None,
+        "gpu": gpu_name(device) or "cpu",
+        "python": platform.python_version(),
+        **versions("torch", "triton", "timm"),
+        "commit": commit or git_commit(12),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def summary(rows: list[dict[str, Any]], console: Console) -> None:
+    """A line for each mode, op, frequencies and peer; a column for each workload."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        if row["mode"] == "copy":
+            continue
+        name = tuple(str(row.get(k, "")) for k in ("mode", "op", "omega", "peer", "variant"))
+        place = str(row.get("workload") or "")
+        if row["mode"] in ("scaling", "accuracy"):
+            place = f"N {row['num_tokens']}" if row["mode"] == "scaling" else f"{row['num_axes']} axes"
+            name = (*name[:4], str(row.get("workload", "")))
+        text = "-" if row.get("p50") is None else f"{row['p50']:.4g} {row['unit']}"
+        if row.get("share") is not None:
+            text = f"{row['share']:.3f}"
+        lines.setdefault(name, {})[place] = text + ("" if row.get("in_budget", True) else " !")
+    for mode in dict.fromkeys(name[0] for name in lines):
+        part = {name: cells for name, cells in lines.items() if name[0] == mode}
+        places = list(dict.fromkeys(place for cells in part.values() for place in cells))
+        table = Table("op", "omega", "peer", "variant", *places, title=mode, box=None, title_justify="left")
+        for name, cells in part.items():
+            table.add_row(*name[1:], *(cells.get(place, "") for place in places))
+        console.print(table)
+
+
+def shrink(workload: Workload) -> Workload:
+    shape = {1: (12,), 2: (3, 4), 3: (2, 3, 4)}[len(workload.shape)]
+    heads, key_heads = (4, 2) if workload.key_heads else (2, None)
+    return replace(
+        workload, batch=2, heads=heads, shape=shape, prefix=min(workload.prefix, 1), head_dim=16, key_heads=key_heads
+    )
+
+
+def takes(peer: Peer, op: str, workload: str) -> bool:
+    return op in peer.maps and (workload in TEXT_WORKLOADS or not peer.text)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: each mode of each operator on each workload, by each peer."""
+
+    modes: list[str]
+    workloads: dict[str, Workload]
+    ops: list[str]
+    omegas: list[str]
+    peers: dict[str, Peer]
+    variants: bool
+    smoke: bool
+
+    @property
+    def passes(self) -> list[str]:
+        return [mode for mode in self.modes if mode in PASSES]
+
+
+def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[str, str]]:
+    """All peers, those in the folders among them, and why some could not be loaded."""
+    known, broken = dict(PEERS), {}
+    for name, root in folders.items():
+        if root is not None:
+            try:
+                known |= LIBRARIES[name](root.resolve())
+            except Exception as error:  # the others can still be measured
+                broken[name] = in_words(error)
+    return known, broken
+
+
+def main(
+    op: Annotated[str | None, typer.Option(help=f"Of {', '.join(OPS)}; all where not given.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; text only where given.")] = None,
+    omega: Annotated[str | None, typer.Option(help=f"Of {', '.join(OMEGAS)}; all where not given.")] = None,
+    modes: Annotated[str | None, typer.Option(help=f"Of {', '.join(MODES)}; the first three where not given.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Semicolons between; a wrong name lists them.")] = None,
+    variants: Annotated[bool, typer.Option("--variants", help="Also the variants of our own passes.")] = False,
+    liger: Annotated[Path | None, typer.Option(help="A checkout of Liger-Kernel, or the folder it is in.")] = None,
+    flash_attn: Annotated[Path | None, typer.Option(help="A checkout of flash-attention.")] = None,
+    xopes: Annotated[Path | None, typer.Option(help="A checkout of xopes.")] = None,
+    time_inexact: Annotated[bool, typer.Option("--time-inexact", help="Time peers outside the budget, too.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="Default: scripts/results/benchmark-MODES.csv.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
+    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+) -> None:  # fmt: skip
+    """Measure, ours first. The CSV has every row as soon as it is known."""
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+    if device == "cpu" and not smoke:
+        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+    started = time.monotonic()
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
+    ops, omegas = choose_in_order("--op", op, OPS, OPS), choose_in_order("--omega", omega, OMEGAS, OMEGAS)
+    works = {name: ALL_WORKLOADS[name] for name in choose_in_order("--workload", workload, ALL_WORKLOADS, WORKLOADS)}
+    works = {name: shrink(work) for name, work in works.items()} if smoke else works
+
+    console = Console(width=160, soft_wrap=True)
+    known, broken = load_peers({"flash-attn": flash_attn, "liger": liger, "xopes": xopes})
+    chosen: dict[str, Peer] = {name: known[name] for name in choose_in_order("--peers", peers, known, known)}
+    plan = Plan(wanted_modes, works, ops, omegas, chosen, variants, smoke)
+
+    functorch_config.donated_buffer = False  # graphs are kept, and differentiated again and again
+    out = out or Path("scripts/results") / f"benchmark-{'-'.join(wanted_modes)}.csv"
+    here = environment(where, commit)
+    session = Session(out, where, started + limit, rep, time_inexact, here, console)
+    session.measure_copy(2**20 if smoke else 2**30)
+    for name, text in broken.items():
+        session.add(mode="import", peer=name, note=text)
+
+    try:
+        measure_all(session, plan)
+    except OutOfTime:
+        console.print(f"stopped after {limit:g} s; finished rows are in {out}")
+    summary(session.rows, console)
+    console.print(f"{len(session.rows)} rows in {out}, {time.monotonic() - started:.0f} s", highlight=False)
+
+
+def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None:
+    for name, workload in plan.workloads.items():
+        for op in plan.ops:
+            for kind in plan.omegas:
+                run_passes(session, plan.passes, name, workload, op, kind, peers)
+
+
+def measure_all(session: Session, plan: Plan) -> None:
+    """Ours first, since the time may be up before the others are done."""
+    measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
+    if plan.variants and plan.passes:
+        for name, workload in plan.workloads.items():
+            for op in plan.ops:
+                modes_of.measure_variants(session, plan.passes, op, name, workload)
+    if "accuracy" in plan.modes:
+        modes_of.measure_accuracy(session)
+    for op in plan.ops:
+        if "host" in plan.modes:
+            with session.attempt(mode="host", op=op):
+                modes_of.measure_host(session, op, plan.peers, blocks=3 if plan.smoke else 200)
+        if "compile" in plan.modes:
+            modes_of.measure_compile(session, op, repeats=3)
+    if "memory" in plan.modes:
+        for name, workload in plan.workloads.items():
+            for op in plan.ops:
+                run_memory(session, name, workload, op, plan.peers)
+    if "scaling" in plan.modes:
+        for name in modes_of.SCALING_PEERS:
+            for op in plan.ops:
+                if name in plan.peers and op in plan.peers[name].maps:
+                    step = 1 if name == OURS else 2  # each size is a compile
+                    exponents = list(range(6 if plan.smoke else 8, 8 if plan.smoke else 21, step))
+                    modes_of.measure_scaling(session, op, name, plan.peers[name], exponents)
+    measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name != OURS})
+
+
+def run_passes(
+    session: Session, passes: list[str], name: str, work: Workload, op: Any, kind: str, peers: dict[str, Peer]
+) -> None:
+    """One problem, every peer that can do it; the inputs and their float64 results are made once."""
+    fitting = {n: p for n, p in peers.items() if takes(p, op, name) and (kind == "shared" or p.per_head)}
+    if not passes or not fitting:
+        return
+    with session.attempt(mode=passes[0], op=op, workload=name, omega=kind):
+        inputs = large_inputs(work.case(op, per_head=kind == "per-head"), session.device)
+        if OURS in fitting and kind == "shared":
+            time_copy(session, [mode for mode in passes if mode != "fwdbwd"], name, inputs)
+        judge = Judge(inputs)
+        for peer_name, peer in fitting.items():
+            time_peer(session, passes, name, peer_name, peer, inputs, judge=judge)
+
+
+def run_memory(session: Session, name: str, work: Workload, op: Any, peers: dict[str, Peer]) -> None:
+    with session.attempt(mode="memory", op=op, workload=name):
+        inputs = large_inputs(work.case(op), session.device)
+        for peer_name, peer in peers.items():
+            if takes(peer, op, name) and peer.adapt is None:
+                modes_of.measure_memory(session, name, peer_name, peer, inputs, False)
+        if OURS in peers:
+            modes_of.measure_memory(session, name, OURS, peers[OURS], inputs, True)

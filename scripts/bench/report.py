@@ -1,0 +1,375 @@
+"""The README's performance sections and their plots, from the CSVs of the two benchmarks.
+
+    make readme-tables            or python -m scripts.bench report [FOLDER] [--readme FILE] [--gpu NAME]
+
+All is from scripts/results: benchmark-*.csv, counters.csv, training.csv, backbones.csv. Of several files that measured
+the same, the latest counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+
+from lrpe_md.testing import WORKLOADS
+
+from ..common.folder import ROOT
+from ..common.markdown import fill, table
+from ..common.plots import OKABE_ITO, STYLE, plt
+from .measure import COLUMNS, HERE, KEY, PASSES
+from .modes import SMALL
+from .peers import OURS, PEERS
+from .training_report import BACKBONES, backbones, training, where
+
+RESULTS = ROOT / "scripts" / "results"
+BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+PASS_NAMES: dict[str, str] = dict(
+    zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
+)
+WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
+NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
+COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", "sky", "vermilion", "grey")]
+
+
+def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
+    """All rows of one GPU (the one with most of them), the latest of each measurement."""
+    files = sorted(folder.glob("benchmark-*.csv"))
+    frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
+    if not frames:
+        return pd.DataFrame(columns=[*COLUMNS, *HERE])
+    rows: Any = pd.concat(frames, ignore_index=True)
+    rows = rows[rows.gpu == (gpu or rows.gpu.value_counts().idxmax())]
+    for name in NUMBERS:
+        rows[name] = pd.to_numeric(rows[name])
+    return rows.sort_values("date", kind="stable").drop_duplicates(list(KEY), keep="last").sort_index()
+
+
+def ordered(values: Any) -> list[Any]:
+    """Each value once: workloads and peers as they are listed in the benchmark, others as they come."""
+    found = dict.fromkeys(values)
+    return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
+
+
+def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
+    """The one measured value among the rows, ✗ outside the budget, nothing where nothing was measured."""
+    measured: Any = rows.dropna(subset=["p50"])
+    if len(measured):
+        last = measured.iloc[-1]
+        return text.format(last[column]) + ("" if last.in_budget != "False" else " ✗")
+    return "✗" if (rows.in_budget == "False").any() else ""
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def render(rows: pd.DataFrame) -> str:
+    """The section in markdown, empty where nothing was measured."""
+    if not len(rows):
+        return ""
+    one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton", "commit")}
+    lines = ["## Performance", ""]
+    lines += [f"{one['gpu']}, torch {one['torch']}, triton {one['triton']}, commit {one['commit']}."]
+    speeds: Any = rows.copy_gbps.dropna()
+    copies: Any = rows[rows["mode"] == "copy"].floor_bytes
+    if len(copies):
+        speed = " to ".join(ordered(f"{v:,.0f}" for v in (speeds.min(), speeds.max())))
+        lines += [f"A copy of {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes {speed} GB/s."]
+    lines += [""]
+    for part in (passes, variants, scaling, host, first_compile, memory, accuracy, left_out):
+        lines += part(rows)
+    return "\n".join(lines).strip() + "\n"
+
+
+def section(rows: pd.DataFrame, folder: Path) -> str:
+    """What is between the README's markers."""
+    parts = render(rows), counters(folder / "counters.csv"), training(folder / "training.csv")
+    return "\n".join(text for text in parts if text)
+
+
+def pass_rows(rows: pd.DataFrame) -> Any:
+    return rows[rows["mode"].isin(PASSES) & (rows.op != "")]
+
+
+def pass_table(rows: Any, names: dict[str, Any]) -> list[str]:
+    """A line for each name, a column for each pass and workload."""
+    measured = set(zip(*(rows[rows.p50.notna()][name] for name in ("mode", "workload")), strict=True))
+    columns = [(p, w) for p in PASSES for w in ordered(rows.workload) if (p, w) in measured]
+    first = {p: next((w for q, w in columns if q == p), "") for p in PASSES}
+    head = [f"{PASS_NAMES[p]}: {w}" if w == first[p] else w for p, w in columns]
+    lines = []
+    for name, select in names.items():
+        part = rows[select]
+        cells = [cell(part[(part["mode"] == p) & (part.workload == w)]) for p, w in columns]
+        if any(cells):
+            lines.append([name, *cells])
+    return table(["", *head], lines)
+
+
+def passes(rows: pd.DataFrame) -> list[str]:
+    plain = pass_rows(rows)
+    plain = plain[plain.variant == ""]
+    if not len(plain):
+        return []
+    lines = [
+        "Share of the copy's speed: the bytes that must move over the time, L2 cold, medians, bfloat16. The floor in "
+        "elements a tensor of B·H·N·D: cosine 3, rotate 2, one more with the gradient of ω. Rotate takes q and k as "
+        "slices of a packed projection; what a peer has to copy, it is charged. Tables are made beforehand. Backward "
+        "is `torch.autograd.grad` on a graph that stays, for all. ✗: outside the error budget against float64. "
+        "The copy of as many bytes is what the size alone leaves of the large copy's speed.",
+        "",
+        f"![Share of copy bandwidth by workload]({RESULTS.relative_to(ROOT)}/performance-passes.png)",
+        "",
+    ]
+    for op in ordered(plain.op):
+        part = plain[plain.op == op]
+        names = {}
+        for omega in ordered(part.omega):
+            for peer in ordered(part.peer):
+                label = f"{peer}, ω by head" if omega == "per-head" else peer
+                names[f"**{label}**" if peer == OURS else label] = (part.omega == omega) & (part.peer == peer)
+        lines += [f"**{op}**", "", *pass_table(part, names)]
+    return lines
+
+
+def variants(rows: pd.DataFrame) -> list[str]:
+    part = pass_rows(rows)
+    part = part[(part.peer == OURS) & (part.omega == "shared")]
+    lines = []
+    for op in ordered(part[part.variant != ""].op):
+        mine = part[part.op == op]
+        names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
+        lines += [
+            f"**{op}**, other arguments (an activation's backward reads x once more):",
+            "",
+            *pass_table(mine, names),
+        ]
+    return lines
+
+
+def scaling(rows: pd.DataFrame) -> list[str]:
+    if not len(rows[(rows["mode"] == "scaling") & rows.p50.notna()]):
+        return []
+    return [f"![Time against the number of tokens]({RESULTS.relative_to(ROOT)}/performance-scaling.png)", ""]
+
+
+def host(rows: pd.DataFrame) -> list[str]:
+    part: Any = rows[rows["mode"] == "host"]
+    if not len(part.p50.dropna()):
+        return []
+    some = part.iloc[0]
+    lines = [
+        f"Host microseconds a call, median (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
+        f"D {some.head_dim:.0f}, {some['dtype']}). The custom_op is the same launcher behind "
+        "`torch.library.custom_op`; the raw launch has its arguments ready.",
+        "",
+    ]
+    places = [(op, way) for op in ordered(part.op) for way in WAYS]
+    found = []
+    for peer in ordered(part[part.variant.isin(WAYS)].peer):
+        mine = part[part.peer == peer]
+        cells = [cell(mine[(mine.op == op) & (mine.variant == way)], "{:.1f}", "p50") for op, way in places]
+        found.append([f"**{peer}**" if peer == OURS else peer, *cells])
+    lines += table(["", *(f"{op}: {way}" if way == WAYS[0] else way for op, way in places)], found)
+    started = part[(part.variant == "kernels") & part.p50.notna()]
+    if len(started):
+        texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
+        lines += [f"Kernels started by one forward call, by the profiler: {', '.join(texts)}.", ""]
+    return lines
+
+
+def first_compile(rows: pd.DataFrame) -> list[str]:
+    part: Any = rows[(rows["mode"] == "compile") & rows.p50.notna()]
+    if not len(part):
+        return []
+    texts = [f"{row.op} {row.p50:.1f} s ({row.variant})" for row in part.itertuples()]
+    return [f"First call in a fresh process with an empty Triton cache: {', '.join(texts)}.", ""]
+
+
+def memory(rows: pd.DataFrame) -> list[str]:
+    part: Any = rows[(rows["mode"] == "memory") & rows.p50.notna()]
+    if not len(part):
+        return []
+    lines = [
+        "Memory of forward and backward beyond the inputs: the peak as a multiple of y and the gradients, and the MiB "
+        "kept between the passes beside y.",
+        "",
+    ]
+    places = [(op, work) for op in ordered(part.op) for work in ordered(part.workload)]
+    part = part.assign(extra=part.variant.str.partition(", ")[2], what=part.variant.str.partition(", ")[0])
+    found = []
+    for peer, extra in ordered(zip(part.peer, part.extra, strict=True)):
+        cells = []
+        for op, work in places:
+            here = part[(part.peer == peer) & (part.extra == extra) & (part.op == op) & (part.workload == work)]
+            peak, kept = here[here.what == "peak"], here[here.what == "kept"]
+            if len(peak) and len(kept):
+                ratio = peak.p50.iloc[-1] * 2**20 / peak.floor_bytes.iloc[-1]
+                cells.append(f"{ratio:.2f}×, {kept.p50.iloc[-1]:,.0f}")
+            else:
+                cells.append("")
+        name = f"{peer}, {extra}" if extra else peer
+        found.append([f"**{name}**" if peer == OURS else name, *cells])
+    return lines + table(["", *(f"{op}: {work}" for op, work in places)], found)
+
+
+def accuracy(rows: pd.DataFrame) -> list[str]:
+    part: Any = rows[(rows["mode"] == "accuracy") & rows.p50.notna()]
+    if not len(part):
+        return []
+    axes = sorted(ordered(part.num_axes))
+    found = [
+        [peer, *(cell(part[(part.peer == peer) & (part.num_axes == n)], "{:.1e}", "p50") for n in axes)]
+        for peer in ordered(part.peer)
+    ]
+    lines = ["Largest error of an angle at positions up to 2^20, in radians:", ""]
+    return lines + table(["", *(f"{n:.0f} {'axis' if n == 1 else 'axes'}" for n in axes)], found)
+
+
+def counters(file: Path) -> str:
+    """What limits the kernels, empty where nothing was counted."""
+    if not file.exists():
+        return ""
+    found: Any = pd.read_csv(file, dtype={"commit": str})
+    lines = [
+        "The GPU's counters, each pass once with cold caches (`python -m scripts.bench counters`): bytes read from "
+        "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
+        "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
+        f"{where(found)}.",
+        "",
+    ]
+    cells = []
+    for row in found.itertuples():
+        name = f"{row.workload}: {row.op}, {PASS_NAMES[row.mode]}"
+        shares = [f"{value:.0f}%" for value in (row.dram, row.l2, row.issue, row.warps)]
+        bytes_moved = (row.bytes_read + row.bytes_written) / row.floor_bytes
+        cells.append([f"**{name}**" if row.peer == OURS else f"{name}: {row.peer}", f"{row.ns / 1e3:.1f}",
+                      f"{bytes_moved:.2f}", *shares, f"{row.registers:.0f}"])  # fmt: skip
+    head = ["", "µs", "bytes", "memory", "L2", "instructions issued", "warps", "registers"]
+    return "\n".join([*lines, *table(head, cells)])
+
+
+def left_out(rows: pd.DataFrame) -> list[str]:
+    """What is outside the budget, and what failed, in its own words."""
+    wrong: Any = rows[rows.in_budget == "False"]
+    failed: Any = rows[rows.p50.isna() & (rows.in_budget != "False") & (rows.note != "")]
+    lines = []
+    for title, part in (("Outside the error budget", wrong), ("Failed", failed)):
+        texts = [
+            f"* {', '.join(str(v) for v in (r.peer, r.op, r.mode, r.workload, r.omega, r.variant) if v)}: {r.note}"
+            for r in part.itertuples()
+        ]
+        lines += [f"{title}:", "", *texts, ""] if texts else []
+    return lines
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "hatch": "" if i < len(COLOURS) else "//"}
+
+
+def save(figure: Any, axes: Any, path: Path) -> None:
+    """With one legend for all axes, each name once."""
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
+    """Shared frequencies: ops by row, passes by column, a group of bars for each workload."""
+    part = pass_rows(rows)
+    part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
+    if not len(part):
+        return False
+    marked: Any = part.peer.where(part.in_budget != "False", part.peer + " ✗")
+    part = part.assign(peer=marked)
+    ops, peers, workloads = ordered(part.op), ordered(part.peer), ordered(part.workload)
+    shown = [p for p in PASSES if (part["mode"] == p).any()]
+    with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
+        figure, axes = plt.subplots(
+            len(ops), len(shown), figsize=(1.5 + 3.6 * len(shown), 0.9 + 2.7 * len(ops)), sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for row, op in zip(axes, ops, strict=True):
+            there = [peer for peer in peers if (part[part.op == op].peer == peer).any()]
+            width = 0.84 / len(there)
+            for axis, name in zip(row, shown, strict=True):
+                here = part[(part.op == op) & (part["mode"] == name)].set_index(["peer", "workload"]).share
+                for i, peer in enumerate(there):
+                    heights = [here.get((peer, work), np.nan) for work in workloads]
+                    places = np.arange(len(workloads)) + (i - (len(there) - 1) / 2) * width
+                    axis.bar(
+                        places, heights, width, label=peer, edgecolor="white", linewidth=0.4,
+                        **style(peers.index(peer)),
+                    )  # fmt: skip
+                axis.axhline(1, color="black", linestyle=":", linewidth=1)
+                axis.set_xticks(range(len(workloads)), workloads)
+                axis.set_xlim(-0.5, len(workloads) - 0.5)
+                axis.set_title(f"{op}, {PASS_NAMES[name]}", fontsize=10)
+            row[0].set_ylabel("share of copy bandwidth")
+        save(figure, axes, path)
+    return True
+
+
+def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
+    """Forward time against N: ops by row, axes by column; dotted: the copy's speed."""
+    part: Any = rows[(rows["mode"] == "scaling") & rows.p50.notna()]
+    if not len(part):
+        return False
+    ops, places, peers = ordered(part.op), ordered(part.workload), ordered(part.peer)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(ops), len(places), figsize=(1.5 + 3.8 * len(places), 0.9 + 2.9 * len(ops)), sharex=True, sharey=True,
+            squeeze=False, layout="constrained",
+        )  # fmt: skip
+        for row, op in zip(axes, ops, strict=True):
+            for axis, place in zip(row, places, strict=True):
+                here = part[(part.op == op) & (part.workload == place)].sort_values("num_tokens")
+                for i, peer in enumerate(peers):
+                    line = here[here.peer == peer]
+                    if len(line):
+                        axis.plot(line.num_tokens, line.p50, marker="osD^vPX*"[i % 8], ms=4, label=peer,
+                                  color=COLOURS[i % len(COLOURS)])  # fmt: skip
+                floor = here.drop_duplicates("num_tokens")
+                axis.plot(
+                    floor.num_tokens, floor.floor_bytes / floor.copy_gbps / 1e6, "k:", lw=1, label="at copy's speed"
+                )
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+                axis.set_title(f"{op}, {place}", fontsize=10)
+            row[0].set_ylabel("forward, ms")
+        figure.supxlabel("tokens (8 heads)", fontsize=10)
+        save(figure, axes, path)
+    return True
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def update(readme: str, section: str) -> str:
+    """The README with the section between its markers."""
+    return fill(readme, BEGIN, END, section)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where benchmark-*.csv are and the plots go.")] = RESULTS,
+    readme: Annotated[Path, typer.Option(help="The file with the markers.")] = ROOT / "README.md",
+    gpu: Annotated[str | None, typer.Option(help="The one with most rows where not given.")] = None,
+) -> None:
+    """Tables between the README's markers, and two plots."""
+    rows = read(folder, gpu)
+    for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
+        if plot(rows, folder / name):
+            print(folder / name)
+    text = update(readme.read_text(encoding="utf-8"), section(rows, folder))
+    text = fill(text, *BACKBONES, backbones(folder / "backbones.csv"))
+    readme.write_text(text, encoding="utf-8")
+    print(f"{readme}: {len(rows)} measurements of {folder}")

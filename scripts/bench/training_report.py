@@ -1,0 +1,81 @@
+"""The README's tables of whole training steps, from the CSVs of ``scripts.bench training``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..common.markdown import table
+
+BACKBONES = "<!-- backbones:begin -->", "<!-- backbones:end -->"
+HOW = "medians of interleaved steps in bfloat16; (host): issuing a step takes the host nine tenths of its time or more"
+
+
+def read(file: Path) -> pd.DataFrame:
+    """The latest row of each model, mode and encoding."""
+    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
+    return rows.fillna({"commit": "unknown"})
+
+
+def where(rows: pd.DataFrame) -> str:
+    gpu, versions, commit = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions", "commit"))
+    return f"{gpu}, {versions}, commit {commit}"
+
+
+def host(row: Any) -> str:
+    return " (host)" if row.host_ms > 0.9 * row.ms_p50 else ""
+
+
+def training(file: Path) -> str:
+    """A line for each encoding, a column for each model and mode."""
+    if not file.exists():
+        return ""
+    rows = read(file)
+    lines = [
+        "**Training steps**: time and memory beside the same model without the encoding (timm's beside its own model "
+        f"without rope), {HOW}. {where(rows)}.",
+        "",
+    ]
+    columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
+    found = []
+    for name in dict.fromkeys(rows.encoding[rows.encoding != rows.baseline]):
+        cells = []
+        for model, mode in columns:
+            cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
+            text = [
+                f"{100 * r.ratio_p50 - 100:+.1f}%, {100 * r.memory_ratio - 100:+.1f}%{host(r)}"
+                for r in cell.itertuples()
+            ]
+            cells.append(text[0] if text else "")
+        found.append([f"**{name}**" if not name.startswith("timm") else name, *cells])
+    return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found))
+
+
+def backbones(file: Path) -> str:
+    """A line for each model and encoding, a column for each mode."""
+    if not file.exists():
+        return "(No results yet: that command, then `make readme-tables`.)\n"
+    rows = read(file)
+    lines = [
+        "Million patches a second and peak memory, in brackets beside the same model without an encoding "
+        f"(none), {HOW}. {where(rows)}.",
+        "",
+    ]
+    modes = list(dict.fromkeys(rows["mode"]))
+    found = []
+    for model, name in dict.fromkeys(zip(rows.model, rows.encoding, strict=True)):
+        cells = []
+        for mode in modes:
+            cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
+            cells.append("".join(speed_and_memory(r) for r in cell.itertuples()))
+        found.append([f"{model}, {name}", *cells])
+    return "\n".join(lines + table(["", *modes], found))
+
+
+def speed_and_memory(row: Any) -> str:
+    faster, more = "", ""
+    if row.encoding != row.baseline:
+        faster, more = f" ({100 / row.ratio_p50 - 100:+.1f}%)", f" ({100 * row.memory_ratio - 100:+.1f}%)"
+    return f"{row.tokens / row.ms_p50 / 1000:.2f} M/s{faster}, {row.peak_gib:.2f} GiB{more}{host(row)}"

@@ -1,0 +1,55 @@
+"""The console command ``lrpe-md``: ``lrpe-md train | ablate | bench | visualize``, each with options of its own.
+
+It loads nothing but the program that is asked for, and says what to install where a package of the extra is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["main", "run_program"]
+
+PROGRAMS = {
+    "train": "train a model on digits, images, videos, captioned images or text",
+    "ablate": "train a model with each encoding, and compare them",
+    "bench": "measure the operators, and whole training steps",
+    "visualize": "draw what an encoding does",
+}
+
+
+def load_program(name: str) -> Any:
+    """The typer app of a program.
+
+    Raises:
+        SystemExit: a package is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(f".{name}.app", __package__).app
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "lrpe_md"):
+            raise
+        raise SystemExit(f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'") from None
+
+
+def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a program with these arguments, default: those of the command line."""
+    app = load_program(name)
+    program = f"lrpe-md {name}" if arguments is not None else f"python -m scripts.{name}"
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=program)
+
+
+def main() -> None:
+    """``lrpe-md NAME ..``."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in PROGRAMS:
+        run_program(name, arguments)
+        return
+    usage = "\n".join(["usage: lrpe-md PROGRAM ..", *(f"  {each:<10} {what}" for each, what in PROGRAMS.items())])
+    if name in ("-h", "--help"):
+        print(usage)
+        return
+    raise SystemExit(f"lrpe-md: expected one of {', '.join(PROGRAMS)}, got {name!r}\n{usage}")

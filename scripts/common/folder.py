@@ -1,0 +1,119 @@
+"""A folder of runs: written whole, of one setting, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
+
+
+class SaveError(OSError):
+    """A file can't be written; what was there before is whole."""
+
+
+def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
+    """The whole file or nothing, whenever the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save(part)
+        os.replace(part, path)
+    except OSError as error:
+        raise SaveError(f"{path} can't be written ({error})") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Keep a folder for one program while it writes there; what a killed one has left half-written goes.
+
+    Raises:
+        typer.BadParameter: it can't be written, or another program keeps it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out, suffix=".part"):  # a name that others pass over
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
+    with ExitStack() as stack:
+        if fcntl is not None:  # not everywhere
+            handle = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise typer.BadParameter(
+                    f"--out {out}: another training is writing there; wait for it, or choose another folder"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+        for part in out.glob("*.part"):
+            part.unlink(missing_ok=True)
+        yield
+
+
+def write(path: Path, text: str) -> None:
+    save_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def from_root(folder: Path) -> Path:
+    """As the README refers to it."""
+    shown = folder.resolve()
+    return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
+
+
+def parse_shard(shard: str) -> tuple[int, int]:
+    number, _, count = shard.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise typer.BadParameter(f"--shard: expected i/n with i from 0 to n - 1, got {shard!r}")
+    return int(number), int(count)
+
+
+def missing(jobs: dict[Path, T], shard: tuple[int, int] = (0, 1)) -> dict[Path, T]:
+    """Of every n-th job, from the i-th on, those whose file is not there yet."""
+    number, count = shard
+    return {file: job for file, job in list(jobs.items())[number::count] if not file.exists()}
+
+
+def flat(nested: Any, name: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(nested, dict):
+        return {name: nested}
+    return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
+
+
+def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> None:
+    """Write config.json, or check that the folder's settings are these."""
+    path = out / "config.json"
+    wanted = json.loads(json.dumps(settings))
+    environments: list[Any] = []
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found, environments = config["settings"], config["environments"]
+        found, now = flat(found), flat(wanted)
+        differ = [
+            f"{k}: {found.get(k)} there, {now.get(k)} now" for k in {**found, **now} if found.get(k) != now.get(k)
+        ]
+        if differ:
+            text = "; ".join(differ)
+            raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
+    elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
+        raise typer.BadParameter(f"--out {out} is not empty and has no config.json: not a folder of this script")
+    environments += [] if here in environments else [here]
+    write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")

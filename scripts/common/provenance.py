@@ -1,0 +1,65 @@
+"""Where numbers come from: machine, versions, commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .devices import gpu_name
+
+
+def git_commit(digits: int = 40) -> str:
+    """The checkout's commit, with a + where files differ from it; empty where git knows none."""
+    command = ["git", "describe", "--always", f"--abbrev={digits}", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
+    return done.stdout.strip()
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of the packages, empty where one is not installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
+    """Where a row's numbers come from; commit: of files without their history."""
+    found = versions("torch", "triton", "timm").items()
+    return {
+        "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
+        "versions": ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in found),
+        "commit": git_commit() if commit is None else commit,
+    }
+
+
+def environment(device: str, *packages: str) -> dict[str, Any]:
+    """Where the numbers come from, without names of hosts or paths."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "gpu": gpu_name(torch.device(device)),
+        "commit": git_commit() or None,
+        "python": platform.python_version(),
+        **versions(*packages),
+    }
+
+
+def in_words(environments: list[dict[str, Any]]) -> str:
+    """Environments, for a report: machines and versions, and commits."""
+    where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
+    commits = dict.fromkeys((found["commit"] or "unknown")[:12] for found in environments)
+    return f"{' and '.join(where)}, commit {', '.join(commits)}"

@@ -1,0 +1,1 @@
+"""Training: ``python -m scripts.train TASK``."""

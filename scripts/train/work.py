@@ -1,0 +1,58 @@
+"""What a task hands to the loop, and the way of all trainings from there to result.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ..common.folder import claim
+from .config import Training, settings_of
+from .loop import Trainer, begin
+from .order import Steps
+from .outcome import timed, write_result
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a task hands to the loop.
+
+    Args:
+        model: on any device.
+        settings: what decides the weights beside the configuration: arguments of the model, a digest of the data.
+        steps, batch, loss: see :meth:`.loop.Trainer.fit`.
+        evaluate: what result.json says of the trained model; all processes call it.
+        validate: what a row of the history says of the model on the way.
+    """
+
+    model: nn.Module
+    settings: dict[str, Any]
+    steps: Steps
+    batch: Callable[[np.ndarray, np.ndarray], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    evaluate: Callable[[Trainer], dict[str, Any]]
+    validate: Callable[[Trainer], dict[str, float]] | None = None
+
+
+def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
+    """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
+    accelerator = begin(config)
+    console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
+    console.print("Reading the data, building the model")
+    work = prepare(config, accelerator.device)
+    with claim(config.out) if accelerator.is_main_process else nullcontext():
+        trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
+        validate = None if work.validate is None else partial(work.validate, trainer)
+        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
+        console.print("Evaluating")
+        trainer.averaged.eval()
+        result = {**work.evaluate(trainer), **common}
+        write_result(trainer, result)
+    return result

@@ -1,0 +1,1 @@
+"""Pictures of encodings: ``python -m scripts.visualize``."""

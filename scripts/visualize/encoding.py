@@ -1,0 +1,51 @@
+"""The README's picture: what an encoding does on a grid. ``python -m lrpe_md.scripts.visualize.encoding [OUT]``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lrpe_md import Grid, axial_omega, cosine, geometric_theta, rotate
+from lrpe_md.frequencies import mixed_omega
+
+from ..common.plots import plt
+
+GRID, QUERY = (18, 28), (6, 10)
+HEAD_DIM = 64
+
+
+def main(out: Annotated[Path, typer.Argument(help="The PNG.")] = Path("scripts/results/encoding.png")) -> None:
+    """Angles of single channels over the grid, and the score of one query with every key."""
+    grid = Grid(GRID)
+    axial = {c: axial_omega(geometric_theta(-(-c // 2), 100.0), c, 2) for c in (HEAD_DIM, HEAD_DIM // 2)}
+    mixed = mixed_omega(HEAD_DIM // 2, 2, base=10.0, generator=torch.Generator().manual_seed(3))
+    x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)
+    rows = [
+        ("cosine", cosine(x, omega=axial[HEAD_DIM], positions=grid), axial[HEAD_DIM], 8),
+        ("rotate", rotate(x, omega=axial[HEAD_DIM // 2], positions=grid), axial[HEAD_DIM // 2], 20),
+        ("rotate, mixed", rotate(x, omega=mixed, positions=grid), mixed, 4),
+    ]
+    wave: Any = None
+    score: Any = None
+    figure, axes = plt.subplots(2, 3, figsize=(9.5, 4.9), layout="constrained")
+    for column, (name, y, omega, channel) in enumerate(rows):
+        angles = (grid.coordinates()[:, None] * omega[0]).sum(-1)
+        wave = axes[0, column].imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
+        axes[0, column].set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
+        scores = (y[0, 0] @ y[0, 0, QUERY[0] * GRID[1] + QUERY[1]]) / HEAD_DIM
+        score = axes[1, column].imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
+        axes[1, column].plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
+        axes[1, column].set_title(f"{name}: score with the ringed token", fontsize=10)
+    for axis in axes.flat:
+        axis.set(xticks=[0, 10, 20], yticks=[0, 10])
+    figure.colorbar(wave, ax=axes[0], shrink=0.9)
+    figure.colorbar(score, ax=axes[1], shrink=0.9)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,314 @@
+"""The figures of ``scripts.visualize``: panels of angles, similarity, cuts and wavelengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib import patheffects
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from lrpe_md import list_presets
+
+from ..common.plots import OKABE_ITO, STYLE, plt
+from . import data
+from .data import Layout, Subject
+
+WIDTH = 11.0  # inches
+
+
+class Look(NamedTuple):
+    colour: str
+    marker: str
+    line: str
+    width: float  # equal lines still show, the thin one on the wide one
+
+
+# Of the axes of positions, told apart in grey, too.
+LOOKS = {
+    "N": Look(OKABE_ITO["black"], "o", "--", 1.2),
+    "T": Look(OKABE_ITO["vermilion"], "^", "-.", 5),
+    "H": Look(OKABE_ITO["blue"], "o", "-", 2.6),
+    "W": Look(OKABE_ITO["orange"], "s", "--", 1.2),
+    "L": Look(OKABE_ITO["green"], "D", "-.", 1.2),
+}
+OTHER = Look(OKABE_ITO["grey"], "X", "-.", 1.2)
+SEQUENCE_LINES = (("blue", "-", 2.4), ("orange", "--", 1.2))
+SMALL: Any = {
+    **STYLE, "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5, "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
+}  # fmt: skip
+LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
+ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # its lightness is |Θ|, its hue the sign
+FOOT = (
+    "Similarity with a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k over that at no "
+    "distance.\n"
+    "Rotate: for q and k of equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, alike in all channels."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A subject on a grid, and what of it is drawn."""
+
+    subject: Subject
+    layout: Layout
+    token: tuple[int, ...]
+    head: int
+    channels: list[int]
+    frames: list[int]
+
+    @property
+    def own(self) -> tuple[str, str]:
+        return self.subject.variants[0]
+
+    def omega(self, variant: tuple[str, str]) -> Tensor:
+        """(C, K) of the head that is drawn."""
+        return data.of_head(self.subject.omega(*variant), self.head)
+
+    def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
+        """Similarity with the token (N,), of each variant; the axis orders together where no colour would tell them."""
+        found: list[tuple[list[tuple[str, str]], Tensor]] = []
+        for variant in self.subject.variants:
+            score = data.similarity(data.angles(self.layout, self.omega(variant)), self.layout.index(self.token))
+            same = [names for names, other in found if names[0][0] == variant[0] and (score - other).abs().max() < 1e-3]
+            same[0].append(variant) if same else found.append(([variant], score))
+        return found
+
+
+# --- panels ----------------------------------------------------------------------------------------------------------
+
+
+def draw(view: View) -> Figure:
+    """The whole figure; the caller closes it."""
+    with plt.rc_context(SMALL):
+        return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view)
+
+
+def _draw_grid(view: View) -> Figure:
+    """Angle maps in rows, then similarity, then cuts and wavelengths; two a row where frames lie side by side."""
+    layout, scores = view.layout, view.scores()
+    columns = 4 if len(view.frames) == 1 else 2
+    shown = data.arrange(layout, scores[0][1], view.frames).image.shape
+    panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
+    map_rows, score_rows = -(-len(view.channels) // columns), -(-len(scores) // columns)
+    beside = len(scores) <= columns // 2  # room for the last two panels in the row of the similarities
+    heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
+    figure = plt.figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
+    rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
+
+    theta, image = data.angles(layout, view.omega(view.own)), None
+    panels = _panels(rows[0], map_rows, columns)
+    for axis, channel in zip(panels, view.channels, strict=False):
+        image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
+        axis.set_title(_channel_name(view, channel))
+    _angle_bar(rows[0], image, panels)
+    _blank(panels[len(view.channels) :])
+
+    lowest = min(float(score.min()) for _, score in scores)
+    scale = {"cmap": "cividis", "vmin": min(math.floor(lowest * 10) / 10, 0.9), "vmax": 1.0}
+    panels = _panels(left, score_rows, columns // 2 if beside else columns)
+    for axis, (names, score) in zip(panels, scores, strict=False):
+        image = _picture(axis, view, score, **scale)
+        axis.set_title(_variant_name(view, names))
+    bar = left.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=15)
+    bar.set_label("similarity")
+    bar.ax.grid(False)
+    _blank(panels[len(scores) :])
+
+    cuts, waves = _panels(right, 1, 2)
+    _cuts(cuts, view, scores[0][1])
+    _wavelengths(waves, view, heights[-1] - 0.8, 1 if beside else 2)
+    _head_and_foot(figure, view)
+    return figure
+
+
+def _draw_sequence(view: View) -> Figure:
+    """Angles as a row a channel, similarity as lines, wavelengths."""
+    layout, length = view.layout, view.layout.shape[0]
+    figure = plt.figure(figsize=(WIDTH, 3.2), layout="constrained")
+    angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
+    omega = view.omega(view.own)
+    rows = data.wrap(data.angles(layout, omega)[:, view.channels]).T
+    before = layout.text + data.GAP if layout.text else 0
+    gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
+    rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
+    extent = (-before - 0.5, length - 0.5, len(rows) - 0.5, -0.5)
+    image = angle.imshow(rows.numpy(), aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
+    turns = data.wavelengths(layout, omega)[1]
+    angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
+    angle.set_xticks(_whole_ticks(length, 6))
+    label = "token" + (" (left: the text)" if layout.text else "")
+    angle.set(xlabel=label, ylabel=_what(view), title="angle Θ" + (", fastest to slowest" if len(rows) > 1 else ""))
+    angle.grid(False)
+    _angle_bar(figure, image, [angle])
+    for (names, values), (colour, line, width) in zip(view.scores(), SEQUENCE_LINES, strict=False):
+        one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
+        score.plot(range(length), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
+        score.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
+    score.axvline(view.token[0], color="black", lw=0.8, ls=":")
+    score.set(xlabel=label, ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)")
+    score.legend(**LEGEND)
+    _wavelengths(wave, view, 2.2)
+    _head_and_foot(figure, view)
+    return figure
+
+
+def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
+    return figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+
+
+def _whole_ticks(size: int, number: int) -> list[float]:
+    ticks = MaxNLocator(number, integer=True).tick_values(0, max(size - 1, 1))
+    return [float(t) for t in ticks if 0 <= t < size]
+
+
+def _blank(axes: list[Any]) -> None:
+    for axis in axes:
+        axis.set_axis_off()
+
+
+def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
+    """Tokens of the frames side by side, text above them, a ring at the chosen token."""
+    layout = view.layout
+    picture = data.arrange(layout, values, view.frames)
+    image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
+    height, width = picture.size
+    ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, 4)}
+    ticks |= {(picture.top - data.GAP - 1) / 2: "text"} if layout.text else {}
+    axis.set_yticks(list(ticks), list(ticks.values()))
+    if len(view.frames) == 1:
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_xlabel("W", labelpad=1)
+    else:
+        axis.set_xticks([left + (width - 1) / 2 for left in picture.left], [f"W  (T = {t})" for t in view.frames])
+        axis.tick_params(axis="x", length=0)
+    axis.set_ylabel("H", labelpad=1)
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    frame = view.token[0] if len(layout.shape) == 3 else 0
+    x, y = picture.left[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
+    ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8)[0]
+    ring.set_path_effects([patheffects.Stroke(linewidth=2.6, foreground="black"), patheffects.Normal()])
+    return image
+
+
+def _cuts(axis: Any, view: View, score: Tensor) -> None:
+    """Similarity along each axis of the grid, through the token."""
+    for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
+        if view.layout.shape[j] > 1:
+            look = LOOKS[name]
+            line = "-" if look.width > 2 else look.line
+            distance, values = data.cut(view.layout, score, view.token, j)
+            axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
+    axis.axvline(0, color="black", lw=0.6, ls=":")
+    axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
+    axis.set_title(f"cuts through the ring, {view.own[0]}")
+    axis.legend(**LEGEND, handlelength=2.6)
+
+
+def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
+    """Tokens a turn of each channel, on the axes that it turns along; those that don't rotate, at the top.
+
+    height, columns: of the axes in inches, and of the legend, which gets room of its own.
+    """
+    layout, omega = view.layout, view.omega(view.own)
+    each, along = data.wavelengths(layout, omega)
+    handles = []
+    for j, name in enumerate(layout.names):
+        look, there = LOOKS.get(name, OTHER), each[:, j].isfinite().nonzero().flatten()
+        if not len(there):
+            continue
+        still = layout.steps[j] == 0
+        dots: Any = {"marker": look.marker, "ms": 3.2, "mew": 0.7, "color": look.colour}
+        dots |= {"mfc": "none"} if still else {}
+        axis.plot(there.tolist(), each[there, j].tolist(), ls="none", **dots)
+        if not still:
+            axis.axhline(layout.sizes[j], color=look.colour, ls=look.line, lw=1)
+        label = f"{name}, in positions" if still else f"{name}, and its size {layout.sizes[j]}"
+        handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
+    if ((omega != 0).sum(-1) > 1).any():
+        handles += axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
+    if any(data.aliased(layout, row) for row in omega):
+        axis.axhspan(float(each.min()) / 2, 2, color="0.9", lw=0, zorder=0)
+        handles.append(Patch(color="0.9", label="aliased, λ < 2"))
+    none = (omega == 0).all(-1).nonzero().flatten()
+    if len(none):
+        # In a band of their own: the axis ends below them.
+        handles += axis.plot(
+            none.tolist(), [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
+            transform=axis.get_xaxis_transform(), label="not rotated",
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths and the grid")
+    axis.title.set_y(1.04 if len(none) else 1.0)
+    low, high = (math.log10(y) for y in axis.get_ylim())
+    rows = -(-len(handles) // columns)
+    axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
+    axis.legend(handles=handles, **{**LEGEND, "loc": "upper left"}, ncols=columns, handletextpad=0.4, handlelength=2.6)
+
+
+def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.015, aspect=15, ticks=[-math.pi, 0, math.pi])
+    bar.ax.set_yticklabels(["−π", "0", "π"])
+    bar.set_label("angle Θ, rad")
+    bar.ax.grid(False)
+
+
+def _head_and_foot(figure: Figure, view: View) -> None:
+    made, layout, omega = view.subject.preset, view.layout, view.omega(view.own)
+    used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
+    dense = ((omega != 0).sum(-1) > 1).any()
+    parts = [
+        made.scheme.map + (f" ({made.scheme.pairs})" if made.scheme.map == "rotate" else ""),
+        f"head_dim {made.head_dim}",
+        f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
+        ("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape)),
+    ]
+    parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
+    parts += [f"{layout.text} text tokens"] if layout.text else []
+    parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
+    parts += ["phase taken as 0"] if made.scheme.phase else []
+    parts += ["frequencies before training"] if made.scheme.learned else []
+    at: Any = {"x": 0.008, "ha": "left"}
+    name = made.name.replace("_", r"\_").replace("-", r"\text{-}")
+    figure.suptitle("   ·   ".join([rf"$\mathbf{{{name}}}$", *parts]), fontsize=9, **at)
+    figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
+
+
+def _what(view: View) -> str:
+    return "channel" if view.own[0] == "cosine" else "pair"
+
+
+def _number(value: Any) -> str:
+    value = float(value)
+    if 1e5 <= value < math.inf:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"${mantissa.removesuffix('.0')}\\times10^{{{int(exponent)}}}$".replace("$1\\times", "$")
+    return "∞" if math.isinf(value) else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _channel_name(view: View, channel: int) -> str:
+    layout, omega = view.layout, view.omega(view.own)[channel]
+    on = [name for name, w in zip(layout.names, omega.tolist(), strict=True) if w]
+    text = f"{_what(view)} {channel}, {on[0] if len(on) == 1 else 'mixed'}: "
+    each, along = data.wavelengths(layout, omega[None])
+    still = bool(along.isinf())
+    text += f"λ = {_number(each.min() if still else along)} {'positions' if still else 'tokens'}"
+    return text + (" (aliased)" if data.aliased(layout, omega) else "")
+
+
+def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
+    mapping, order = names[0]
+    orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
+    mine = "published" if view.subject.preset.name in list_presets() else "as asked"
+    return f"{mapping}{orders}" + (f" ({mine})" if view.own in names else "")

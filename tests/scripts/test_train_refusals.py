@@ -1,0 +1,289 @@
+"""What a user gets wrong, or a disk: each is said in one line, and nothing is half-written or lost."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from lrpe_md.scripts.ablate.tasks import TASKS
+from lrpe_md.scripts.common.folder import claim
+from lrpe_md.scripts.train import loop
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.data import images as image_data
+from lrpe_md.scripts.train.data.captions import load_captioned
+from lrpe_md.scripts.train.tasks import digits
+from lrpe_md.scripts.train.tasks.digits import DigitsTraining
+from PIL import Image
+from test_train_image import write_folders, write_idx
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {
+    "steps": 3, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False, "save_every": 1,
+}  # fmt: skip
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def digits_command(out: Path, *more: str) -> list[str]:
+    given = ["--steps", "3", "--warmup", "1", "--limit", "64", "--device", "cpu", "--no-tensorboard", "--no-progress"]
+    return ["digits", "--out", str(out), *given, *more]
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_number_has_a_range(task, tmp_path):
+    for field in fields(TASKS[task].config):
+        if type(field.default) not in (int, float):
+            continue
+        name = f"--{field.name.replace('_', '-')}"
+        for wrong in (-1, -1e-9, float("nan")) if isinstance(field.default, float) else (-1,):
+            refused = invoke(task, "--out", str(tmp_path / "out"), "--data", "digits", name, str(wrong))
+            assert refused.exit_code == 2, (name, refused.output)
+            assert name in refused.output
+            if field.metadata["off"]:
+                assert f"{name}: expected at least 0 (0 is off), got {wrong}" in refused.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--clip", "--warmup", "--weight-decay"])
+def test_zero_turns_off(option, tmp_path):
+    assert invoke(*digits_command(tmp_path / "run", option, "0")).exit_code == 0
+
+
+def test_zero_where_nothing_can_be_zero(tmp_path):
+    for task, names in {"image": ("patch", "heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
+        for name in names:
+            refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
+            assert refused.exit_code == 2
+            assert f"--{name}: expected at least 1, got 0" in refused.output
+
+
+def test_an_unknown_optimiser(tmp_path):
+    refused = invoke(*digits_command(tmp_path / "out", "--opt", "foo"))
+    assert refused.exit_code == 2
+    assert "--opt: unknown 'foo'" in refused.output
+    assert "adamw" in refused.output
+
+
+def test_float16_needs_a_gpu(tmp_path):
+    refused = invoke(*digits_command(tmp_path / "out", "--precision", "fp16"))
+    assert refused.exit_code == 2
+    assert "--precision fp16: needs a GPU" in refused.output
+    assert not (tmp_path / "out").exists()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_with_flipped_bytes_is_refused(tmp_path):
+    config = DigitsTraining(out=tmp_path, **TINY)
+    digits.run(config)
+    path, before = tmp_path / "checkpoint.pt", (tmp_path / "result.json").read_bytes()
+    weight = torch.load(path)["model"]["blocks.0.attn.qkv.weight"].numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    at = data.index(weight) + len(weight) // 2
+    data[at] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is damaged.*delete it to start anew"):
+        digits.run(config)
+    assert (tmp_path / "result.json").read_bytes() == before
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    config = DigitsTraining(out=tmp_path, **TINY)
+    digits.run(config)
+    path = tmp_path / "checkpoint.pt"
+    whole = torch.load(path)
+    for change in (
+        lambda state: state.pop("optimizer"),
+        lambda state: state["model"].pop("head.weight"),
+        lambda state: state["model"].update({"head.weight": torch.zeros(3, 3)}),
+    ):
+        state = {**whole, "model": dict(whole["model"])}
+        change(state)
+        state["digest"] = loop.digest_of({name: value for name, value in state.items() if name != "digest"})
+        torch.save(state, path)
+        with pytest.raises(typer.BadParameter, match="does not fit"):
+            digits.run(config)
+
+
+def test_two_trainings_on_one_folder(tmp_path):
+    config = DigitsTraining(out=tmp_path / "run", **TINY)
+    with (
+        claim(config.out),
+        pytest.raises(typer.BadParameter, match=r"--out .*run: another training is writing there"),
+    ):
+        digits.run(config)
+    digits.run(config)  # free again
+
+
+def test_a_kill_while_saving_leaves_nothing_behind(tmp_path):
+    script = (
+        "import sys, time, torch\n"
+        "save = torch.save\n"
+        "def slow(state, path):\n"
+        "    path.write_bytes(b'half')\n"
+        "    time.sleep(60)\n"
+        "torch.save = slow\n"
+        "from lrpe_md.scripts.cli import run_program\n"
+        "run_program('train', sys.argv[1:])\n"
+    )  # fmt: skip
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *digits_command(out)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + 60
+    while not list(out.glob("*.part")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(list(out.glob("*.part"))) == 1
+    assert invoke(*digits_command(out)).exit_code == 0
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    refused = invoke(*digits_command(tmp_path / "closed" / "run"))
+    assert refused.exit_code == 2
+    assert "can't be written" in refused.output
+
+
+def test_an_out_that_is_no_folder_is_said_before_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(loop.Trainer, "fit", lambda *args: pytest.fail("trained"))
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        refused = invoke(*digits_command(out))
+        assert refused.exit_code == 2, refused.output
+        assert "can't be written" in refused.output
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_full_disk(tmp_path, monkeypatch, error):
+    done = invoke(*digits_command(tmp_path / "run", "--save-every", "1", "--steps", "3"))
+    assert done.exit_code == 0
+    shutil.rmtree(tmp_path / "run")
+    save, calls = torch.save, []
+
+    def full(state, path):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    said = invoke(*digits_command(tmp_path / "run", "--save-every", "1"))
+    assert said.exit_code == 1
+    assert isinstance(said.exception, SystemExit)  # no traceback
+    assert "can't be written" in said.output
+    assert "goes on from the last checkpoint" in said.output
+    assert torch.load(tmp_path / "run" / "checkpoint.pt")["step"] == 1
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def png(colour: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(file, format="PNG")
+    return file.getvalue()
+
+
+def write_captions(folder: Path, lines: str, table: str = "metadata.jsonl", num: int = 24) -> Path:
+    folder.mkdir(exist_ok=True)
+    for i in range(num):
+        (folder / f"{i}.png").write_bytes(png())
+    (folder / table).write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
+def test_a_line_of_json_ends_at_a_newline_alone(sign, tmp_path):
+    lines = [json.dumps({"file_name": f"{i}.png", "text": f"a{sign}{i}"}, ensure_ascii=False) for i in range(24)]
+    found = load_captioned(write_captions(tmp_path / "data", "\r\n".join(lines)), 8, parts=4)
+    assert len(found.captions) == 24
+    assert all(caption.startswith(f"a{sign}") for caption in found.captions)
+
+
+def test_captions_that_are_no_text(tmp_path):
+    rows = "".join(f'{{"file_name": "{i}.png", "text": "\\ud800 {i}"}}\n' for i in range(24))
+    with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: .* not text"):
+        load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
+
+
+def test_a_field_that_is_too_long(tmp_path):
+    rows = "file_name,text\n" + "".join(f"{i}.png,{'x' * 2**18 if i == 3 else i}\n" for i in range(24))
+    with pytest.raises(typer.BadParameter, match=r"metadata\.csv, line \d+: .*field"):
+        load_captioned(write_captions(tmp_path / "data", rows, "metadata.csv"), 8, parts=4)
+
+
+def write_zip(path: Path, twice: bool = False, method: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for i in range(24):
+            archive.writestr(f"{i}.png", png())
+            archive.writestr(f"{i}.txt", f"caption {i}")
+        if twice:
+            with pytest.warns(UserWarning, match="Duplicate"):
+                archive.writestr("3.txt", "another")
+    return path
+
+
+def test_a_zip_with_one_name_twice(tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"3\.txt is in it twice"):
+        load_captioned(write_zip(tmp_path / "a.zip", twice=True), 8, parts=4)
+
+
+def test_an_encrypted_zip(tmp_path):
+    path = write_zip(tmp_path / "a.zip")
+    data = bytearray(path.read_bytes())
+    for sign, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = data.find(sign)
+        while at >= 0:
+            data[at + flags] |= 1  # encrypted
+            at = data.find(sign, at + 4)
+    path.write_bytes(data)
+    with pytest.raises(typer.BadParameter, match=r"can't be read.*encrypted"):
+        load_captioned(path, 8, parts=4)
+
+
+def test_a_zip_with_broken_parts(tmp_path):
+    path = write_zip(tmp_path / "a.zip", method=zipfile.ZIP_DEFLATED)
+    data = bytearray(path.read_bytes())
+    for name in (b"7.png", b"7.txt"):
+        at = data.index(name) + len(name)
+        data[at : at + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(typer.BadParameter, match=r"7\.(png|txt) can't be read"):
+        load_captioned(path, 8, parts=4)
+
+
+def test_a_decompression_bomb(tmp_path, monkeypatch):
+    folder = write_folders(tmp_path / "data")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(image_data.ImageError, match=r"can't be read as an image .*bomb"):
+        image_data.load_images(folder, 8)
+
+
+def test_idx_files_still_train(tmp_path):
+    """The fixture of these refusals is a training that works."""
+    data = write_idx(tmp_path / "idx", train=24, test=8)
+    small = ["--batch", "8", "--steps", "1", "--warmup", "0", "--size", "8", "--test-sizes", "", "--patch", "4"]
+    small += ["--dim", "24", "--depth", "1", "--heads", "2", "--device", "cpu"]
+    assert invoke("image", "--data", str(data), "--out", str(tmp_path / "run"), *small).exit_code == 0
