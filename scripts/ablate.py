@@ -35,6 +35,7 @@ import torch
 import typer
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from sklearn.datasets import load_digits
@@ -46,7 +47,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
+from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 from . import ablate_driver, train_image
 from .common import choose, choose_device, table

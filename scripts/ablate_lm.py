@@ -21,9 +21,8 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from lrpe_md.models.lm import LmConfig
 from rich.console import Console
-
-from models.lm import LmConfig
 
 from .common import choose, choose_device, fill, table
 from .folder import ROOT, environment, from_root, in_words, missing, open_folder, parse_shard, write

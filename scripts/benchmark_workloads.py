@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import CosineMd, Grid, RotateMd
-from models.vit import Context, LrpeAttention, adapt
+from lrpe_md.integrations.attention import Context
+from lrpe_md.integrations.timm import LrpeAttention, adapt
 
 from . import train_diffusion, train_image, train_video
 from .caption_data import Captioned

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.flow import draw_times, flow_matching_loss, sample
+from lrpe_md.models.text import TextEncoder, drop_text, tokenize
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from models.dit import DiT
-from models.flow import draw_times, flow_matching_loss, sample
-from models.text import TextEncoder, drop_text, tokenize
 
 from .caption_data import Captioned, load_captioned
 from .common import choose, sent

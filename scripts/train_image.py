@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
+from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 from .common import choose, sent
 from .image_data import Images, Labelled, load_images, resized, shifted

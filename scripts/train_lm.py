@@ -27,6 +27,8 @@ import torch
 import typer
 from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
+from lrpe_md.models.lm import CausalLm, LmConfig, Scaling
+from lrpe_md.models.lm_decode import generate, left_pad
 from rich.console import Console
 from safetensors.torch import load_file
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
@@ -36,8 +38,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
-from models.lm import CausalLm, LmConfig, Scaling
-from models.lm_decode import generate, left_pad
 
 from .common import choose, choose_device
 from .folder import environment, open_folder, write

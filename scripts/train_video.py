@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from lrpe_md.models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 
 from .common import choose, sent
 from .outcome import placements, timed, write_result

@@ -1,4 +1,4 @@
-"""models/vit.py: what timm's ViT users rely on must survive the encoding, and the encoding must act."""
+"""timm's ViT with an encoding: what timm's users rely on must survive the encoding, and the encoding must act."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens, preset, rotat
 
 timm = pytest.importorskip("timm")
 
+import lrpe_md.models.vit  # noqa: E402, F401
 from timm.layers import set_fused_attn  # noqa: E402
 from timm.layers.attention import Attention  # noqa: E402
 from timm.models.vision_transformer import DiffAttention, ParallelScalingBlock, ParallelThingsBlock, ResPostBlock  # noqa: E402
 
-from models import vit  # noqa: E402
-from models.vit import LrpeAttention, LrpeVisionTransformer, adapt, linear_attention  # noqa: E402
+from lrpe_md.integrations import timm as vit  # noqa: E402
+from lrpe_md.integrations.attention import linear_attention, sdpa_backends, softmax_attention  # noqa: E402
+from lrpe_md.integrations.encoding import Activation, lay_out  # noqa: E402
+from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt  # noqa: E402
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 ENCODINGS = ("cosine", "rotate", "mixed")
@@ -471,13 +474,13 @@ def test_linear_attention_accumulates_in_float32():
     n = 4096
     q = k = torch.ones(1, 1, n, 4, dtype=torch.float16)
     v = torch.full((1, 1, n, 4), 5.0, dtype=torch.float16)
-    out = linear_attention(q, k, v, encoding=vit.Activation("relu"))  # Σ is 20,480 · 4: beyond float16
+    out = linear_attention(q, k, v, encoding=Activation("relu"))  # Σ is 20,480 · 4: beyond float16
     torch.testing.assert_close(out, v)
 
 
 def test_linear_attention_survives_tokens_that_relu_silences():
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
-    out = linear_attention(-q.abs(), k, v, encoding=vit.Activation("relu"))
+    out = linear_attention(-q.abs(), k, v, encoding=Activation("relu"))
     assert (out == 0).all()
 
 
@@ -613,7 +616,7 @@ def test_presets(name, kwargs):
 def test_presets_with_dropped_patches(name):
     """What is kept keeps its positions, scaled as they are, behind a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
-    positions, seen = vit.lay_out(model.encoding, (4, 7), Tokens(1)), []
+    positions, seen = lay_out(model.encoding, (4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
     torch.manual_seed(3)
     model.train()(image(16, 28))
@@ -917,8 +920,8 @@ def test_attention_alone_is_timm():
 def test_backends_by_capability():
     """On the CPU, and for equal widths, PyTorch chooses."""
     q, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 8)
-    assert vit.sdpa_backends(q, v) is None
-    assert vit.sdpa_backends(v, v) is None
+    assert sdpa_backends(q, v) is None
+    assert sdpa_backends(v, v) is None
 
 
 @pytest.mark.gpu
@@ -932,7 +935,7 @@ def test_wide_attention_on_gpu(dtype, head_dim):
     wide = [t.detach().double().requires_grad_() for t in inputs]
     scale = head_dim**-0.5
     for mask in (None, torch.rand(197, 197, device="cuda") > 0.3):
-        out = vit.softmax_attention(*inputs, scale=scale, attn_mask=mask)
+        out = softmax_attention(*inputs, scale=scale, attn_mask=mask)
         expected = nn.functional.scaled_dot_product_attention(*wide, scale=scale, attn_mask=mask)
         grad = torch.randn_like(out)
         results = (out, *torch.autograd.grad(out, inputs, grad))

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from PIL import Image
 from test_train_video import flags
 from torch import nn
 from typer.testing import CliRunner
 
 from lrpe_md import CosineMd, Grid
-from models.vit import lrpe_vit_tiny_patch16_224
 from scripts import image_data, train_image
 from scripts.image_data import ImageError, Images, load_images, read_idx, resized, shifted
 from scripts.train_image import ENCODINGS, ImageTraining, parse_sizes

@@ -9,10 +9,10 @@ import pytest
 import torch
 import typer
 from accelerate import Accelerator
+from lrpe_md.models.lm import CausalLm, LmConfig
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from models.lm import CausalLm, LmConfig
 from scripts import lm_data, train_lm
 from scripts.lm_data import Windows, check_lengths, load_text
 

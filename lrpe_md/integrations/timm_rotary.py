@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+from .extras import require
+
+require("timm")
+
 import timm
 import torch
 from timm.layers.attention import AttentionRope
@@ -17,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from lrpe_md import AugmentPositions, Grid, preset
-from lrpe_md.engine.validate import Impl
-from models.vit import attend
-
-from .common import Adapted, PresetRotate, Rotary, Step, parts
+from ..engine.validate import Impl
+from ..positions.augment import AugmentPositions
+from ..positions.grid import Grid
+from ..presets.registry import preset
+from .attention import attend
+from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 
 __all__ = ["plan"]
 
