@@ -204,9 +204,9 @@ class EncodingStack:
 
     @property
     def heads(self) -> Heads:
-        """Whether heads share the frequencies or have their own."""
-        found = [getattr(module, "num_heads", 1) for layer in self.distinct if layer for module in layer.modules()]
-        return "own" if max(found, default=1) > 1 else "shared"
+        """Whether heads share frequencies and phases or have their own."""
+        found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
+        return "own" if any(isinstance(m, FrequencyModule) and _by_head(m) for m in found) else "shared"
 
     @property
     def preset(self) -> Preset | None:
@@ -258,6 +258,11 @@ class EncodingStack:
         for module in self.distinct:
             if isinstance(module, Stretched):
                 module.rescale(scaling)
+
+
+def _by_head(module: FrequencyModule) -> bool:
+    phase = module.phase
+    return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
 
 
 class Stretched(nn.Module):
