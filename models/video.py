@@ -1,7 +1,7 @@
 """Video transformers with relative positions in space and time, on timm's VisionTransformer.
 
-``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. Blocks, head and the names of the
-weights are those of the image models; the patch embedding takes tubelets, and the grid has three axes, (T, H, W).
+``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is
+that of the image models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has three axes, (T, H, W).
 
 Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
 training, or laid over a grid of another size (``model.reference``).
@@ -27,7 +27,7 @@ from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt, with_own_frequencies
 
-from .vit import timm_cfg
+from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate"]
 
@@ -341,7 +341,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:
         pretrained,
         pretrained_filter_fn=inflate,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **kwargs},
+        **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **with_positions(kwargs)},
     )
 
 

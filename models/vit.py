@@ -1,7 +1,8 @@
 """timm's entries for vision transformers with relative positions.
 
-``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="cosine")`` builds one. The class and ``adapt``, which turns a
-model of timm's into one, are in :mod:`lrpe_md.integrations.timm`.
+``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")`` builds one. The default is the cosine map, or no
+encoding where ``absolute`` positions are asked for; ``encoding="none"`` is none, too. The class and ``adapt``, which
+turns a model of timm's into one, are in :mod:`lrpe_md.integrations.timm`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 
-__all__ = ["lrpe_vit_base_patch16_224", "lrpe_vit_small_patch16_224", "lrpe_vit_tiny_patch16_224", "timm_cfg"]
+__all__ = ["lrpe_vit_base_patch16_224", "lrpe_vit_small_patch16_224", "lrpe_vit_tiny_patch16_224"]
+
+
+def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An entry's arguments, with the cosine map where nothing is said of positions."""
+    silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
+    return {**kwargs, "encoding": "cosine"} if silent else kwargs
 
 
 def timm_cfg(**kwargs: Any) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransfor
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **kwargs,
+        **with_positions(kwargs),
     )
 
 

@@ -28,7 +28,7 @@ from .video_data import TASKS, Footage, load_footage, ordered
 
 # Name → arguments of the model.
 ENCODINGS: dict[str, dict[str, Any]] = {
-    "none": {},
+    "none": {"encoding": None},
     "space-only": {"encoding": "rotate", "encoding_kwargs": {"base": 100.0}, "temporal": False},
     "learned": {"absolute": "learned"},
     "sincos": {"absolute": "sincos"},

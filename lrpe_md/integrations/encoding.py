@@ -58,7 +58,7 @@ def build_encoding(
             :func:`lrpe_md.list_presets`: a :class:`lrpe_md.PresetMd`, for each layer where it learns. A module, shared
             by all layers. A factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name
             and those that it takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with
-            ``(head_dim, num_heads)``. None: no encoding.
+            ``(head_dim, num_heads)``. None or "none": no encoding.
         kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
             first two also ``split``, the axes' shares of the channels, (2, 3, 3) gives time two eighths, and
             ``remainder``, the axis that takes what the shares leave over; ``learnable`` then trains ω. For a preset of
@@ -70,9 +70,9 @@ def build_encoding(
     Raises:
         ValueError, TypeError: an unknown name, an argument that does not fit.
     """
-    if encoding is None:
+    if encoding is None or encoding == "none":
         if kwargs.keys() - {"act", "dim"}:
-            raise ValueError(f"encoding_kwargs: expected act and dim alone with encoding=None, got {kwargs}")
+            raise ValueError(f"encoding_kwargs: expected act and dim alone with no encoding, got {kwargs}")
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
@@ -86,8 +86,8 @@ def build_encoding(
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
-            f"encoding: expected 'cosine', 'rotate', 'mixed', one of the presets {list_presets()}, None, an nn.Module "
-            f"or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
+            f"encoding: expected 'cosine', 'rotate', 'mixed', 'none', one of the presets {list_presets()}, None, an "
+            f"nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
         )
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"

@@ -46,6 +46,7 @@ def _seeded():
 
 def build(**kwargs) -> LrpeVideoTransformer:
     """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     model = timm.create_model("lrpe_video_tiny_patch16_224", **{**TINY, **kwargs}).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

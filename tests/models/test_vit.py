@@ -42,6 +42,8 @@ def timm_vit(**kwargs):
 
 
 def lrpe_vit(**kwargs):
+    """Without an encoding unless told otherwise."""
+    kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     return randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})).eval()
 
 
@@ -550,6 +552,36 @@ class Custom(nn.Module):
         return q, -k
 
 
+@pytest.mark.parametrize("name", ["lrpe_vit_tiny_patch16_224", "lrpe_video_tiny_patch16_224"])
+def test_an_entry_has_positions_unless_told_otherwise(name):
+    import lrpe_md.models.video  # noqa: F401
+
+    assert all(
+        type(timm.create_model(name, **TINY, **given).encoding) is CosineMd for given in ({}, {"encoding": None})
+    )
+    assert timm.create_model(name, **TINY, attention="linear").encoding.act == "relu"
+    for absolute in ("learned", "sincos"):  # are positions
+        size = {"embed_dim": 48} if absolute == "sincos" else {}
+        assert timm.create_model(name, **{**TINY, **size}, absolute=absolute).encoding is None
+        both = timm.create_model(name, **{**TINY, **size}, absolute=absolute, encoding="cosine")
+        assert type(both.encoding) is CosineMd
+    assert timm.create_model(name, **TINY, encoding="none").encoding is None
+    patches = torch.randn(1, 16, 32)
+    for given, same in (({}, False), ({"encoding": "none"}, True)):
+        model = randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **TINY, **given)).eval()
+        logits = []
+        for order in (torch.arange(16), torch.randperm(16)):
+            model.patch_embed.forward = lambda x, order=order: patches[:, order]
+            logits.append(model(image()))
+        assert torch.allclose(*logits, atol=1e-5) == same
+
+
+def test_none_by_name_is_no_encoding():
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    assert adapt(model, "none").encoding is None
+    assert adapt(model, "none", encoding_kwargs={"act": "relu"}).encoding.act == "relu"
+
+
 def test_encodings_of_users():
     x, module = image(), CosineMd(16, 2, act="relu")
     assert lrpe_vit(encoding=module).encoding is module
@@ -802,7 +834,7 @@ def test_argument_errors():
         ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of ParallelScalingBlock"),
     ):
         with pytest.raises((ValueError, TypeError), match=match):
-            timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})
+            timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, "encoding": "none", **kwargs})
 
 
 def snapshot(model):
