@@ -1,7 +1,8 @@
 """Video transformers with relative positions in space and time, on timm's VisionTransformer.
 
-``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is
-that of the image models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has three axes, (T, H, W).
+``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is that of the image
+models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has
+three axes, (T, H, W).
 
 Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
 training, or laid over a grid of another size (``model.reference``).

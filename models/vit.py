@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 
@@ -32,8 +32,16 @@ def timm_cfg(**kwargs: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _timm_weights(size: str) -> dict[str, dict[str, Any]]:
+    """``pretrained=True`` takes timm's own weights of this size; ``lrpe_vit_*.untrained`` has none."""
+    name = f"vit_{size}_patch16_224"
+    cfg: Any = get_pretrained_cfg(name)
+    known = {key: getattr(cfg, key) for key in ("hf_hub_id", "mean", "std", "crop_pct", "interpolation", "license")}
+    return {f"lrpe_{name}.{cfg.tag}": timm_cfg(**known), f"lrpe_{name}.untrained": timm_cfg()}
+
+
 default_cfgs = generate_default_cfgs(
-    {f"lrpe_vit_{size}_patch16_224.untrained": timm_cfg() for size in ("tiny", "small", "base")}
+    {name: cfg for size in ("tiny", "small", "base") for name, cfg in _timm_weights(size).items()}
 )
 
 

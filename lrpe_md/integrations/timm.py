@@ -13,7 +13,9 @@ Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Literal
 
 from .extras import require
@@ -271,6 +273,26 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         args = x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal
         return checkpoint(self.blocks[i], *args) if self.grad_checkpointing else self.blocks[i](*args)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Strictly, weights of timm's model load, too, as by ``create_model(.., checkpoint_path=..)``."""
+        return super().load_state_dict(self._fit(state_dict) if strict else state_dict, strict, assign)
+
+    def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The absolute table as the model has one, and its own frequencies where there are none at all."""
+        fitted: Any = copy(state_dict)  # with its metadata
+        table, own = fitted.get("pos_embed"), self.pos_embed
+        if table is not None and own is None:
+            del fitted["pos_embed"]
+            _warn_of_table()
+        elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
+            first = 0 if self.no_embed_class else self.num_prefix_tokens
+            fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
+        learned = {} if self.encoding is None else self.encoding.state_dict(prefix="encoding.")
+        if learned and not any(name.startswith("encoding.") for name in fitted):
+            fitted.update(learned)
+            warnings.warn("state_dict: has no encoding.*; the frequencies stay as they are", stacklevel=3)
+        return fitted
+
     def no_weight_decay(self) -> set[str]:
         """timm's names, and the frequencies and phases."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
@@ -386,10 +408,15 @@ def _attentions(model: Any) -> list[Any]:
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """timm's filter, so that timm's ViT weights load: the absolute table is dropped or resampled as the model has one,
     and learned frequencies that the checkpoint lacks keep their initial values."""
-    if getattr(model, "pos_embed", None) is None:
+    if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
         state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
+        _warn_of_table()
     state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
     return with_own_frequencies(state_dict, model)
+
+
+def _warn_of_table() -> None:
+    warnings.warn("state_dict: pos_embed: dropped, the model has no table (absolute='learned' has one)", stacklevel=3)
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -815,6 +816,47 @@ def test_checkpoints_of_timm_load(encoding, absolute, tmp_path):
         assert model.pos_embed.shape == (1, 65, 32)
         assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
     assert model(image(32, 32)).isfinite().all()
+
+
+@pytest.mark.parametrize("encoding", ["none", "cosine", "mixed"])
+@pytest.mark.parametrize("absolute", ["none", "learned"])
+def test_checkpoint_path_takes_weights_of_timm(encoding, absolute, tmp_path):
+    """timm loads such files strictly and without a filter."""
+    source, kwargs = timm_vit(), {**TINY, "encoding": encoding, "absolute": absolute, "img_size": 32}
+    torch.save(source.state_dict(), tmp_path / "vit.pth")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = timm.create_model("lrpe_vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "vit.pth"), **kwargs)
+    said = [str(w.message) for w in caught if "state_dict" in str(w.message)]
+    assert len(said) == (absolute == "none") + (encoding == "mixed")
+    assert ("pos_embed: dropped" in said[0] if absolute == "none" else True) if said else True
+    fresh = timm.create_model("lrpe_vit_tiny_patch16_224", **kwargs)
+    for name, value in model.state_dict().items():
+        if name.startswith("encoding."):
+            assert torch.equal(value, fresh.state_dict()[name])
+        elif name != "pos_embed":
+            assert torch.equal(value, source.state_dict()[name])
+    if absolute == "learned":
+        assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
+        assert model.pos_embed.shape == (1, 65, 32)
+
+
+def test_a_strict_load_still_refuses_what_does_not_fit():
+    model, state = lrpe_vit(encoding="mixed"), lrpe_vit(encoding="mixed").state_dict()
+    for gone in ("encoding.0.omega", "norm.weight"):
+        with pytest.raises(RuntimeError, match=gone):
+            model.load_state_dict({name: value for name, value in state.items() if name != gone})
+    with pytest.raises(RuntimeError, match="other"):
+        model.load_state_dict({**state, "other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_pretrained_weights_are_those_of_timm(size):
+    ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
+    for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.hf_hub_id.startswith(f"timm/vit_{size}_patch16_224.")
+    assert not timm.create_model(f"lrpe_vit_{size}_patch16_224.untrained").pretrained_cfg.get("hf_hub_id")
 
 
 def test_argument_errors():
