@@ -241,8 +241,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
         """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
-        size = tuple(self.patch_embed.dynamic_feat_size(x.shape[-2:]))
+        size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self.patch_embed(x)
+        size = tuple(x.shape[1:3] if x.ndim == 4 else size)  # with any size (B, H, W, C): some embeddings round up
         if self.absolute == "sincos":
             x = x + self._sincos(size, x).reshape(x.shape[1:])
         x = self._pos_embed(x)

@@ -859,6 +859,17 @@ def test_pretrained_weights_are_those_of_timm(size):
     assert not timm.create_model(f"lrpe_vit_{size}_patch16_224.untrained").pretrained_cfg.get("hf_hub_id")
 
 
+@pytest.mark.parametrize(("name", "size"), [("vit_small_resnet26d_224", (80, 72)), ("vitamin_small_224", (58, 64))])
+def test_hybrid_embeddings_say_themselves_how_many_patches_there_are(name, size):
+    """They round sizes up that their patches do not divide; what timm runs runs adapted, too."""
+    model = timm.create_model(name, depth=1, num_classes=5, dynamic_img_size=True).eval()
+    x = image(*size)
+    expected = model(x)
+    for encoding in silent_encodings(model.embed_dim // model.blocks[0].attn.num_heads).values():
+        torch.testing.assert_close(adapt(copy.deepcopy(model), encoding)(x), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(adapt(model, "cosine")(x), expected)
+
+
 def test_argument_errors():
     for kwargs, match in (
         ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
