@@ -145,17 +145,22 @@ class LrpeAttentionRope(_Attention, AttentionRope):
 
 
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
-    """The exchanges that put our encoding into every Eva of ``model``; raises where one does not fit."""
-    steps: list[Step] = []
-    for path, part in parts(model).items():
-        if type(part) is Eva:
-            steps += _plan_eva(path or "model", part, impl)
-    return steps
+    """The exchanges that put our encoding into every Eva of ``model`` that has one; raises where one does not fit."""
+    found: dict[str, Any] = {path or "model": part for path, part in parts(model).items() if isinstance(part, Eva)}
+    for path, part in found.items():
+        if type(part) is not Eva:
+            raise ValueError(
+                f"{path}: expected timm's Eva itself, got {type(part).__name__}, a subclass, which may differ from it"
+            )
+    rotary = {path: vit for path, vit in found.items() if vit.rope is not None}
+    if found and not rotary:
+        raise ValueError(
+            f"{next(iter(found))}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)"
+        )
+    return [step for path, vit in rotary.items() for step in _plan_eva(path, vit, impl)]
 
 
 def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
-    if vit.rope is None:
-        raise ValueError(f"{path}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)")
     attentions = [block.attn for block in vit.blocks]
     for i, attn in enumerate(attentions):
         if type(attn) not in ATTENTIONS:

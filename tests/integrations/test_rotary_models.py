@@ -677,6 +677,21 @@ def other_attention():
     return model
 
 
+def test_an_eva_without_rope_beside_one_with_it_stays_as_it_is():
+    both = nn.ModuleDict({"plain": timm_vit("eva02", use_rot_pos_emb=False), "rotary": timm_vit("eva02")})
+    adapt_rotary(both)
+    assert not any(isinstance(part, Adapted) for part in both["plain"].modules())
+    assert isinstance(both["rotary"], Adapted)
+
+
+def test_a_subclass_of_eva_is_called_one():
+    eva = timm_vit("eva02")
+    eva.__class__ = type("MyEva", (type(eva),), {})
+    for model, path in ((eva, "model"), (nn.ModuleDict({"tower": eva}), "tower")):
+        with pytest.raises(ValueError, match=rf"^{path}: expected timm's Eva itself, got MyEva, a subclass"):
+            adapt_rotary(model)
+
+
 REFUSED = {
     "no rotary": (
         lambda: timm_vit("eva02", use_rot_pos_emb=False), ValueError, "model: .*use_rot_pos_emb",
