@@ -1,0 +1,5 @@
+"""Backbones with relative positions, on timm's blocks."""
+
+from lrpe_md.integrations.extras import require
+
+require("timm")

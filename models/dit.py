@@ -1,7 +1,7 @@
 """A diffusion transformer for images and videos, with text: adaLN-zero blocks, joint attention, relative positions.
 
     model = DiT(encoding="rotate", text_encoder=TextEncoder())
-    v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); models.flow has the rest
+    v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); the rest is in .flow
 
 Text and image have weights of their own in each block and attend to each other in one sequence (MM-DiT, SD3, arXiv
 2403.03206); time and pooled text steer the blocks through adaLN-zero (DiT, arXiv 2212.09748). Size and text length are
@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.module_base import FrequencyModule
+from lrpe_md.integrations.attention import Context, Normalizer
+from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
 
-from .encodings import Encoding, build_encoding, check_preset, lay_out, preset_of
 from .joint import JointBlock, TimeEmbedding, modulate, modulation
 from .text import START, Text
-from .vit import Context, Normalizer, _check_linear
 
 __all__ = ["DiT", "patchify", "unpatchify"]
 
@@ -62,12 +61,12 @@ class DiT(nn.Module):
         in_chans: of pixels or latents.
         patch_size: a number for height and width (and 1 for frames), or one an axis.
         embed_dim, depth, num_heads, mlp_ratio: of the blocks.
-        encoding, encoding_kwargs: of q and k, as in :class:`models.vit.LrpeVisionTransformer`; a preset (flux1, wan,
-            qwen_image, ..) comes with its positions of text and image.
+        encoding, encoding_kwargs: of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`; a preset
+            (flux1, wan, qwen_image, ..) comes with its positions of text and image.
         absolute: "none", or "sincos", added to the patches.
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
             an RMSNorm behind the attention.
-        text_encoder: tokens (B, L) → :class:`models.text.Text`, with its features' ``width``. None: no text.
+        text_encoder: tokens (B, L) → :class:`lrpe_md.models.text.Text`, with its features' ``width``. None: no text.
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
         image_after: axes on which the image is behind the text; None: it stands at the origin, or as the preset has it.
@@ -125,10 +124,10 @@ class DiT(nn.Module):
         if attention == "linear" and (encoding is None or isinstance(encoding, str)):
             kwargs.setdefault("act", "relu")
         self.encoding = build_encoding(encoding, kwargs, embed_dim // num_heads, num_heads, depth, num_axes)
-        check_preset(self.encoding, num_axes)
+        stack = EncodingStack(self.encoding)
+        stack.check(num_axes)
         if attention == "linear":
-            for module in self.encoding if isinstance(self.encoding, nn.ModuleList) else [self.encoding]:
-                _check_linear(getattr(module, "act", "none"), normalizer)
+            stack.check_linear(normalizer)
         self._set_rules(text_positions, image_after)
 
         channels = in_chans * torch.Size(self.patch_size).numel()
@@ -153,7 +152,7 @@ class DiT(nn.Module):
         self._init_weights()
 
     def _set_rules(self, text: str | Tokens | None, after: Sequence[int] | None) -> None:
-        self.preset = preset_of(self.encoding)
+        self.preset = EncodingStack(self.encoding).preset
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
                 f"text_positions, image_after: the preset {self.preset.name} brings its own, expected None, "
@@ -183,11 +182,8 @@ class DiT(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Frequencies and phases, and the table of bytes."""
-        names = {name for name, _ in self.named_parameters() if name.endswith("text_encoder.embed.weight")}
-        for path, module in self.named_modules():
-            if isinstance(module, FrequencyModule):
-                names |= {f"{path}.{name}" for name in module.no_weight_decay()}
-        return names
+        table = {name for name, _ in self.named_parameters() if name.endswith("text_encoder.embed.weight")}
+        return table | EncodingStack(self.encoding).no_weight_decay(self)
 
     def positions(
         self, shape: Sequence[int], length: int = 0, device: torch.device | str = "cpu", mask: Tensor | None = None
@@ -197,7 +193,8 @@ class DiT(nn.Module):
         mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
-        placed = lay_out(self.encoding, shape, before, after=self.image_after, reference=self.reference, device=device)
+        stack = EncodingStack(self.encoding)
+        placed = stack.lay_out(shape, before, after=self.image_after, reference=self.reference, device=device)
         if not self.image_after or mask is None or isinstance(placed, Grid):
             return placed
         padding = length - mask.sum(1)
@@ -246,9 +243,9 @@ class DiT(nn.Module):
         if mask is not None:
             mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
 
+        stack = EncodingStack(self.encoding)
         for i, block in enumerate(self.blocks):
-            encoding = self.encoding[i] if isinstance(self.encoding, nn.ModuleList) else self.encoding
-            args = tokens, features, c, Context(encoding, positions, mask)
+            args = tokens, features, c, Context(stack[i], positions, mask)
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens, features = checkpoint(block, *args, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
             else:

@@ -68,7 +68,7 @@ def guided(model: Any, text: Tensor | None, scale: float = 1.0) -> Velocity:
     """(z, t) → v of the empty caption + scale · (v of the text - v of the empty caption), text encoded once.
 
     Args:
-        model: a :class:`models.dit.DiT`.
+        model: a :class:`lrpe_md.models.dit.DiT`.
         text: tokens (B, L), or None for empty captions.
         scale: 1 is the conditional model itself, at half the cost.
 

@@ -15,8 +15,7 @@ from timm.layers.norm import RmsNorm
 from torch import Tensor, nn
 
 from lrpe_md import geometric_theta
-
-from .vit import Context, Normalizer, linear_attention, softmax_attention
+from lrpe_md.integrations.attention import Context, Normalizer, linear_attention, softmax_attention
 
 __all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
 

@@ -1,8 +1,8 @@
 """A compact causal language model whose encoding of q and k is any of ours.
 
 Pre-norm blocks with RMSNorm and SwiGLU, grouped key heads, tied embeddings. Softmax attention decodes with a static
-cache of encoded keys, linear attention with a state of constant size (:mod:`models.lm_decode`). ``model.rescale``
-stretches the frequencies at run time, in place.
+cache of encoded keys, linear attention with a state of constant size (:mod:`lrpe_md.models.lm_decode`).
+``model.rescale`` stretches the frequencies at run time, in place.
 
 Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
 cosine, else D), L length of the cache.
@@ -11,24 +11,20 @@ cosine, else D), L length of the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from timm.layers.mlp import SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_md import CosineMd, Grid, RotateMd, cosine, rotate
-from lrpe_md.reference import activate
+from lrpe_md import Grid
+from lrpe_md.integrations.attention import softmax_attention
+from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
+from lrpe_md.presets.scheme import Scaling
 
-from .vit import softmax_attention
-
-__all__ = ["Cache", "CausalLm", "LmConfig", "LmEncoding", "Scaling", "chunked_linear_attention"]
-
-# theta (H or 1, channels or pairs) → scaled theta and amplitude: lrpe_md's ``*_scaling`` with their arguments bound.
-Scaling: TypeAlias = Callable[[Tensor], tuple[Tensor, float]]
+__all__ = ["Cache", "CausalLm", "LmConfig", "Scaling", "chunked_linear_attention"]
 
 ENCODINGS = ("rotate", "cosine", "none")
 ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
@@ -91,81 +87,16 @@ class LmConfig:
         return 2 * self.head_dim if self.encoding == "cosine" else self.head_dim
 
 
-class LmEncoding(nn.Module):
-    """q (B, H, N, D), k (B, G, N, D) → encoded, (.., E), with a scaling that can be changed.
-
-    It is a factor on ω and an amplitude, both buffers: nothing is compiled or captured again for another one.
-    """
-
-    ratio: Tensor
-    amplitude: Tensor
-
-    def __init__(self, config: LmConfig) -> None:
-        super().__init__()
-        self.map, self.act = config.encoding, config.act
-        self.frequencies: CosineMd | RotateMd | None = None
-        if config.encoding == "none":
-            return
-        by_head = config.phase or config.learnable
-        module = CosineMd if config.encoding == "cosine" else RotateMd
-        self.frequencies = module(
-            config.head_dim, 1, base=config.base, learnable=config.learnable, phase=config.phase,
-            num_heads=config.num_kv_heads if by_head else 1,
-        )  # fmt: skip
-        like = self.frequencies.get_omega().detach().double()
-        self.register_buffer("ratio", torch.ones_like(like), persistent=False)
-        self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
-        self.register_load_state_dict_post_hook(_materialise)
-
-    def forward(self, q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
-        if self.frequencies is None:
-            return activate(q, self.act), activate(k, self.act)
-        phase = None if self.frequencies.phase is None else (None, self.frequencies.phase)
-        omega = self.frequencies.get_omega() * self.ratio
-        encode: Any = cosine if self.map == "cosine" else rotate
-        return encode(q, k, omega=omega, positions=positions, act=self.act, phase=phase, amplitude=self.amplitude)
-
-    @torch.no_grad()
-    def rescale(self, scaling: Scaling | None) -> None:
-        """Stretch the frequencies, in place; None takes them as trained."""
-        if self.frequencies is None:
-            return
-        if scaling is None:
-            self.ratio.fill_(1.0)
-            self.amplitude.fill_(1.0)
-            return
-        theta = self.frequencies.get_omega()[..., 0].double()
-        scaled, amplitude = scaling(theta)
-        if scaled.shape != theta.shape:
-            raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-        ratio = torch.where(theta == 0, 1.0, scaled / theta)  # a frequency of 0 stays 0
-        self.ratio.copy_(ratio[..., None])
-        self.amplitude.fill_(amplitude)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Frequencies keep their dtype, as the library's do, and their values where a meta model materialises."""
-
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = self.frequencies is not None and self.ratio.is_meta
-        super()._apply(exact, recurse)
-        if was_meta and not self.ratio.is_meta:
-            self.rescale(None)
-        return self
-
-    def extra_repr(self) -> str:
-        return f"map={self.map!r}, act={self.act!r}"
-
-
-def _materialise(encoding: Any, _: Any) -> None:
-    """``load_state_dict(assign=True)`` materialises a meta model without its non-persistent buffers."""
-    if encoding.frequencies is not None and encoding.ratio.is_meta:
-        device = encoding.frequencies.get_omega().device
-        encoding.ratio = torch.empty_like(encoding.ratio, device=device)
-        encoding.amplitude = torch.empty_like(encoding.amplitude, device=device)
-        encoding.rescale(None)
+def build_layers(config: LmConfig) -> EncodingStack:
+    """The encodings of q (B, H, N, D) and k (B, G, N, D), one a layer."""
+    if config.encoding == "none":
+        return EncodingStack([Activation(config.act) for _ in range(config.depth)])
+    kwargs = {
+        "base": config.base, "act": config.act, "learnable": config.learnable, "phase": "k" if config.phase else False,
+        "sharing": "layer", "heads": "own" if config.phase or config.learnable else "shared",
+    }  # fmt: skip
+    layers: Any = build_encoding(config.encoding, kwargs, config.head_dim, config.num_kv_heads, config.depth, 1)
+    return EncodingStack([Stretched(layer) for layer in layers])
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -212,12 +143,12 @@ class Context(NamedTuple):
 class LmAttention(nn.Module):
     """Causal attention with grouped key heads, x (B, N, C) → (B, N, C)."""
 
-    def __init__(self, config: LmConfig) -> None:
+    def __init__(self, config: LmConfig, encoding: nn.Module | None) -> None:
         super().__init__()
         self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.linear = config.attention == "linear"
         self.key_dim = config.key_dim
-        self.encoding = LmEncoding(config)
+        self.encoding: Any = encoding
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
         self.norm = nn.RMSNorm(config.dim, eps=1e-6) if self.linear else nn.Identity()
         self.proj = nn.Linear(config.dim, config.dim, bias=False)
@@ -225,7 +156,7 @@ class LmAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.groups, self.groups], dim=1)
-        q, k = self.encoding(q, k, context.positions)
+        q, k = self.encoding(q, k, positions=context.positions)
         if self.linear:
             x = self._linear(q, k, v, context, layer)
         elif layer:
@@ -255,10 +186,10 @@ class LmAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LmConfig) -> None:
+    def __init__(self, config: LmConfig, encoding: nn.Module | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.dim, eps=1e-6), nn.RMSNorm(config.dim, eps=1e-6)
-        self.attn = LmAttention(config)
+        self.attn = LmAttention(config, encoding)
         self.mlp = SwiGLU(config.dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
@@ -301,7 +232,8 @@ class CausalLm(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        layers = build_layers(config)
+        self.blocks = nn.ModuleList(Block(config, layers[i]) for i in range(config.depth))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.reset_parameters()
 
@@ -361,11 +293,14 @@ class CausalLm(nn.Module):
         ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys in a cache stay as they were
         encoded: start a new one.
         """
-        for module in self.modules():
-            if isinstance(module, LmEncoding):
-                module.rescale(scaling)
+        self.encoding.rescale(scaling)
 
     def no_weight_decay(self) -> set[str]:
         """Frequencies and phases."""
-        modules = [(path, m) for path, m in self.named_modules() if isinstance(m, (CosineMd, RotateMd))]
-        return {f"{path}.{name}" for path, module in modules for name in module.no_weight_decay()}
+        return self.encoding.no_weight_decay(self)
+
+    @property
+    def encoding(self) -> EncodingStack:
+        """Of the layers, whose attentions register them."""
+        blocks: Any = self.blocks
+        return EncodingStack([block.attn.encoding for block in blocks])

@@ -1,4 +1,4 @@
-"""Decoding with :class:`models.lm.CausalLm`: a step at a time, as a CUDA graph on a GPU, and sampling.
+"""Decoding with :class:`lrpe_md.models.lm.CausalLm`: a step at a time, as a CUDA graph on a GPU, and sampling.
 
 Shapes: B batch, N tokens.
 """

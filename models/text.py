@@ -14,8 +14,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from lrpe_md import Grid, RotateMd
-
-from .vit import Context, LrpeAttention
+from lrpe_md.integrations.attention import Context
+from lrpe_md.integrations.timm import LrpeAttention
 
 __all__ = ["PAD", "START", "Text", "TextEncoder", "drop_text", "tokenize"]
 

@@ -1,7 +1,8 @@
 """Video transformers with relative positions in space and time, on timm's VisionTransformer.
 
-``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. Blocks, head and the names of the
-weights are those of ``models.vit``; the patch embedding takes tubelets, and the grid has three axes, (T, H, W).
+``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is that of the image
+models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has
+three axes, (T, H, W).
 
 Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
 training, or laid over a grid of another size (``model.reference``).
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
+from lrpe_md.integrations.encoding import Encoding, EncodingStack
+from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt, with_own_frequencies
 
-from .encodings import Encoding, lay_out
-from .vit import LrpeVisionTransformer, adapt, timm_cfg, with_own_frequencies
+from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate"]
 
@@ -163,7 +165,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
     def positions(self, shape: Sequence[int]) -> Grid:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
-        grid: Any = lay_out(self.encoding, shape, Tokens(self.num_prefix_tokens), reference=self.reference)
+        prefix, stack = Tokens(self.num_prefix_tokens), EncodingStack(self.encoding)
+        grid: Any = stack.lay_out(shape, prefix, reference=self.reference)
         return grid if self.temporal else grid.rescale((0, 1, 1))
 
     def forward_features(
@@ -339,7 +342,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:
         pretrained,
         pretrained_filter_fn=inflate,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **kwargs},
+        **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **with_positions(kwargs)},
     )
 
 

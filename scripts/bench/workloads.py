@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import CosineMd, Grid, RotateMd
+from lrpe_md.integrations.attention import Context
+from lrpe_md.integrations.timm import LrpeAttention, adapt
 
-from ...models.vit import Context, LrpeAttention, adapt
 from ..common.devices import sent
 from ..train.config import Training
 from ..train.data.captions import Captioned

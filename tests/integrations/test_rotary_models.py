@@ -1,4 +1,4 @@
-"""models/rotary: whole models of timm, diffusers and transformers compute the same with our encoding in them.
+"""adapt_rotary: whole models of timm, diffusers and transformers compute the same with our encoding in them.
 
 Bound: 1e-5 on outputs of order 1 and on their gradients. That leaves nothing for the originals' float32 angles, which
 cost less than 1e-6 at positions below 20.
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, Grid, rotate
-from models.rotary import adapt_rotary, common, restore_rotary
-from models.rotary.common import Adapted, PresetRotate, Rotary, parts
+from lrpe_md import Coordinates, Grid, adapt_rotary, rotate
+from lrpe_md.integrations import exchange, restore_rotary
+from lrpe_md.integrations.exchange import Adapted, PresetRotate, Rotary, parts
 
 OLDEST = {"timm": "1.0.29", "diffusers": "0.42", "transformers": "5.23"}
 BOUND = 1e-5
@@ -38,7 +38,7 @@ def calls(monkeypatch):
         found.append(kwargs["positions"])
         return rotate(*xs, **kwargs)
 
-    monkeypatch.setattr(common, "rotate", counted)
+    monkeypatch.setattr(exchange, "rotate", counted)
     return found
 
 
@@ -409,14 +409,14 @@ def test_diffusers_checkpointing(name, calls):
 
 
 def test_the_chosen_backend_is_used(monkeypatch):
-    from models.rotary import diffusers_models
+    from lrpe_md.integrations import diffusers
 
     model, x, seen = wan(), torch.randn(VIDEO), []
     model.set_attention_backend("native")
     adapt_rotary(model)
-    attention = diffusers_models.dispatch_attention_fn
+    attention = diffusers.dispatch_attention_fn
     monkeypatch.setattr(
-        diffusers_models, "dispatch_attention_fn", lambda *a, **k: seen.append(k["backend"]) or attention(*a, **k)
+        diffusers, "dispatch_attention_fn", lambda *a, **k: seen.append(k["backend"]) or attention(*a, **k)
     )
     call_wan(model, x)
     assert len(seen) == 2
@@ -573,7 +573,7 @@ def test_kernels(name, monkeypatch):
     """The Triton kernels, in the interpreter."""
     build, call, x = ALL[name]
     model, impls = build(), []
-    monkeypatch.setattr(common, "rotate", lambda *xs, **kwargs: impls.append(kwargs["impl"]) or rotate(*xs, **kwargs))
+    monkeypatch.setattr(exchange, "rotate", lambda *xs, **kwargs: impls.append(kwargs["impl"]) or rotate(*xs, **kwargs))
     same(model, adapt_rotary(copy.deepcopy(model), impl="triton"), call, x())
     assert set(impls) == {"triton"}
 
@@ -635,7 +635,7 @@ def test_to_another_device():
 
 def test_nothing_is_imported_before_it_is_needed():
     code = (
-        "import sys, torch; before = set(sys.modules); from models.rotary import adapt_rotary\n"
+        "import sys, torch; before = set(sys.modules); from lrpe_md import adapt_rotary\n"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} & {'timm', 'diffusers', 'transformers'}))\n"
         "try:\n    adapt_rotary(torch.nn.Linear(2, 2))\nexcept TypeError as error:\n    print(error)"
     )
@@ -675,6 +675,21 @@ def other_attention():
     model = timm_vit("axial")
     model.blocks[1].attn = nn.Identity()
     return model
+
+
+def test_an_eva_without_rope_beside_one_with_it_stays_as_it_is():
+    both = nn.ModuleDict({"plain": timm_vit("eva02", use_rot_pos_emb=False), "rotary": timm_vit("eva02")})
+    adapt_rotary(both)
+    assert not any(isinstance(part, Adapted) for part in both["plain"].modules())
+    assert isinstance(both["rotary"], Adapted)
+
+
+def test_a_subclass_of_eva_is_called_one():
+    eva = timm_vit("eva02")
+    eva.__class__ = type("MyEva", (type(eva),), {})
+    for model, path in ((eva, "model"), (nn.ModuleDict({"tower": eva}), "tower")):
+        with pytest.raises(ValueError, match=rf"^{path}: expected timm's Eva itself, got MyEva, a subclass"):
+            adapt_rotary(model)
 
 
 REFUSED = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_rotary_models import BOUND, TEXT, calls, library, randomize, same  # noqa: F401
 
-from lrpe_md import convert_pairs
-from models.rotary import adapt_rotary, restore_rotary
+from lrpe_md import adapt_rotary, convert_pairs
+from lrpe_md.integrations import restore_rotary
 
 LENGTH = 9
 PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}

@@ -15,8 +15,8 @@ from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, Tokens
 
 pytest.importorskip("timm")
 
-from models.dit import DiT, patchify, unpatchify
-from models.flow import (
+from lrpe_md.models.dit import DiT, patchify, unpatchify
+from lrpe_md.models.flow import (
     draw_times,
     flow_matching_loss,
     guided,
@@ -25,8 +25,9 @@ from models.flow import (
     sample,
     time_grid,
 )
-from models.text import PAD, START, TextEncoder, drop_text, tokenize
-from models.vit import linear_attention
+from lrpe_md.models.text import PAD, START, TextEncoder, drop_text, tokenize
+
+from lrpe_md.integrations.attention import linear_attention
 
 RED, DOG = "red", "a green dog"
 ENCODINGS = {

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from lrpe_md.models.lm import CausalLm, Context, LmConfig, chunked_linear_attention
+from lrpe_md.models.lm_decode import Decoder, generate, left_pad, sample
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from lrpe_md import Grid
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
-from models.lm import CausalLm, Context, LmConfig, LmEncoding, chunked_linear_attention
-from models.lm_decode import Decoder, generate, left_pad, sample
-from models.vit import linear_attention
+from lrpe_md.integrations.attention import linear_attention
 
 TINY = LmConfig(vocab_size=11, dim=32, depth=2, num_heads=4, num_kv_heads=2, hidden=24)
 ENCODINGS = {
@@ -96,8 +96,7 @@ def test_later_tokens_change_nothing_and_all_parameters_learn(encoding: str, att
 def test_scores_are_the_formula(encoding: str) -> None:
     """Σ_c a² |q_c| |k_c| cos((n - m) ω_c - φ_c + what the pair's own angles add), with ω and a of the scaling."""
     config = replace(TINY, **ENCODINGS[encoding])
-    module = LmEncoding(config)
-    assert module.frequencies is not None
+    module: Any = CausalLm(config).blocks[0].attn.encoding
     assert module.frequencies.phase is not None
     nn.init.uniform_(module.frequencies.phase, -math.pi, math.pi)
     scaling = SCALINGS["yarn"]
@@ -105,7 +104,7 @@ def test_scores_are_the_formula(encoding: str) -> None:
     module.rescale(scaling)
     q, k = (torch.randn(1, heads, 6, config.head_dim, dtype=torch.float64) for heads in (4, 2))
     positions = torch.arange(6)[:, None]
-    q_hat, k_hat = module(q, k, positions)
+    q_hat, k_hat = module(q, k, positions=positions)
     scores = q_hat @ k_hat.repeat_interleave(2, dim=1).mT
 
     q, k = q[0], k[0].repeat_interleave(2, dim=0)
@@ -132,7 +131,7 @@ def test_attention_written_out(encoding: str) -> None:
     attn: Any = model.blocks[0].attn
     x = torch.randn(1, 5, TINY.dim, dtype=torch.float64)
     q, k, v = attn.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
-    q, k = attn.encoding(q, k, torch.arange(5)[:, None])
+    q, k = attn.encoding(q, k, positions=torch.arange(5)[:, None])
     heads = []
     for h in range(4):
         scores = (q[0, h] @ k[0, h // 2].T / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
@@ -217,7 +216,7 @@ def test_frequencies_keep_their_dtype_and_materialise() -> None:
     encoding = empty.blocks[1].attn.encoding
     assert (encoding.ratio == 1).all()
     assert (encoding.amplitude == 1).all()
-    assert torch.equal(encoding.frequencies.theta, LmEncoding(empty.config).frequencies.theta)
+    assert torch.equal(encoding.frequencies.theta, CausalLm(empty.config).blocks[1].attn.encoding.frequencies.theta)
 
 
 @pytest.mark.parametrize("learnable", [False, True])

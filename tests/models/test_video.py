@@ -8,10 +8,11 @@ from torch import nn
 
 timm = pytest.importorskip("timm")
 
+from lrpe_md.models.video import LrpeVideoTransformer, inflate  # noqa: E402
+
 from lrpe_md import preset  # noqa: E402
-from models import vit  # noqa: E402
-from models.video import LrpeVideoTransformer, inflate  # noqa: E402
-from models.vit import LrpeAttention, adapt  # noqa: E402
+from lrpe_md.integrations.attention import Context  # noqa: E402
+from lrpe_md.integrations.timm import LrpeAttention, adapt  # noqa: E402
 
 TINY = {
     "img_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 1, "embed_dim": 96, "depth": 2, "num_heads": 2,
@@ -45,6 +46,7 @@ def _seeded():
 
 def build(**kwargs) -> LrpeVideoTransformer:
     """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     model = timm.create_model("lrpe_video_tiny_patch16_224", **{**TINY, **kwargs}).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -186,7 +188,7 @@ def space_then_time(model, x):
     for block, groups in zip(model.blocks, (index, index.T), strict=True):
         out = torch.empty_like(tokens)
         for group in groups:  # with all three coordinates
-            context = vit.Context(model.encoding, grid.take(group), None)
+            context = Context(model.encoding, grid.take(group), None)
             out[:, group] = block(tokens[:, group], attn_mask=context)
         tokens = out
     return model.norm(tokens)

@@ -1,9 +1,10 @@
-"""models/vit.py: what timm's ViT users rely on must survive the encoding, and the encoding must act."""
+"""timm's ViT with an encoding: what timm's users rely on must survive the encoding, and the encoding must act."""
 
 from __future__ import annotations
 
 import copy
 import io
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,15 @@ from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens, preset, rotat
 
 timm = pytest.importorskip("timm")
 
+import lrpe_md.models.vit  # noqa: E402, F401
 from timm.layers import set_fused_attn  # noqa: E402
 from timm.layers.attention import Attention  # noqa: E402
 from timm.models.vision_transformer import DiffAttention, ParallelScalingBlock, ParallelThingsBlock, ResPostBlock  # noqa: E402
 
-from models import vit  # noqa: E402
-from models.vit import LrpeAttention, LrpeVisionTransformer, adapt, linear_attention  # noqa: E402
+from lrpe_md.integrations import timm as vit  # noqa: E402
+from lrpe_md.integrations.attention import linear_attention, sdpa_backends, softmax_attention  # noqa: E402
+from lrpe_md.integrations.encoding import Activation, lay_out  # noqa: E402
+from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt  # noqa: E402
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 ENCODINGS = ("cosine", "rotate", "mixed")
@@ -39,6 +43,8 @@ def timm_vit(**kwargs):
 
 
 def lrpe_vit(**kwargs):
+    """Without an encoding unless told otherwise."""
+    kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     return randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})).eval()
 
 
@@ -471,13 +477,13 @@ def test_linear_attention_accumulates_in_float32():
     n = 4096
     q = k = torch.ones(1, 1, n, 4, dtype=torch.float16)
     v = torch.full((1, 1, n, 4), 5.0, dtype=torch.float16)
-    out = linear_attention(q, k, v, encoding=vit.Activation("relu"))  # Σ is 20,480 · 4: beyond float16
+    out = linear_attention(q, k, v, encoding=Activation("relu"))  # Σ is 20,480 · 4: beyond float16
     torch.testing.assert_close(out, v)
 
 
 def test_linear_attention_survives_tokens_that_relu_silences():
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
-    out = linear_attention(-q.abs(), k, v, encoding=vit.Activation("relu"))
+    out = linear_attention(-q.abs(), k, v, encoding=Activation("relu"))
     assert (out == 0).all()
 
 
@@ -547,6 +553,36 @@ class Custom(nn.Module):
         return q, -k
 
 
+@pytest.mark.parametrize("name", ["lrpe_vit_tiny_patch16_224", "lrpe_video_tiny_patch16_224"])
+def test_an_entry_has_positions_unless_told_otherwise(name):
+    import lrpe_md.models.video  # noqa: F401
+
+    assert all(
+        type(timm.create_model(name, **TINY, **given).encoding) is CosineMd for given in ({}, {"encoding": None})
+    )
+    assert timm.create_model(name, **TINY, attention="linear").encoding.act == "relu"
+    for absolute in ("learned", "sincos"):  # are positions
+        size = {"embed_dim": 48} if absolute == "sincos" else {}
+        assert timm.create_model(name, **{**TINY, **size}, absolute=absolute).encoding is None
+        both = timm.create_model(name, **{**TINY, **size}, absolute=absolute, encoding="cosine")
+        assert type(both.encoding) is CosineMd
+    assert timm.create_model(name, **TINY, encoding="none").encoding is None
+    patches = torch.randn(1, 16, 32)
+    for given, same in (({}, False), ({"encoding": "none"}, True)):
+        model = randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **TINY, **given)).eval()
+        logits = []
+        for order in (torch.arange(16), torch.randperm(16)):
+            model.patch_embed.forward = lambda x, order=order: patches[:, order]
+            logits.append(model(image()))
+        assert torch.allclose(*logits, atol=1e-5) == same
+
+
+def test_none_by_name_is_no_encoding():
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    assert adapt(model, "none").encoding is None
+    assert adapt(model, "none", encoding_kwargs={"act": "relu"}).encoding.act == "relu"
+
+
 def test_encodings_of_users():
     x, module = image(), CosineMd(16, 2, act="relu")
     assert lrpe_vit(encoding=module).encoding is module
@@ -613,7 +649,7 @@ def test_presets(name, kwargs):
 def test_presets_with_dropped_patches(name):
     """What is kept keeps its positions, scaled as they are, behind a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
-    positions, seen = vit.lay_out(model.encoding, (4, 7), Tokens(1)), []
+    positions, seen = lay_out(model.encoding, (4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
     torch.manual_seed(3)
     model.train()(image(16, 28))
@@ -782,6 +818,58 @@ def test_checkpoints_of_timm_load(encoding, absolute, tmp_path):
     assert model(image(32, 32)).isfinite().all()
 
 
+@pytest.mark.parametrize("encoding", ["none", "cosine", "mixed"])
+@pytest.mark.parametrize("absolute", ["none", "learned"])
+def test_checkpoint_path_takes_weights_of_timm(encoding, absolute, tmp_path):
+    """timm loads such files strictly and without a filter."""
+    source, kwargs = timm_vit(), {**TINY, "encoding": encoding, "absolute": absolute, "img_size": 32}
+    torch.save(source.state_dict(), tmp_path / "vit.pth")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = timm.create_model("lrpe_vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "vit.pth"), **kwargs)
+    said = [str(w.message) for w in caught if "state_dict" in str(w.message)]
+    assert len(said) == (absolute == "none") + (encoding == "mixed")
+    assert ("pos_embed: dropped" in said[0] if absolute == "none" else True) if said else True
+    fresh = timm.create_model("lrpe_vit_tiny_patch16_224", **kwargs)
+    for name, value in model.state_dict().items():
+        if name.startswith("encoding."):
+            assert torch.equal(value, fresh.state_dict()[name])
+        elif name != "pos_embed":
+            assert torch.equal(value, source.state_dict()[name])
+    if absolute == "learned":
+        assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
+        assert model.pos_embed.shape == (1, 65, 32)
+
+
+def test_a_strict_load_still_refuses_what_does_not_fit():
+    model, state = lrpe_vit(encoding="mixed"), lrpe_vit(encoding="mixed").state_dict()
+    for gone in ("encoding.0.omega", "norm.weight"):
+        with pytest.raises(RuntimeError, match=gone):
+            model.load_state_dict({name: value for name, value in state.items() if name != gone})
+    with pytest.raises(RuntimeError, match="other"):
+        model.load_state_dict({**state, "other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_pretrained_weights_are_those_of_timm(size):
+    ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
+    for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.hf_hub_id.startswith(f"timm/vit_{size}_patch16_224.")
+    assert not timm.create_model(f"lrpe_vit_{size}_patch16_224.untrained").pretrained_cfg.get("hf_hub_id")
+
+
+@pytest.mark.parametrize(("name", "size"), [("vit_small_resnet26d_224", (80, 72)), ("vitamin_small_224", (58, 64))])
+def test_hybrid_embeddings_say_themselves_how_many_patches_there_are(name, size):
+    """They round sizes up that their patches do not divide; what timm runs runs adapted, too."""
+    model = timm.create_model(name, depth=1, num_classes=5, dynamic_img_size=True).eval()
+    x = image(*size)
+    expected = model(x)
+    for encoding in silent_encodings(model.embed_dim // model.blocks[0].attn.num_heads).values():
+        torch.testing.assert_close(adapt(copy.deepcopy(model), encoding)(x), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(adapt(model, "cosine")(x), expected)
+
+
 def test_argument_errors():
     for kwargs, match in (
         ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
@@ -799,7 +887,7 @@ def test_argument_errors():
         ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of ParallelScalingBlock"),
     ):
         with pytest.raises((ValueError, TypeError), match=match):
-            timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})
+            timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, "encoding": "none", **kwargs})
 
 
 def snapshot(model):
@@ -917,8 +1005,8 @@ def test_attention_alone_is_timm():
 def test_backends_by_capability():
     """On the CPU, and for equal widths, PyTorch chooses."""
     q, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 8)
-    assert vit.sdpa_backends(q, v) is None
-    assert vit.sdpa_backends(v, v) is None
+    assert sdpa_backends(q, v) is None
+    assert sdpa_backends(v, v) is None
 
 
 @pytest.mark.gpu
@@ -932,7 +1020,7 @@ def test_wide_attention_on_gpu(dtype, head_dim):
     wide = [t.detach().double().requires_grad_() for t in inputs]
     scale = head_dim**-0.5
     for mask in (None, torch.rand(197, 197, device="cuda") > 0.3):
-        out = vit.softmax_attention(*inputs, scale=scale, attn_mask=mask)
+        out = softmax_attention(*inputs, scale=scale, attn_mask=mask)
         expected = nn.functional.scaled_dot_product_attention(*wide, scale=scale, attn_mask=mask)
         grad = torch.randn_like(out)
         results = (out, *torch.autograd.grad(out, inputs, grad))

@@ -24,6 +24,16 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "presets": {"frequencies", "positions"},
     "module_base": {"engine", "frequencies", "functional"},
     "modules": {"engine", "frequencies", "module_base", "positions", "presets"},
+    "integrations": {
+        "engine",
+        "frequencies",
+        "functional",
+        "module_base",
+        "modules",
+        "positions",
+        "presets",
+        "reference",
+    },
     "testing": {"engine", "functional", "positions"},
 }
 
@@ -124,7 +134,8 @@ def run(code: str) -> str:
 
 def test_cold_import():
     """The library is light: no triton, timm, plotting or learning toolkits behind `import lrpe_md`."""
-    heavy = ["triton", "timm", "matplotlib", "sklearn", "pandas", "torchvision", "accelerate"]
+    heavy = ["triton", "timm", "diffusers", "transformers", "matplotlib", "sklearn", "pandas", "torchvision"]
+    heavy.append("accelerate")
     code = "import sys, torch; before = set(sys.modules); import lrpe_md; print(*set(sys.modules) - before)"
     loaded = {module.split(".")[0] for module in run(code).split()}
     assert "lrpe_md" in loaded
@@ -163,7 +174,8 @@ def test_public_names():
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         document |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
-    for name in expected | document:
+    lazy = {"adapt", "adapt_rotary"}
+    for name in expected | document | lazy:
         assert getattr(lrpe_md, name).__doc__, name
     with pytest.raises(AttributeError):
         lrpe_md.lrpe_sine_md  # noqa: B018

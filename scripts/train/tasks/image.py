@@ -24,7 +24,9 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
+from lrpe_md.integrations.timm import LrpeVisionTransformer
+
+from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
 from ..config import Training, describe, option

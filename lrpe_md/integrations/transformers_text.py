@@ -1,6 +1,6 @@
 """transformers' language models: Llama and those that are built like it.
 
-As in :mod:`.transformers_models`, the rotary module gives a :class:`Rotary` where it gave cos and sin, and the function
+As in :mod:`.transformers`, the rotary module gives a :class:`Rotary` where it gave cos and sin, and the function
 that the attentions call takes both. Source: transformers 5.23, ``transformers/models/*/modeling_*.py``.
 """
 
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+
+from .extras import require
+
+require("transformers")
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +29,11 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from lrpe_md import Coordinates, Rotate1d, rope_frequencies
-from lrpe_md.engine.validate import Impl
-from lrpe_md.frequencies.rope_parameters import RULES
-
-from .common import Adapted, Rotary, Step, install, parts
+from ..engine.validate import Impl
+from ..frequencies.rope_parameters import RULES, rope_frequencies
+from ..modules import Rotate1d
+from ..positions.coordinates import Coordinates
+from .exchange import Adapted, Rotary, Step, install, parts
 
 __all__ = ["plan"]
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+from .extras import require
+
+require("timm")
+
 import timm
 import torch
 from timm.layers.attention import AttentionRope
@@ -17,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from lrpe_md import AugmentPositions, Grid, preset
-from lrpe_md.engine.validate import Impl
-from models.vit import attend
-
-from .common import Adapted, PresetRotate, Rotary, Step, parts
+from ..engine.validate import Impl
+from ..positions.augment import AugmentPositions
+from ..positions.grid import Grid
+from ..presets.registry import preset
+from .attention import attend
+from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 
 __all__ = ["plan"]
 
@@ -140,17 +145,22 @@ class LrpeAttentionRope(_Attention, AttentionRope):
 
 
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
-    """The exchanges that put our encoding into every Eva of ``model``; raises where one does not fit."""
-    steps: list[Step] = []
-    for path, part in parts(model).items():
-        if type(part) is Eva:
-            steps += _plan_eva(path or "model", part, impl)
-    return steps
+    """The exchanges that put our encoding into every Eva of ``model`` that has one; raises where one does not fit."""
+    found: dict[str, Any] = {path or "model": part for path, part in parts(model).items() if isinstance(part, Eva)}
+    for path, part in found.items():
+        if type(part) is not Eva:
+            raise ValueError(
+                f"{path}: expected timm's Eva itself, got {type(part).__name__}, a subclass, which may differ from it"
+            )
+    rotary = {path: vit for path, vit in found.items() if vit.rope is not None}
+    if found and not rotary:
+        raise ValueError(
+            f"{next(iter(found))}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)"
+        )
+    return [step for path, vit in rotary.items() for step in _plan_eva(path, vit, impl)]
 
 
 def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
-    if vit.rope is None:
-        raise ValueError(f"{path}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)")
     attentions = [block.attn for block in vit.blocks]
     for i, attn in enumerate(attentions):
         if type(attn) not in ATTENTIONS:

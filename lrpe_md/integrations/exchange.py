@@ -1,20 +1,48 @@
-"""What the adapters of all libraries share: the encoding that travels through a model, and how parts are exchanged."""
+"""Our kernels in place of the rotary code of other libraries' models, their weights and outputs as they were.
+
+    from lrpe_md import adapt_rotary
+    model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
+    adapt_rotary(pipe.transformer)                      # diffusers: FLUX.1, Wan, HunyuanVideo
+    adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
+    adapt_rotary(LlamaForCausalLM.from_pretrained(..))
+
+Here is what the adapters of all libraries share: the encoding that travels through a model, and how parts are
+exchanged. The adapters themselves are imported for the libraries that a model is made of.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, Grid, PresetMd, rotate
-from lrpe_md.engine.validate import Impl, Pairs
-from lrpe_md.presets import Preset
+from ..engine.validate import IMPLS, Impl, Pairs
+from ..functional import rotate
+from ..modules import PresetMd
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..presets.scheme import Preset
 
-__all__ = ["Adapted", "PresetRotate", "Rotary", "Step", "apply", "install", "parts", "restore"]
+__all__ = [
+    "Adapted", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "install", "parts", "restore",
+    "restore_rotary",
+]  # fmt: skip
+
+Model = TypeVar("Model", bound=nn.Module)
+
+LIBRARIES = {  # the adapters of each, and what they take
+    "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
+    "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "transformers": (
+        (".transformers", ".transformers_text"),
+        "transformers' Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and language models (Llama, Mistral, Qwen, GLM, Cohere, ..)",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,3 +172,57 @@ def restore(model: nn.Module) -> None:
                 if hasattr(part, name):
                     delattr(part, name)
             part.__class__ = type(part).__bases__[-1]
+
+
+# --- a whole model ---------------------------------------------------------------------------------------------
+
+
+def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
+    """Encode q and k with :func:`lrpe_md.rotate` in a built model of timm, diffusers or transformers; returns it.
+
+    In place, and in one launch for q and k. Parameters, their names, hooks and optimizers stay as they are: only the
+    classes of the model's parts change, which :func:`restore_rotary` takes back. Frequencies that the model learns
+    (RoPE-ViT mixed) stay its parameter and get their gradient. An adapted model may be adapted again.
+
+    Args:
+        model: one with parts of these, itself or anywhere inside:
+
+            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``;
+            - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
+            - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
+              Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
+        impl: see :func:`lrpe_md.rotate`.
+
+    The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
+    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``, and don't load an adapter that
+    exchanges attention processors (diffusers' IP adapters) afterwards. Random positions in training (timm's
+    ``rope_*_coords``) are drawn as in timm, but from a generator of the encoding's own.
+
+    Raises:
+        TypeError: not a model, or none of its parts is known.
+        ValueError: a part that does not fit, by its name; the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+    restore(model)  # what was adapted fits
+    libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
+    steps: list[Any] = []
+    for library, (adapters, _) in LIBRARIES.items():
+        for adapter in adapters if library in libraries else ():
+            steps += import_module(adapter, __package__).plan(model, impl)
+    if not steps:
+        names = "; ".join(names for _, names in LIBRARIES.values())
+        raise TypeError(
+            f"model: expected one with a rotary encoding of {names}, "
+            f"got {type(model).__module__}.{type(model).__qualname__}"
+        )
+    apply(steps)
+    return model
+
+
+def restore_rotary(model: Model) -> Model:
+    """Take back :func:`adapt_rotary`, in place; a model that is not adapted stays as it is."""
+    restore(model)
+    return model

@@ -10,6 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
+from .extras import require
+
+require("diffusers")
+
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxPosEmbed
@@ -20,11 +24,11 @@ from diffusers.models.transformers.transformer_hunyuan_video import (
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from lrpe_md import Coordinates, preset
-from lrpe_md.engine.validate import Impl
-from lrpe_md.presets import Preset
-
-from .common import Adapted, PresetRotate, Rotary, Step, parts
+from ..engine.validate import Impl
+from ..positions.coordinates import Coordinates
+from ..presets.registry import preset
+from ..presets.scheme import Preset
+from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 
 __all__ = ["plan"]
 

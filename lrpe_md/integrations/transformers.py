@@ -11,6 +11,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from .extras import require
+
+require("transformers")
+
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
@@ -18,11 +22,11 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 
-from lrpe_md import Coordinates, preset
-from lrpe_md.engine.validate import Impl
-from lrpe_md.presets import Preset
-
-from .common import Adapted, PresetRotate, Rotary, Step, install, parts
+from ..engine.validate import Impl
+from ..positions.coordinates import Coordinates
+from ..presets.registry import preset
+from ..presets.scheme import Preset
+from .exchange import Adapted, PresetRotate, Rotary, Step, install, parts
 
 __all__ = ["plan"]
 

@@ -1,0 +1,12 @@
+"""The library in models of timm, diffusers and transformers, an extra each: ``pip install 'lrpe-md[timm]'``."""
+
+import importlib
+from typing import Any
+
+_PLACES = {"adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

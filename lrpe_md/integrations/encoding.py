@@ -1,0 +1,389 @@
+"""The encoding of a backbone: by name, module or factory, made for its heads and layers; and where its tokens are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.validate import check_act
+from ..functional import cosine, rotate
+from ..module_base import FrequencyModule
+from ..modules import CosineMd, PresetMd, RotateMd
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..positions.sequences import After, Tokens, compose
+from ..presets.registry import list_presets, preset
+from ..presets.scheme import Axial, Preset, Scaling
+from ..reference import activate
+from .attention import Normalizer, check_linear
+
+__all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "Stretched", "build_encoding", "lay_out"]
+
+Sharing = Literal["model", "layer"]
+Heads = Literal["shared", "own"]
+Encoding: TypeAlias = str | nn.Module | Callable[..., nn.Module] | None
+
+
+class Activation(nn.Module):
+    """``encoding=None`` with an activation: q, k → act(q), act(k), whatever the positions."""
+
+    def __init__(self, act: str = "none", dim: int | None = None) -> None:
+        super().__init__()
+        check_act(act, dim)
+        self.act, self.dim = act, dim
+
+    def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
+        return tuple(activate(x, self.act, self.dim) for x in xs)
+
+    def extra_repr(self) -> str:
+        return f"act={self.act!r}"
+
+
+def build_encoding(
+    encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, depth: int, num_axes: int
+) -> nn.Module | None:
+    """One module for all layers, a ModuleList of one a layer, or None: what a backbone registers as ``encoding``.
+
+    Args:
+        encoding: "cosine" or "rotate": axial frequencies, shared by all heads and layers; with ``frequencies="mixed"``
+            each head has its own; with a phase each layer and head has its own phase and, where they are learned or
+            mixed, frequencies. "mixed": rotate with learned frequencies for each layer and head, base 10 (RoPE-ViT,
+            arXiv 2403.13298). A name of
+            :func:`lrpe_md.list_presets`: a :class:`lrpe_md.PresetMd`, for each layer where it learns. A module, shared
+            by all layers. A factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name
+            and those that it takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with
+            ``(head_dim, num_heads)``. None or "none": no encoding.
+        kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
+            first two also ``split``, the axes' shares of the channels, (2, 3, 3) gives time two eighths, and
+            ``remainder``, the axis that takes what the shares leave over; ``learnable`` then trains ω. For a preset of
+            :func:`lrpe_md.preset` and PresetMd. For None: act, dim. For a factory its own. For all that are made here
+            ``sharing``, "model" (one module for all layers) or "layer" (one a layer), and for the three names
+            ``heads``, "shared" or "own", in place of what is said above.
+        head_dim, num_heads, depth, num_axes: of the backbone.
+
+    Raises:
+        ValueError, TypeError: an unknown name, an argument that does not fit.
+    """
+    if encoding is None or encoding == "none":
+        if kwargs.keys() - {"act", "dim"}:
+            raise ValueError(f"encoding_kwargs: expected act and dim alone with no encoding, got {kwargs}")
+        return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
+    if isinstance(encoding, nn.Module):
+        if kwargs:
+            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}")
+        return encoding
+    kwargs = dict(kwargs)
+    sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
+    if encoding in ("cosine", "rotate", "mixed"):
+        make, usual = _of_series(encoding, kwargs, head_dim, num_heads, num_axes)
+    elif encoding in list_presets():
+        make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
+    elif isinstance(encoding, str) or not callable(encoding):
+        raise ValueError(
+            f"encoding: expected 'cosine', 'rotate', 'mixed', 'none', one of the presets {list_presets()}, None, an "
+            f"nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
+        )
+    else:
+        make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
+    sharing = sharing or usual
+    layers = [make(i) for i in range(depth if sharing == "layer" else 1)]
+    if not all(isinstance(layer, nn.Module) for layer in layers):
+        raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(layers[0]).__name__}")
+    return nn.ModuleList(layers) if sharing == "layer" else layers[0]
+
+
+Maker: TypeAlias = Callable[[int], nn.Module]  # number of a layer → its module
+
+
+def _of_series(
+    encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
+) -> tuple[Maker, Sharing]:
+    if encoding == "mixed":
+        kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, **kwargs}
+    heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
+    if heads is not None and "num_heads" in kwargs:
+        raise ValueError(f"heads: expected it without num_heads, which says the same, got {heads!r}")
+    by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
+    own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
+    if encoding != "mixed":
+        own = _shared_out(**own)
+    seed = own.pop("seed", 0)
+    make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **own)
+    return lambda i: make(seed=seed + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
+
+
+def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = None, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of a module whose axes have unequal shares of the channels."""
+    if split is None:
+        if remainder is not None:
+            raise ValueError(f"remainder: expected None without split, whose rest it takes, got {remainder}")
+        return kwargs
+    series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
+    return {"frequencies": partial(_split_omega, Axial(tuple(split), remainder=remainder, **series)), **kwargs}
+
+
+def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
+    return series.build(channels, heads, seed)[0]
+
+
+def _of_preset(name: str, kwargs: dict[str, Any], head_dim: int, num_heads: int) -> tuple[Maker, Sharing]:
+    """Shared by all layers where nothing is learned, or where the scheme shares it."""
+    if "heads" in kwargs:
+        raise ValueError(f"heads: expected none with a preset, which says it itself, got {kwargs['heads']!r}")
+    changes = {key: kwargs.pop(key) for key in ("base", "split", "scaling", "seed") if key in kwargs}
+    chosen = preset(name, head_dim, num_heads, **changes)
+    first, frequencies = PresetMd(chosen, **kwargs), chosen.scheme.frequencies
+
+    def make(i: int) -> PresetMd:
+        seed = {"seed": changes.get("seed", 0) + i} if "seed" in frequencies.takes else {}
+        return PresetMd(preset(name, head_dim, num_heads, **{**changes, **seed}), **kwargs) if i else first
+
+    return make, "model" if chosen.scheme.shared or not list(first.parameters()) else "layer"
+
+
+def _of_factory(
+    factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
+) -> Maker:
+    """By name where the factory's signature has the names: the second positional argument of CosineMd is num_axes."""
+    known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # some that are written in C tell none
+        parameters = ()
+    bound = factory.keywords if isinstance(factory, partial) else {}
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if not named & known.keys() or required - known.keys() - kwargs.keys():
+        return lambda i: factory(head_dim, num_heads, **kwargs)
+    own = {**{name: known[name] for name in known.keys() & named - bound.keys()}, **kwargs}
+    return lambda i: factory(**own)
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
+    if value is not None and value not in known:
+        raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+    return value
+
+
+# --- what a backbone does with it ------------------------------------------------------------------------------------
+
+
+class EncodingStack:
+    """The encoding of a backbone's layers: one for all of them, one a layer, or none.
+
+    ``EncodingStack(model.encoding)[i]`` is that of layer i. The backbone itself registers the module, or the ModuleList
+    of one a layer, so that its parameters have one name, that of the state_dict, everywhere: for optimizers,
+    ``torch.func`` and FSDP.
+
+    Args:
+        encoding: what :func:`build_encoding` returns, or a sequence of modules, one a layer.
+    """
+
+    def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
+        self.encoding: Any = encoding
+        self.by_layer = isinstance(encoding, (nn.ModuleList, Sequence))
+
+    def __getitem__(self, layer: int) -> nn.Module | None:
+        return self.encoding[layer] if self.by_layer else self.encoding
+
+    @property
+    def distinct(self) -> list[nn.Module | None]:
+        """Each of them once."""
+        return list(self.encoding) if self.by_layer else [self.encoding]
+
+    @property
+    def sharing(self) -> Sharing:
+        """Whether layers share one encoding ("model") or have one each ("layer")."""
+        return "layer" if self.by_layer else "model"
+
+    @property
+    def heads(self) -> Heads:
+        """Whether heads share frequencies and phases or have their own."""
+        found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
+        return "own" if any(isinstance(m, FrequencyModule) and _by_head(m) for m in found) else "shared"
+
+    @property
+    def preset(self) -> Preset | None:
+        """What it was made from, where that says where tokens are."""
+        first = self.distinct[0] if self.distinct else None
+        return first.preset if isinstance(first, PresetMd) else None
+
+    def check(self, num_axes: int, preset_axes: int | None = None) -> None:
+        """A preset must have a place for images (2 axes) or videos (3), row by row.
+
+        preset_axes: the axes that it must have itself; None: more will do, an image is a frame.
+        """
+        made = self.preset
+        if made is None:
+            return
+        if preset_axes is not None and made.num_axes != preset_axes:
+            raise ValueError(
+                f"encoding: expected a preset with {preset_axes} axes, got {made.name!r} with {made.num_axes}"
+            )
+        try:
+            made.positions((2,) * num_axes)
+        except ValueError as error:
+            what = {2: "images", 3: "videos"}[num_axes]
+            raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
+        if not isinstance(made.scheme.grid((2,) * num_axes), Grid):
+            raise ValueError(f"encoding: expected a preset whose tokens come row by row, got {made.name!r}")
+
+    def check_linear(self, normalizer: Normalizer) -> None:
+        """The activations must suit linear attention with this normalizer."""
+        for module in self.distinct:
+            check_linear(getattr(module, "act", "none"), normalizer)
+
+    def lay_out(self, size: Sequence[int], before: int | Tokens = 0, **options: Any) -> Grid | Coordinates:
+        """:func:`lay_out` by the rule of this encoding."""
+        return lay_out(self.encoding, size, before, **options)
+
+    def no_weight_decay(self, backbone: nn.Module) -> set[str]:
+        """Names in the backbone of frequencies and phases, wherever in it they are."""
+        own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
+        names = set()
+        for path, module in backbone.named_modules():
+            if isinstance(module, FrequencyModule) or (module in own and hasattr(module, "no_weight_decay")):
+                excluded: Any = module.no_weight_decay
+                names |= {f"{path}.{name}" for name in excluded()}
+        return names
+
+    def rescale(self, scaling: Scaling | None) -> None:
+        """:meth:`Stretched.rescale` of each layer that can be."""
+        for module in self.distinct:
+            if isinstance(module, Stretched):
+                module.rescale(scaling)
+
+
+def _by_head(module: FrequencyModule) -> bool:
+    phase = module.phase
+    return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
+
+
+class Stretched(nn.Module):
+    """An encoding on one axis whose frequencies can be stretched at run time: a factor on ω and an amplitude.
+
+    Both are buffers, changed in place: nothing is compiled or captured again for another scaling, and what is learned
+    goes on learning.
+
+    Args:
+        frequencies: encodes q and k (B, H, N, D) where nothing is stretched.
+
+    Raises:
+        ValueError: more than one axis.
+    """
+
+    ratio: Tensor
+    amplitude: Tensor
+
+    def __init__(self, frequencies: CosineMd | RotateMd) -> None:
+        super().__init__()
+        if frequencies.num_axes != 1:
+            raise ValueError(f"frequencies: expected one axis, got num_axes={frequencies.num_axes}")
+        self.frequencies = frequencies
+        like = frequencies.get_omega().detach().double()
+        self.register_buffer("ratio", torch.ones_like(like), persistent=False)
+        self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
+        self.register_load_state_dict_post_hook(_materialise)
+
+    def forward(self, q: Tensor, k: Tensor, *, positions: Any) -> tuple[Tensor, Tensor]:
+        own = self.frequencies
+        phase: Any = (None, own.phase) if own.keys_alone else own.phase
+        gain: Any = own._buffers.get("amplitude")
+        options: dict[str, Any] = {
+            "omega": own.get_omega() * self.ratio, "positions": positions, "act": own.act, "dim": own.dim,
+            "phase": phase, "amplitude": self.amplitude if gain is None else self.amplitude * gain, "impl": own.impl,
+        }  # fmt: skip
+        if isinstance(own, RotateMd):
+            return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
+        return cosine(q, k, **options)
+
+    @torch.no_grad()
+    def rescale(self, scaling: Scaling | None) -> None:
+        """Stretch the frequencies, in place; None takes them as trained.
+
+        scaling: theta (H or 1, C) → scaled theta and amplitude: one of ``lrpe_md.frequencies``' ``*_scaling`` with its
+            arguments bound.
+        """
+        if scaling is None:
+            self.ratio.fill_(1.0)
+            self.amplitude.fill_(1.0)
+            return
+        theta = self.frequencies.get_omega()[..., 0].double()
+        scaled, amplitude = scaling(theta)
+        if scaled.shape != theta.shape:
+            raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
+        ratio = torch.where(theta == 0, 1.0, scaled / theta)  # a frequency of 0 stays 0
+        self.ratio.copy_(ratio[..., None])
+        self.amplitude.fill_(amplitude)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Frequencies keep their dtype, as the library's do, and their values where a meta model materialises."""
+
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = self.ratio.is_meta
+        super()._apply(exact, recurse)
+        if was_meta and not self.ratio.is_meta:
+            self.rescale(None)
+        return self
+
+
+def _materialise(encoding: Any, _: Any) -> None:
+    """``load_state_dict(assign=True)`` materialises a meta model without its non-persistent buffers."""
+    if encoding.ratio.is_meta:
+        device = encoding.frequencies.get_omega().device
+        encoding.ratio = torch.empty_like(encoding.ratio, device=device)
+        encoding.amplitude = torch.empty_like(encoding.amplitude, device=device)
+        encoding.rescale(None)
+
+
+# --- positions -------------------------------------------------------------------------------------------
+
+
+def lay_out(
+    encoding: nn.Module | None,
+    size: Sequence[int],
+    before: int | Tokens = 0,
+    *,
+    after: Sequence[int] | None = None,
+    reference: Sequence[int | None] | None = None,
+    device: torch.device | str = "cpu",
+) -> Grid | Coordinates:
+    """Positions of tokens off the grid, and behind them in the sequence those of a grid of this size.
+
+    By the rule of a preset where the encoding has one, else one unit a token.
+
+    Args:
+        before: a number of tokens, placed as the preset has it, else not rotated; or with a rule of their own.
+        after: axes on which the grid is behind the tokens; None: it stands at the origin. A preset has its own.
+        reference: a size for each axis of ``size``, or None for one: positions of that axis are laid over a grid of
+            this size. Default: as the preset has it.
+        device: of a table.
+    """
+    size, made = tuple(size), EncodingStack(encoding).preset
+    if made is not None:
+        if not isinstance(before, Tokens) and made.scheme.tokens is None:
+            before = Tokens(before)
+        return made.positions(before, size, reference=_on_axes(made, reference), device=device)
+    tokens = before if isinstance(before, Tokens) else Tokens(before)
+    grid = Grid(size) if reference is None else Grid(size).interpolate(reference)
+    if tokens.rule == "skip":
+        return replace(grid, prefix=tokens.length)
+    return compose(tokens, grid if after is None else After(grid, tuple(after)), device=device)
+
+
+def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:
+    """Sizes of the axes of an image or video as sizes of the preset's axes, None for those that it adds."""
+    if reference is None:
+        return None
+    probe = tuple(range(2, 2 + len(reference)))  # no two alike, and none of size 1
+    placed: Any = made.scheme.grid(probe)
+    return tuple(reference[probe.index(n)] if n in probe else None for n in placed.shape)

@@ -1,0 +1,426 @@
+"""timm's VisionTransformer with relative positions: ``adapt(model, "cosine")`` turns one into the class that is here.
+
+The weights and their names are timm's; learned frequencies (``encoding.*``) are the only additional keys of the
+state_dict. ``lrpe_md.models.vit`` registers entries of timm's for new models.
+
+The backbone owns the encoding, computes the positions once a forward, and hands both to its blocks as an argument:
+timm's blocks pass ``attn_mask`` on to their attention untouched, so a :class:`Context` travels there, the mask inside.
+Nothing of a forward is kept on a module, so that activation checkpointing recomputes with the positions of its own.
+
+Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, Literal
+
+from .extras import require
+
+require("timm")
+
+import torch
+from einops import rearrange
+from timm.layers.attention import Attention
+from timm.layers.format import nchw_to
+from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed import resample_abs_pos_embed
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
+from timm.models import checkpoint
+from timm.models import vision_transformer as timm_vit
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..positions.sequences import Tokens
+from .attention import Context, Normalizer, attend, check_causal, linear_attention
+from .encoding import Encoding, EncodingStack, build_encoding
+
+__all__ = [
+    "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
+]  # fmt: skip
+
+BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  # those that pass attn_mask on
+
+
+class LrpeAttention(Attention):
+    """timm's attention, with its parameters and their names, encoding q and k as the :class:`Context` says.
+
+    Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
+    ``normalizer`` that of :func:`linear_attention`.
+
+    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
+    five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
+    here, too, for one unit more read and written a layer. An encoding with an activation or learned frequencies needs
+    the projection's output itself, and keeps five either way.
+    """
+
+    attention: Literal["softmax", "linear"] = "softmax"
+    normalizer: Normalizer = "unrotated"
+    copy_v: bool = False
+
+    def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, N, C) → (B, N, C)."""
+        encoding, positions, mask = attn_mask if isinstance(attn_mask, Context) else (None, None, attn_mask)
+        gate = None if self.gate is None else self.gate(x).sigmoid()
+        # Strided views of the projection: the encoding reads them as they are.
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.attention == "linear":
+            if mask is not None:
+                raise ValueError(
+                    "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
+                    f"got a mask of shape {tuple(mask.shape)}; use attention='softmax'"
+                )
+            x = linear_attention(
+                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, is_causal=is_causal
+            )
+        else:
+            if encoding is not None:
+                if is_causal:
+                    check_causal(encoding)
+                q, k = encoding(q, k, positions=positions)
+                if self.copy_v:
+                    v = v.clone()
+                    del qkv
+            x = attend(self, q, k, v, mask, is_causal)
+        x = self.norm(rearrange(x, "b h n d -> b n (h d)"))
+        if gate is not None:
+            x = x * gate
+        return self.proj_drop(self.proj(x))
+
+    def extra_repr(self) -> str:
+        return f"attention={self.attention!r}" + (
+            f", normalizer={self.normalizer!r}" if self.attention == "linear" else ""
+        )
+
+
+class LrpePatchEmbed(PatchEmbed):
+    """timm's patch embedding, which compiles into one graph for all sizes.
+
+    timm's own check of the size formats it into a message, which makes a graph for each size.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() or self.strict_img_size or self.dynamic_img_pad:
+            return super().forward(x)
+        patch_size: Any = self.patch_size
+        if x.shape[-2] % patch_size[0] or x.shape[-1] % patch_size[1]:
+            raise ValueError("x: expected a height and width divisible by patch_size")
+        x = self.proj(x)
+        return self.norm(x.flatten(2).mT if self.flatten else nchw_to(x, self.output_fmt))
+
+
+class LrpeVisionTransformer(timm_vit.VisionTransformer):
+    """timm's VisionTransformer with an encoding of q and k.
+
+    Args:
+        encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", with its positions; an
+            ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers;
+            a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default, or "none": no
+            encoding. See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
+        encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
+        absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
+        attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
+        normalizer: of linear attention.
+        copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
+        dynamic_img_size: any input size that the patch size divides, on by default.
+        args, kwargs: timm's.
+
+    Attributes:
+        reference: may be set at any time. None: one unit a patch, beyond the trained size extrapolated. One size an
+            axis, or None for one: positions of that axis are laid over a grid of this size, and a sin-cos table of it
+            is resampled. ``model.reference = model.patch_embed.grid_size`` keeps positions in the trained range. A
+            learned table is always laid over the grid.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+    """
+
+    num_axes = 2  # of the grid of patches
+    preset_axes: int | None = None  # that a preset must have; None: as many will do as take an image
+    _reference: Sequence[int | None] | None = None
+    encoding: nn.Module | None
+    absolute: Literal["none", "learned", "sincos"]
+    grad_checkpointing: bool
+    blocks: Any
+    patch_embed: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        encoding: Encoding = None,
+        encoding_kwargs: dict[str, Any] | None = None,
+        absolute: Literal["none", "learned", "sincos"] = "none",
+        attention: Literal["softmax", "linear"] = "softmax",
+        normalizer: Normalizer = "unrotated",
+        copy_v: bool = False,
+        dynamic_img_size: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if absolute not in ("none", "learned", "sincos"):
+            raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}")
+        if "pos_embed" in kwargs:
+            raise ValueError(f"pos_embed: expected it to be left out, got {kwargs['pos_embed']!r}; use absolute")
+        pos_embed = "learn" if absolute == "learned" else "none"
+        super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)
+        if absolute == "sincos" and self.embed_dim % 4:
+            raise ValueError(f"absolute: 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}")
+        self.absolute = absolute
+        adapt(
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v
+        )  # fmt: skip
+
+    @property
+    def reference(self) -> Sequence[int | None] | None:
+        return self._reference
+
+    @reference.setter
+    def reference(self, sizes: Sequence[int | None] | None) -> None:
+        if sizes is not None:
+            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
+            sizes = tuple(sizes)
+        self._reference = sizes
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, in_chans, height, width) → tokens (B, N, C)."""
+        x, positions = self._embed(x)
+        for i in range(len(self.blocks)):
+            x = self._block(i, x, positions, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """Arguments and result as timm's ``forward_intermediates``."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        size = tuple(self.patch_embed.dynamic_feat_size(x.shape[2:]))
+        prefixes, patches = [], []
+        x, positions = self._embed(x)
+        if output_fmt == "NCHW" and x.shape[1] - self.num_prefix_tokens != math.prod(size):
+            raise ValueError(
+                "output_fmt: 'NCHW' needs all patches, but patch_drop_rate dropped some; use 'NLC' or eval()"
+            )
+        for i in range(last + 1 if stop_early else len(self.blocks)):
+            x = self._block(i, x, positions, attn_mask, is_causal)
+            if i in taken:
+                y = self.norm(x) if norm else x
+                prefixes.append(y[:, : self.num_prefix_tokens])
+                y = y[:, self.num_prefix_tokens :]
+                if output_fmt == "NCHW":
+                    y = y.mT.unflatten(-1, size).contiguous()
+                patches.append(y)
+        with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if with_prefix:
+                result["image_intermediates_prefix"] = prefixes
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        intermediates = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
+        """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
+        size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        x = self.patch_embed(x)
+        size = tuple(x.shape[1:3] if x.ndim == 4 else size)  # with any size (B, H, W, C): some embeddings round up
+        if self.absolute == "sincos":
+            x = x + self._sincos(size, x).reshape(x.shape[1:])
+        x = self._pos_embed(x)
+        if self.absolute == "sincos":
+            x = self.pos_drop(x)
+        kept, drop = None, self.patch_drop
+        if isinstance(drop, PatchDropout):
+            x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
+        x = self.norm_pre(x)
+        grid: Any = EncodingStack(self.encoding).lay_out(size, Tokens(self.num_prefix_tokens), reference=self.reference)
+        if kept is None:
+            return x, grid
+        table = grid.take(kept)
+        return x, table.to(dtype=torch.float32) if grid.scale is None else table  # whole numbers
+
+    def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
+        """The table (H W, C), of the reference grid where there is one."""
+        sizes = self.reference or (None, None)
+        own = [n if size is None else size for n, size in zip(shape, sizes, strict=True)]
+        table = build_sincos2d_pos_embed(own, self.embed_dim, device=x.device)
+        if self.reference is not None:
+            table = resample_abs_pos_embed(table[None], list(shape), own, num_prefix_tokens=0)[0]
+        return table.to(x.dtype)
+
+    def _block(
+        self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        args = x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal
+        return checkpoint(self.blocks[i], *args) if self.grad_checkpointing else self.blocks[i](*args)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Strictly, weights of timm's model load, too, as by ``create_model(.., checkpoint_path=..)``."""
+        return super().load_state_dict(self._fit(state_dict) if strict else state_dict, strict, assign)
+
+    def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The absolute table as the model has one, and its own frequencies where there are none at all."""
+        fitted: Any = copy(state_dict)  # with its metadata
+        table, own = fitted.get("pos_embed"), self.pos_embed
+        if table is not None and own is None:
+            del fitted["pos_embed"]
+            _warn_of_table()
+        elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
+            first = 0 if self.no_embed_class else self.num_prefix_tokens
+            fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
+        learned = {} if self.encoding is None else self.encoding.state_dict(prefix="encoding.")
+        if learned and not any(name.startswith("encoding.") for name in fitted):
+            fitted.update(learned)
+            warnings.warn("state_dict: has no encoding.*; the frequencies stay as they are", stacklevel=3)
+        return fitted
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's names, and the frequencies and phases."""
+        return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's groups; a layer's frequencies go with their block, shared ones with the stem."""
+        groups = super().group_matcher(coarse)
+        return {
+            **groups,
+            "stem": rf"{groups['stem']}|^encoding\.(?!\d)",
+            "blocks": [(r"^encoding\.(\d+)", None), *groups["blocks"]],
+        }
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        if isinstance(self.encoding, nn.ModuleList):
+            self.encoding = self.encoding[: len(self.blocks)]
+        return taken
+
+
+def adapt(
+    model: nn.Module,
+    encoding: Encoding,
+    absolute: Literal["keep", "drop"] = "keep",
+    *,
+    encoding_kwargs: dict[str, Any] | None = None,
+    attention: Literal["softmax", "linear"] = "softmax",
+    normalizer: Normalizer = "unrotated",
+    copy_v: bool = False,
+) -> LrpeVisionTransformer:
+    """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.
+
+    Parameters, hooks and the optimizers that hold them stay as they are; only the classes of the model, its patch
+    embedding and its attentions change. An adapted model may be adapted again. The input size stays what timm made it:
+    create the model with ``dynamic_img_size=True`` for any resolution.
+
+    Args:
+        model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
+            ParallelThingsBlock blocks and timm's Attention.
+        encoding, encoding_kwargs, attention, normalizer, copy_v: see :class:`LrpeVisionTransformer`. A module is moved
+            to the model's device.
+        absolute: "keep" the learned absolute embedding, or "drop" it.
+
+    Raises:
+        TypeError, ValueError: a model or an argument that does not fit; the model is as it was.
+    """
+    if absolute not in ("keep", "drop"):
+        raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
+    if attention not in ("softmax", "linear"):
+        raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
+    attentions = _attentions(model)
+    vit: Any = model
+    kwargs = dict(encoding_kwargs or {})
+    if attention == "linear" and (encoding is None or isinstance(encoding, str)):
+        kwargs.setdefault("act", "relu")
+    num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
+    attn = attentions[0]
+    built = build_encoding(encoding, kwargs, attn.head_dim, attn.num_heads, len(vit.blocks), num_axes)
+    stack = EncodingStack(built)
+    if attention == "linear":
+        stack.check_linear(normalizer)
+        if any(m.attn_drop.p > 0 for m in attentions):
+            raise ValueError("attn_drop_rate: linear attention forms no weights to drop, expected 0")
+    stack.check(num_axes, getattr(vit, "preset_axes", None))
+    if built is not None:
+        built.to(next(vit.parameters()).device)
+
+    # Nothing below can fail.
+    if not isinstance(vit, LrpeVisionTransformer):
+        vit.__class__ = LrpeVisionTransformer
+        vit.absolute = "none" if vit.pos_embed is None else "learned"
+    if type(vit.patch_embed) is PatchEmbed:
+        vit.patch_embed.__class__ = LrpePatchEmbed
+    for module in attentions:
+        if not isinstance(module, LrpeAttention):
+            module.__class__ = LrpeAttention
+        module.attention, module.normalizer, module.copy_v = attention, normalizer, copy_v
+    vit.encoding = built
+    if absolute == "drop":
+        vit.pos_embed, vit.absolute = None, "none"
+    return vit
+
+
+def _attentions(model: Any) -> list[Any]:
+    """The attentions of a model that can be adapted, otherwise an error."""
+    if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
+        raise TypeError(
+            f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
+            "(subclasses and other families bring a forward of their own; lrpe_md.adapt_rotary takes those with "
+            "a rotary encoding)"
+        )
+    found: list[Attention] = []
+    for i, block in enumerate(model.blocks):
+        inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
+        if type(block) not in BLOCKS or not inside:
+            raise ValueError(
+                f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
+                f"blocks[{i}] of {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
+            )
+        found += inside
+    if len({(m.num_heads, m.head_dim) for m in found}) != 1:
+        raise ValueError(
+            "model: expected one number of heads and one head_dim in all blocks, got (num_heads, head_dim) = "
+            f"{[(m.num_heads, m.head_dim) for m in found]}"
+        )
+    if type(model.patch_drop) not in (nn.Identity, PatchDropout):
+        raise ValueError(f"model: expected timm's PatchDropout as patch_drop, got {type(model.patch_drop).__name__}")
+    return found
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """timm's filter, so that timm's ViT weights load: the absolute table is dropped or resampled as the model has one,
+    and learned frequencies that the checkpoint lacks keep their initial values."""
+    if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
+        state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
+        _warn_of_table()
+    state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
+    return with_own_frequencies(state_dict, model)
+
+
+def _warn_of_table() -> None:
+    warnings.warn("state_dict: pos_embed: dropped, the model has no table (absolute='learned' has one)", stacklevel=3)
+
+
+def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The checkpoint, and the model's learned frequencies where it lacks them."""
+    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
+    return {**own, **state_dict}

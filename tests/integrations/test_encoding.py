@@ -1,0 +1,281 @@
+"""The encoding of a backbone: what it is made from, what layers and heads share, its names, its stretching."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("timm")
+
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.lm import CausalLm, LmConfig
+from lrpe_md.models.text import TextEncoder
+from lrpe_md.models.video import LrpeVideoTransformer
+
+from lrpe_md import CosineMd, Grid, PresetMd, Rotate1d, RotateMd, preset
+from lrpe_md.frequencies import yarn_scaling
+from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
+from lrpe_md.integrations.timm import LrpeVisionTransformer
+
+SIZES: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 2}
+LEARNED: dict[str, Any] = {"encoding": "cosine", "encoding_kwargs": {"learnable": True}}
+
+
+def vit(**kwargs: Any) -> LrpeVisionTransformer:
+    return LrpeVisionTransformer(img_size=16, patch_size=4, num_classes=3, **SIZES, **kwargs)
+
+
+def video(**kwargs: Any) -> LrpeVideoTransformer:
+    return LrpeVideoTransformer(img_size=16, patch_size=4, num_frames=4, num_classes=3, **SIZES, **kwargs)
+
+
+def dit(**kwargs: Any) -> DiT:
+    return DiT(**SIZES, **kwargs)
+
+
+def output(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(model, DiT):
+        return model(torch.randn(2, 3, 8, 12, generator=generator), torch.tensor([0.2, 0.7]))
+    frames = (4,) if isinstance(model, LrpeVideoTransformer) else ()
+    return model(torch.randn(2, 3, *frames, 16, 16, generator=generator))
+
+
+BACKBONES = pytest.mark.parametrize("build", [vit, video, dit])
+
+
+def built(encoding: Any, depth: int = 3, num_axes: int = 2, **kwargs: Any) -> EncodingStack:
+    return EncodingStack(build_encoding(encoding, kwargs, 24, 4, depth, num_axes))
+
+
+# --- what it is made from --------------------------------------------------------------------------------------------
+
+
+@BACKBONES
+@pytest.mark.parametrize("cls", [CosineMd, RotateMd])
+def test_a_class_and_a_partial_are_factories(build, cls):
+    """The second positional argument of both is num_axes, so that they must be called by name."""
+    torch.manual_seed(0)
+    model = build(encoding=partial(cls, learnable=True))
+    assert all(isinstance(layer, cls) and layer.learnable and layer.num_heads == 2 for layer in model.encoding)
+    assert {layer.num_axes for layer in model.encoding} == {getattr(model, "num_axes", 2)}
+    torch.manual_seed(0)
+    other = build(encoding=cls, encoding_kwargs={"learnable": True})
+    nn.init.ones_(model.head.weight)
+    nn.init.ones_(other.head.weight)
+    assert torch.equal(output(model), output(other))
+
+
+def test_what_a_partial_binds_stays_bound():
+    stack = built(partial(CosineMd, num_axes=3, num_heads=1, base=7.0))
+    first: Any = stack[2]
+    assert (first.num_axes, first.num_heads, first.head_dim, first.base) == (3, 1, 24, 7.0)
+    positional: Any = built(partial(CosineMd, 12), num_axes=3)[0]
+    assert (positional.head_dim, positional.num_axes, positional.num_heads) == (12, 3, 4)
+
+
+def test_factories_without_our_names_are_called_in_order():
+    seen = []
+
+    def plain(width, count):
+        seen.append((width, count))
+        return nn.Identity()
+
+    def partly(head_dim, count):
+        return plain(head_dim, count)
+
+    built(plain)
+    built(partly)
+    built(lambda *sizes: plain(*sizes))
+    assert seen == [(24, 4)] * 9
+    one_axis: Any = built(Rotate1d, num_axes=1, base=5.0)[0]  # it has no num_axes
+    assert (one_axis.num_heads, one_axis.base) == (4, 5.0)
+
+
+# --- what is shared --------------------------------------------------------------------------------------------------
+
+SHARED = [
+    ("cosine", {}, "model", "shared"),
+    ("rotate", {"learnable": True}, "model", "shared"),
+    ("rotate", {"frequencies": "mixed"}, "model", "own"),
+    ("cosine", {"phase": True}, "layer", "own"),
+    ("mixed", {}, "layer", "own"),
+    ("rope_vit_mixed", {}, "layer", "own"),
+    ("eva02", {}, "model", "shared"),
+    (CosineMd, {}, "layer", "own"),
+    (lambda head_dim, num_heads: CosineMd(head_dim), {}, "layer", "shared"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "kwargs", "sharing", "heads"), SHARED)
+def test_what_layers_and_heads_share(encoding, kwargs, sharing, heads):
+    stack = built(encoding, **kwargs)
+    assert (stack.sharing, stack.heads) == (sharing, heads)
+    assert len({id(stack[i]) for i in range(3)}) == len(stack.distinct) == (3 if sharing == "layer" else 1)
+    for wanted in ("model", "layer"):
+        assert built(encoding, sharing=wanted, **kwargs).sharing == wanted
+    if encoding in ("cosine", "rotate", "mixed"):
+        for wanted in ("shared", "own"):
+            changed: Any = built(encoding, heads=wanted, **kwargs)
+            assert (changed.sharing, changed.heads) == (sharing, wanted)
+            assert changed[0].get_omega().shape[0] in (1, 4)
+
+
+def test_layers_of_their_own_learn_apart_and_differ_where_they_are_random():
+    stack: Any = built("rotate", frequencies="mixed", sharing="layer")
+    assert not torch.equal(stack[0].omega, stack[1].omega)
+    learned: Any = built("cosine", learnable=True, sharing="layer", heads="own")
+    assert learned[0].theta is not learned[1].theta
+    assert learned[0].theta.shape == (4, 12)
+
+
+def test_no_encoding_and_one_of_the_users():
+    none, module = EncodingStack(None), CosineMd(24, 2, learnable=True)
+    assert (none[1], none.sharing, none.heads, none.preset) == (None, "model", "shared", None)
+    assert built(module)[2] is module
+    assert isinstance(built(None, act="relu")[1], Activation)
+    stack = built("eva02")
+    assert stack.preset is not None
+    assert stack.lay_out((3, 4), 1) == preset("eva02", 24).positions(1, (3, 4))
+
+
+WRONG = [
+    ("cosine", {"sharing": "all"}, "sharing: expected one of .*'model', 'layer'.*, got 'all'"),
+    ("cosine", {"heads": "each"}, "heads: expected one of .*'shared', 'own'.*, got 'each'"),
+    ("cosine", {"heads": "own", "num_heads": 4}, "heads: expected it without num_heads"),
+    ("eva02", {"heads": "own"}, "heads: expected none with a preset"),
+    (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: expected none with a module"),
+    (None, {"sharing": "layer"}, "encoding_kwargs: expected act and dim alone"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "kwargs", "message"), WRONG)
+def test_errors(encoding, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        built(encoding, **kwargs)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def lm(**kwargs: Any) -> CausalLm:
+    return CausalLm(LmConfig(vocab_size=11, dim=48, depth=2, num_heads=4, num_kv_heads=2, hidden=32, **kwargs))
+
+
+NAMES = [
+    (lambda: vit(**LEARNED), {"encoding.theta"}),
+    (lambda: vit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
+    (
+        lambda: vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True}),
+        {f"encoding.{i}.{name}" for i in range(2) for name in ("theta", "phase")},
+    ),
+    (lambda: vit(encoding="rotate"), set()),
+    (lambda: video(**LEARNED), {"encoding.theta"}),
+    (lambda: video(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
+    (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.theta"}),
+    (lambda: dit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
+    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.frequencies.theta" for i in range(2)}),
+    (lambda: lm(encoding="cosine", phase=True), {f"blocks.{i}.attn.encoding.frequencies.phase" for i in range(2)}),
+    (lambda: lm(encoding="none"), set()),
+]
+
+
+@pytest.mark.parametrize(("build", "names"), NAMES)
+def test_names_of_what_is_learned(build, names):
+    """The same in the state_dict and among the parameters."""
+    model = build()
+    found = {name for name in model.state_dict() if "encoding." in name}
+    assert found == names
+    assert {name for name, _ in model.named_parameters() if "encoding." in name} == names
+    excluded = model.no_weight_decay()
+    assert names <= excluded
+    assert excluded <= set(dict(model.named_parameters())) | {"pos_embed", "cls_token", "reg_token", "dist_token"}
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+
+
+def layers(paths: str, ends: tuple[str, ...] = ("weight", "bias")) -> set[str]:
+    return {f"{path}.{end}" for path in paths.split() for end in ends}
+
+
+STREAM = "qkv modulation.1 proj mlp.fc1 mlp.fc2"
+IMAGE = layers("patch_embed.proj norm head") | {"cls_token"}
+IMAGE |= {f"blocks.{i}.{name}" for i in range(2) for name in layers("norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2")}
+TEXT = layers("attn.qkv attn.proj mlp.fc1 mlp.fc2") | layers("norm1 norm2 attn.q_norm attn.k_norm", ("weight",))
+DIFFUSION = layers("embed time.mlp.fc1 time.mlp.fc2 text_embed pooled_embed modulation.1 head")
+DIFFUSION |= {"text_encoder.embed.weight", "text_encoder.norm.weight"} | {f"text_encoder.blocks.0.{n}" for n in TEXT}
+DIFFUSION |= {f"blocks.{i}.image.{name}" for i in range(2) for name in layers(STREAM)}
+DIFFUSION |= {f"blocks.0.text.{name}" for name in layers(STREAM)}
+DIFFUSION |= {f"blocks.1.text.{name}" for name in layers("qkv modulation.1")}  # behind the last, text is not used
+DIFFUSION |= {f"blocks.{i}.{s}.{n}_norm.weight" for i in range(2) for s in ("image", "text") for n in "qk"}
+LANGUAGE = {"embed.weight", "norm.weight"}
+LANGUAGE |= {
+    f"blocks.{i}.{name}.weight"
+    for i in range(2)
+    for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1_g", "mlp.fc1_x", "mlp.fc2")
+}
+
+
+def test_the_other_names_of_each_backbone():
+    """Checkpoints of earlier trainings load as long as these stay."""
+    assert set(vit(encoding="rotate").state_dict()) == IMAGE
+    assert set(video(encoding="rotate", absolute="learned").state_dict()) == IMAGE | {"pos_embed"}
+    assert set(dit(encoding="rotate", text_encoder=TextEncoder(32, 1, 2)).state_dict()) == DIFFUSION
+    assert set(lm().state_dict()) == LANGUAGE
+
+
+def test_a_custom_module_says_itself_what_must_not_decay():
+    class Custom(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+        def no_weight_decay(self):
+            return {"scale"}
+
+    assert {"encoding.scale"} == {name for name in dit(encoding=Custom()).no_weight_decay() if "encoding" in name}
+
+
+# --- stretching ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [RotateMd, CosineMd])
+def test_stretched_frequencies_are_those_of_the_scaling(module):
+    """As a module made with the stretched series, and with its amplitude; q alone has no phase."""
+    scaling = partial(yarn_scaling, factor=4.0, original_length=32)
+    stretched = Stretched(module(16, 1, learnable=True, dtype=torch.float64))
+    q, k = torch.randn(2, 1, 2, 64, 16, dtype=torch.float64)
+    plain = stretched(q, k, positions=Grid((64,)))
+    torch.testing.assert_close(plain, module(16, 1, dtype=torch.float64)(q, k, positions=Grid((64,))))
+    stretched.rescale(scaling)
+    theta, amplitude = scaling(stretched.frequencies.theta.detach())
+    expected = module(16, 1, frequencies=lambda *_: theta[..., None], dtype=torch.float64)
+    for found, one in zip(stretched(q, k, positions=Grid((64,))), expected(q, k, positions=Grid((64,))), strict=True):
+        torch.testing.assert_close(found, amplitude * one)
+        assert amplitude > 1.1
+    sum(y.sum() for y in stretched(q, k, positions=Grid((64,)))).backward()
+    assert stretched.frequencies.theta.grad.abs().min() > 0
+    stretched.rescale(None)
+    assert torch.equal(stretched(q, k, positions=Grid((64,)))[0], plain[0])
+
+
+def test_an_amplitude_of_the_module_counts_too():
+    stretched = Stretched(RotateMd(8, 1, amplitude=3.0))
+    q, k = torch.randn(2, 1, 1, 5, 8)
+    torch.testing.assert_close(
+        stretched(q, k, positions=Grid((5,)))[0], RotateMd(8, 1, amplitude=3.0)(q, positions=Grid((5,)))
+    )
+
+
+def test_several_axes_have_no_one_series():
+    with pytest.raises(ValueError, match="frequencies: expected one axis, got num_axes=2"):
+        Stretched(RotateMd(8, 2))
+
+
+def test_presets_are_modules():
+    assert all(isinstance(layer, PresetMd) for layer in built("rope_vit_mixed").distinct)
