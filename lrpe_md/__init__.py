@@ -29,17 +29,20 @@ from .presets.registry import preset as preset
 
 __version__ = "0.1.0"
 
-# lrpe_md.models and lrpe_md.scripts, the backbones and the commands, lie beside the package in a checkout; a wheel has
-# them inside.
+# In a checkout the backbones and the commands lie beside the package, and are lrpe_md.models and lrpe_md.scripts
+# nevertheless; a wheel has them inside.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))
 
 _DOCUMENT = "lrpe_cosine_md", "lrpe_rotate_1d", "lrpe_rotate_md"
+_INTEGRATIONS = "adapt", "adapt_rotary"
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the LRPE document, which most programs don't use."""
+    """What most programs don't use: the names of the LRPE document, and what imports other libraries."""
+    if name in _INTEGRATIONS:
+        return getattr(importlib.import_module(".integrations", __name__), name)
     if name.startswith(_DOCUMENT):
         return getattr(importlib.import_module(".document", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

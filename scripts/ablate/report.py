@@ -80,7 +80,7 @@ def section(task: str, folder: Path) -> str:
 
 def fill_readme(readme: Path, tasks: Iterable[str]) -> None:
     """Fill in the sections of a file that it has, from the committed results."""
-    tasks = [task for task in tasks if TASKS[task].readme]
+    tasks = list(tasks)
     text = readme.read_text(encoding="utf-8")
     for task in tasks:
         text = fill(text, *markers(task), section(task, committed(task)))

@@ -60,7 +60,6 @@ class Task:
         data: where none is given.
         kept: files of a training's folder that the report shows.
         note: a line under the tables.
-        readme: whether the README has a section for it, between markers.
     """
 
     config: type[Training]
@@ -79,7 +78,6 @@ class Task:
     data: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     note: str = ""
-    readme: bool = True
 
     @property
     def encodings(self) -> list[str]:
@@ -126,7 +124,7 @@ TASKS = {
         digits.DigitsTraining, digits.run, dict.fromkeys(("softmax", "linear"), DIGITS),
         {"steps": 2, "limit": 64, "warmup": 1, "log_every": 1}, accuracy, "accuracy, %", True,
         plots={"accuracy.png": "trained", "resolution.png": "sizes"}, full=Full(MORE_DIGITS, 5, {"steps": 2100}),
-        data=("digits",), readme=False,
+        data=("digits",),
         note=(
             "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table "
             "only in the second. The choice of 450 test images has a standard error of 1.0 at an accuracy of 95%."

@@ -1,13 +1,14 @@
-"""``python -m scripts.bench operators | training | counters | report``."""
+"""``python -m scripts.bench operators | training | counters | tune | report``."""
 
 from __future__ import annotations
 
 import typer
 
-from . import counters, operators, report, training
+from . import counters, operators, report, training, tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("operators")(operators.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)
+app.command("tune")(tune.main)
 app.command("report")(report.main)

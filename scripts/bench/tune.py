@@ -1,8 +1,8 @@
 """Which tiles are fastest on this GPU? Prints the table ``TILES`` of lrpe_md/engine/plan.py.
 
-    python -m scripts.bench.tune                                    every row, as plan.py writes it
-    python -m scripts.bench.tune --only "2 rotate" --only "4 cosine forward"
-    python -m scripts.bench.tune --check                            is each tile of the table within 3% of the best?
+    python -m scripts.bench tune                                    every row, as plan.py writes it
+    python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
+    python -m scripts.bench tune --check                            is each tile of the table within 3% of the best?
 
 A row is the bytes of an element, a map and a pass; its tiles are for up to 16, up to 64 and more channels. Those up to
 64 are tried on grids of 14×14 and 64×64 tokens with head_dim 64, those for more on 21×30×52 with 128, those up to 16 on
@@ -38,16 +38,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lrpe_md.engine.plan import TILES, Tile
+from lrpe_md.engine.call import remembered
+from lrpe_md.engine.plan import TILES, Pass, Tile
 from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
 
-from ..benchmark_measure import TURNS, OutOfTime, cold_times, in_words, large_inputs, make_pass, quantiles
-from ..common import git_commit, gpu_name, versions
+from ..common.devices import gpu_name
+from ..common.provenance import git_commit, versions
+from .measure import TURNS, OutOfTime, cold_times, in_words, large_inputs, make_pass, quantiles
 
 WIDTHS = ("up to 16", "up to 64", "more")  # channels: what a row of TILES has a tile for
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
 PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
-MODES = {"forward": "fwd", "backward": "bwd", "dtheta": "bwd_omega"}
+MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DTHETA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 WITHIN = 1.03  # of the best: what --check allows
 FINALISTS = 3
@@ -58,24 +60,24 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "
 class Place(NamedTuple):
     """One tile of the table."""
 
-    key: tuple[Any, ...]
+    key: tuple[int, Any, Pass, bool]
     width: int  # of WIDTHS
 
     @property
     def row(self) -> str:
-        return " ".join(map(str, self.key))
+        itemsize, map, stage, activated = self.key
+        return f"{itemsize} {map} {stage.value}{' activated' if activated else ''}"
 
     def __str__(self) -> str:
         return f"{self.row}, {WIDTHS[self.width]}"
 
     @property
-    def stage(self) -> str:
-        """forward, backward or dtheta."""
-        return self.key[2].partition(" ")[0]
+    def stage(self) -> Pass:
+        return self.key[2]
 
     @property
     def act(self) -> str:
-        return "silu" if self.key[2].endswith("activated") else "none"
+        return "silu" if self.key[3] else "none"
 
     @property
     def tile(self) -> Tile:
@@ -117,7 +119,7 @@ def shapes(place: Place) -> list[Tile]:
 
 def refinements(place: Place, tile: Tile) -> list[Tile]:
     """The same shape with other registers and stages, or with the rows asked for first."""
-    if place.stage != "dtheta":
+    if place.stage is not Pass.DTHETA:
         return [tile._replace(rows_first=not tile.rows_first)]
     options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
     found = [tile._replace(max_registers=registers, stages=stages) for registers, stages in options]
@@ -183,18 +185,16 @@ def search(
 @contextmanager
 def in_table(place: Place, tile: Tile) -> Iterator[None]:
     """The table with this tile in its place, and nothing for other widths: a call that reads those fails."""
-    from lrpe_md.engine import launch
-
     kept = TILES[place.key]
     tiles: list[Any] = [None] * len(kept)
     tiles[place.width] = tile
     try:
         TILES[place.key] = tuple(tiles)
-        launch._known.clear()  # what was cut by another table
+        remembered.clear()  # what was cut by another table
         yield
     finally:
         TILES[place.key] = kept
-        launch._known.clear()
+        remembered.clear()
 
 
 def passes(place: Place, inputs: Sequence[Inputs], impl: str = "triton") -> list[Callable[[], Any]]:
@@ -276,12 +276,12 @@ def write_tile(tile: Tile) -> str:
     return f"Tile({', '.join(given)})"
 
 
-def write_key(key: tuple[Any, ...]) -> str:
-    words = [f'"{part}"' if isinstance(part, str) else repr(part) for part in key]
-    return f"({', '.join(words)})"
+def write_key(key: tuple[int, Any, Pass, bool]) -> str:
+    itemsize, map, stage, activated = key
+    return f'({itemsize}, "{map}", {stage}, {activated})'
 
 
-def write_table(tiles: dict[tuple[Any, ...], tuple[Tile, ...]]) -> str:
+def write_table(tiles: dict[tuple[int, Any, Pass, bool], tuple[Tile, ...]]) -> str:
     lines = ["TILES = {"]
     for key, row in tiles.items():
         written = list(map(write_tile, row))
@@ -328,10 +328,6 @@ def open_pool(jobs: int) -> ProcessPoolExecutor | None:
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) if jobs else None
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Tiles with this in their name; may be repeated.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Fail where a tile of the table is over 3% slower.")] = False,
@@ -384,7 +380,3 @@ def finish(console: Console, found: list[Found], wanted: int, check: bool, out: 
         console.print(text + ("" if len(found) == wanted else f"; {wanted - len(found)} were not timed"))
         if slow or len(found) < wanted:
             raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()

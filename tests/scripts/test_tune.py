@@ -5,20 +5,21 @@ import math
 import pandas as pd
 import pytest
 import torch
+from lrpe_md.scripts.bench import tune
+from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.tune import Place, choose_places, large_inputs, search
 from typer.testing import CliRunner
 
-from lrpe_md.engine.plan import TILES, Tile
-from scripts.bench import tune
-from scripts.bench.tune import Place, choose_places, large_inputs, search
+from lrpe_md.engine.plan import TILES, Pass, Tile
 
 PLACES = choose_places([])
-DTHETA = next(place for place in PLACES if place.stage == "dtheta" and place.key[0] == 2)
-FORWARD = next(place for place in PLACES if place.stage == "forward" and place.key[0] == 2)
+DTHETA = next(place for place in PLACES if place.stage is Pass.DTHETA and place.key[0] == 2)
+FORWARD = next(place for place in PLACES if place.stage is Pass.FORWARD and place.key[0] == 2)
 
 
 def test_every_tile_of_the_table_has_a_place():
     assert [place.tile for place in PLACES] == [tile for row in TILES.values() for tile in row]
-    assert {place.stage for place in PLACES} == {"forward", "backward", "dtheta"}
+    assert {place.stage for place in PLACES} == set(Pass)
     assert {place.act for place in PLACES} == {"none", "silu"}
     assert len({str(place) for place in PLACES}) == len(PLACES)
 
@@ -33,8 +34,8 @@ def test_candidates(place):
     others = tune.refinements(place, place.tile)
     assert place.tile not in others
     assert {tile[:3] for tile in others} == {place.tile[:3]}
-    assert len(set(others)) == (8 if place.stage == "dtheta" else 1)
-    if place.stage != "dtheta":
+    assert len(set(others)) == (8 if place.stage is Pass.DTHETA else 1)
+    if place.stage is not Pass.DTHETA:
         assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
 
 
@@ -159,7 +160,7 @@ def test_luck_is_measured_again():
 def test_the_printed_table_is_the_table():
     text = tune.write_table(TILES)
     assert all(len(line) <= 120 for line in text.splitlines())
-    scope = {"Tile": Tile}
+    scope = {"Tile": Tile, "Pass": Pass}
     exec(text, scope)
     assert scope["TILES"] == TILES
     assert tune.write_tile(Tile(2, 256, 1)) == "Tile(2, 256, 1)"
@@ -179,7 +180,7 @@ def invoke(monkeypatch, tmp_path):
     def run(times, *args):
         monkeypatch.setattr(tune.Session, "time", times)
         options = ["--out", str(tmp_path / "new" / "tune.csv"), "--jobs", "0", "--commit", "abc"]
-        result = CliRunner().invoke(tune.app, [*args, *options], env={"NO_COLOR": "1", "COLUMNS": "400"})
+        result = CliRunner().invoke(app, ["tune", *args, *options], env={"NO_COLOR": "1", "COLUMNS": "400"})
         assert result.exception is None or isinstance(result.exception, SystemExit), result.output
         return result, tmp_path / "new" / "tune.csv"
 
@@ -226,7 +227,7 @@ def test_the_best_tiles_are_printed_and_the_rest_kept(invoke):
     before = dict(TILES)
     result, out = invoke(slow_in_one_place, "--only", str(DTHETA))
     assert result.exit_code == 0, result.output
-    scope = {"Tile": Tile}
+    scope = {"Tile": Tile, "Pass": Pass}
     exec("TILES" + result.output.split("TILES", 1)[1].split("}", 1)[0] + "}", scope)
     changed = {key: row for key, row in scope["TILES"].items() if row != TILES[key]}
     assert list(changed) == [DTHETA.key]
@@ -256,7 +257,7 @@ def test_what_cannot_run_is_a_line_with_the_reason(invoke):
 def test_errors(args, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "tune.csv"
-    result = CliRunner().invoke(tune.app, [*args, "--out", str(out)], env={"NO_COLOR": "1", "COLUMNS": "400"})
+    result = CliRunner().invoke(app, ["tune", *args, "--out", str(out)], env={"NO_COLOR": "1", "COLUMNS": "400"})
     assert result.exit_code == 2
     assert message in result.output
     assert not out.exists()
