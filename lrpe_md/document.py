@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .engine import boundary
 from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
-from .engine.dispatch import encode, use_triton
+from .engine.dispatch import run, use_triton
 from .engine.validate import check_input, rotary_slice, validate
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
@@ -86,7 +86,7 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", (x,), call.tables)
-    return boundary.encode(call, (x,), boundary.is_direct((x, *call.tables)), cache=True)[0]
+    return boundary.run_kernels(call, (x,), boundary.is_direct((x, *call.tables)), cache=True)[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def lrpe_rotate_1d(
     xs = x if isinstance(x, tuple) else (x,)
     omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
     options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
-    return encode(options, xs, omega, positions, amplitude=amplitude)
+    return run(options, xs, omega, positions, amplitude=amplitude)
 
 
 lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")

@@ -7,7 +7,7 @@ from typing import overload
 from torch import Tensor
 
 from .engine.call import Act, Impl, Options, Order, Pairs, Positions
-from .engine.dispatch import encode
+from .engine.dispatch import run
 
 __all__ = ["cosine", "rotate"]
 
@@ -78,7 +78,7 @@ def cosine(
     (arXiv 2509.10534).
     """
     options = Options("cosine", act, dim, "half", None, order, impl)
-    return encode(options, xs, omega, positions, phase, amplitude)
+    return run(options, xs, omega, positions, phase, amplitude)
 
 
 @overload
@@ -128,4 +128,4 @@ def rotate(
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
-    return encode(options, xs, omega, positions, phase, amplitude)
+    return run(options, xs, omega, positions, phase, amplitude)

@@ -19,10 +19,10 @@ from .. import reference
 from .call import Call, Layout, Needs, Spec, Tables, declare, flatten, unflatten
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
-__all__ = ["backward", "encode", "encode_reference", "forward", "is_direct", "transforming"]
+__all__ = ["backward", "forward", "is_direct", "is_plain", "run_kernels", "run_reference", "transforming"]
 
 
-def encode(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False) -> tuple[Tensor, ...]:
+def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False) -> tuple[Tensor, ...]:
     """Run the kernels, differentiable once in reverse mode (more through the reference).
 
     direct: :func:`is_direct` of xs and the tables.
@@ -35,7 +35,7 @@ def encode(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False
     return tuple(forward(call, xs, direct, cache)[: len(xs)])
 
 
-def encode_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
     tables = call.tables
     s, rotated = call.layout.positions(tables, tables.omega.device)
@@ -64,7 +64,7 @@ _CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}"
 _lib = torch.library.Library("lrpe_md", "DEF")
 _lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _lib.define(
-    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? theta, {_CALL}, bool need_omega, bool need_phase) "
+    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, bool need_omega, bool need_phase) "
     "-> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -89,14 +89,14 @@ def backward(
     grads: Sequence[Tensor],
     xs: Sequence[Tensor],
     stats: Sequence[Tensor],
-    theta: Tensor | None,
+    angles: Tensor | None,
     needs: Needs,
     direct: bool,
 ) -> list[Tensor]:
     """dx for each gradient, then dω and dφ where needed."""
     if direct:
-        return _launcher().backward(call, grads, xs, stats, theta, needs)
-    return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), theta, *flatten(call), *needs)
+        return _launcher().backward(call, grads, xs, stats, angles, needs)
+    return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs)
 
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
@@ -105,10 +105,10 @@ def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
 
 
 def _backward_cuda(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], theta: Tensor | None, *args: Any
+    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    return _launcher().backward(call, grads, xs, stats, theta, Needs(*needs))
+    return _launcher().backward(call, grads, xs, stats, angles, Needs(*needs))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
@@ -117,7 +117,7 @@ def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
     with torch.no_grad():
         omega, phase = tables.omega.detach(), None if tables.phase is None else tables.phase.detach()
         detached = call._replace(tables=tables._replace(omega=omega, phase=phase))
-        ys = encode_reference(detached, tuple(x.detach() for x in xs))
+        ys = run_reference(detached, tuple(x.detach() for x in xs))
         out = []
         for x, y in zip(xs, ys, strict=True):
             out.append(like_in_memory(x, spec.out_dim(x.shape[3])).copy_(y))
@@ -128,13 +128,13 @@ def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
                 out.append(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
         if cache:
             s, on_grid = layout.positions(tables, omega.device)
-            theta = reference.angles(s, omega, phase, on_grid)
-            out.append((theta.double() - 2 * torch.pi * (theta.double() / (2 * torch.pi)).round()).float())
+            angles = reference.angles(s, omega, phase, on_grid)
+            out.append((angles.double() - 2 * torch.pi * (angles.double() / (2 * torch.pi)).round()).float())
         return out
 
 
 def _backward_reference(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], theta: Tensor | None, *args: Any
+    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
     need = Needs(*needs)
@@ -157,7 +157,7 @@ def _forward_fake(xs: list[Tensor], *args: Any) -> list[Tensor]:
 
 
 def _backward_fake(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], theta: Tensor | None, *args: Any
+    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
     need = Needs(*needs)
@@ -191,16 +191,16 @@ class _Encode(torch.autograd.Function):
         _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
         out, num = forward(call, xs, direct, cache), len(xs)
         ys, stats = out[:num], out[num : len(out) - cache]
-        theta = out[-1] if cache else None
+        angles = out[-1] if cache else None
         keep = xs if need_omega or need_phase or call.spec.act != "none" else ()
-        ctx.save_for_backward(*call.tables, theta, *stats, *keep)
+        ctx.save_for_backward(*call.tables, angles, *stats, *keep)
         ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
         spec, layout, launches, direct, num_stats = ctx.args
-        omega, phase, coords, origin, affine, rotated, amplitude, theta, *rest = ctx.saved_tensors
+        omega, phase, coords, origin, affine, rotated, amplitude, angles, *rest = ctx.saved_tensors
         call = Call(spec, layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude), launches)
         stats, xs = rest[:num_stats], rest[num_stats:]
         _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
@@ -213,7 +213,7 @@ class _Encode(torch.autograd.Function):
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _differentiate_reference(call, xs, grads)
                 return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs
-        out, num = backward(call, grads, xs, stats, theta, needs, direct and is_plain(grads)), len(grads)
+        out, num = backward(call, grads, xs, stats, angles, needs, direct and is_plain(grads)), len(grads)
         return None, None, None, out[num] if need_omega else None, out[-1] if need_phase else None, *out[:num]
 
 
@@ -233,7 +233,7 @@ def _differentiate_twice(
     xs = [x.view_as(x) for x in xs]
     inputs: list[Any] = [*([omega] if needs.omega else []), *([phase] if needs.phase else [])]
     inputs += [x for x in xs if x.requires_grad]
-    ys = encode_reference(call._replace(tables=call.tables._replace(omega=omega, phase=phase)), tuple(xs))
+    ys = run_reference(call._replace(tables=call.tables._replace(omega=omega, phase=phase)), tuple(xs))
     pairs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
     found = list(
         torch.autograd.grad(

@@ -116,11 +116,11 @@ class Variant(NamedTuple):
     num_axes: int = 0
     # The pass.
     backward: bool = False
-    need_dtheta: bool = False
+    need_dangles: bool = False
     load_x: bool = True
     has_k: bool = False
-    load_theta: bool = False
-    store_theta: bool = False
+    load_angles: bool = False
+    store_angles: bool = False
     # Positions.
     explicit: bool = False  # from a table of coordinates
     by_sample: bool = False  # each sample has coordinates or an origin of its own

@@ -17,18 +17,18 @@ from .call import Call, Options, Tables, remember, remembered
 from .memory import memory_order
 from .validate import IMPLS, check_impl, check_input, validate
 
-__all__ = ["encode", "use_triton"]
+__all__ = ["run", "use_triton"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-def encode(
+def run(
     options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
 ) -> Any:
     """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
-        return _encode_apart(options, xs, omega, positions, phase, amplitude)
+        return _run_apart(options, xs, omega, positions, phase, amplitude)
     direct = boundary.is_direct((*xs, omega, phase))
     key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
     if key is None:
@@ -42,7 +42,7 @@ def encode(
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row
         call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches)
-    ys = _run(call, xs, phase, options.impl, direct)
+    ys = _run_checked(call, xs, phase, options.impl, direct)
     return ys[0] if len(xs) == 1 else ys
 
 
@@ -76,37 +76,37 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     )  # fmt: skip
 
 
-def _run(
+def _run_checked(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
     """A checked call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
     if phase is not None:
         if phase.ndim == 3:
-            each = [_run(call, xs, group, impl, direct) for group in phase.unbind()]
+            each = [_run_checked(call, xs, group, impl, direct) for group in phase.unbind()]
             return tuple(map(_join_groups, zip(*each, strict=True)))
         if call.tables.phase is not phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
-        return tuple(_join_groups((y,) * groups) for y in _run(call, xs, phase, impl, direct))
+        return tuple(_join_groups((y,) * groups) for y in _run_checked(call, xs, phase, impl, direct))
     if not direct and sharding.is_sharded(*xs, call.tables.omega, phase):
-        return sharding.encode(lambda local, parts: _run_shard(local, parts, impl), call, xs)
+        return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
     if use_triton(impl, xs, call.tables):
         tables = call.tables
         if direct and not (tables.coords is tables.origin is tables.rotated is tables.amplitude is None):
             direct = boundary.is_plain((tables.coords, tables.origin, tables.rotated, tables.amplitude))
-        return boundary.encode(call, xs, direct)
-    return boundary.encode_reference(call, xs)
+        return boundary.run_kernels(call, xs, direct)
+    return boundary.run_reference(call, xs)
 
 
 def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
     phase = call.tables.phase
-    return _run(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase)))
+    return _run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase)))
 
 
 # --- q and k apart, and groups of phases -------------------------------------------------------------------------
 
 
-def _encode_apart(
+def _run_apart(
     options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any, amplitude: Any
 ) -> tuple[Tensor, ...]:
     """Positions or a phase for each of q and k: a launch each."""
@@ -118,7 +118,7 @@ def _encode_apart(
     calls = [validate(options, (x,), omega, where, phi, amplitude) for where, phi, x in each]  # before any launch
     groups, ys = _count_groups(phase), ()
     for call, (_, phi, x) in zip(calls, each, strict=True):
-        ys += _run(call, (x,), phi, options.impl, boundary.is_direct((x, omega, phi)), groups)
+        ys += _run_checked(call, (x,), phi, options.impl, boundary.is_direct((x, omega, phi)), groups)
     return ys
 
 

@@ -34,7 +34,7 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     xs = [_materialise(x) for x in xs]
     ready = _make_readable(call)
-    stats, theta = [], None
+    stats, angles = [], None
     with _current_device(xs[0]):
         if call.spec.dim == -2:
             for x in xs:
@@ -43,26 +43,26 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
         if cache:
             heads = _num_groups(ready.tables)
             size = (heads, call.layout.num_tokens, call.spec.num_channels)
-            theta = ready.tables.omega.new_empty(size, dtype=torch.float32)
-        outs, _ = _run(ready, Rows(xs, [], stats, theta), False)
-    return [*outs, *stats, theta] if theta is not None else [*outs, *stats]
+            angles = ready.tables.omega.new_empty(size, dtype=torch.float32)
+        outs, _ = _run(ready, Rows(xs, [], stats, angles), False)
+    return [*outs, *stats, angles] if angles is not None else [*outs, *stats]
 
 
 def backward(
-    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], theta: Tensor | None, needs: Needs
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs
 ) -> list[Tensor]:
     """dx for each gradient, then dω and dφ where needed."""
     grads, xs = [_materialise(g) for g in grads], [_materialise(x) for x in xs]
-    theta = None if theta is None else theta.contiguous()
+    angles = None if angles is None else angles.contiguous()
     ready = _make_readable(call)
     over_sequence = call.spec.dim == -2
-    need_dtheta = needs.omega or needs.phase
+    need_dangles = needs.omega or needs.phase
     with _current_device(grads[0]):
         inner = ready
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
-        load = xs if need_dtheta or inner.spec.act != "none" else []
-        dxs, partial = _run(inner, Rows(load, grads, stats, theta, theta is not None), need_dtheta)
+        load = xs if need_dangles or inner.spec.act != "none" else []
+        dxs, partial = _run(inner, Rows(load, grads, stats, angles, angles is not None), need_dangles)
         if over_sequence:
             dx_bars = dxs
             dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
@@ -79,8 +79,8 @@ class Rows(NamedTuple):
     xs: list[Tensor]  # none where the backward needs none
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
-    theta: Tensor | None = None  # the angles: to be kept, or
-    load_theta: bool = False  # to be read
+    angles: Tensor | None = None  # the angles: to be kept, or
+    load_angles: bool = False  # to be read
 
 
 class Launch:
@@ -125,17 +125,17 @@ def _materialise(t: Tensor) -> Tensor:
     return t.resolve_neg() if t.is_neg() else t
 
 
-def _run(call: Call, rows: Rows, need_dtheta: bool) -> tuple[list[Tensor], Tensor | None]:
+def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tensor | None]:
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     spec, layout, tables, launches = call
-    xs, dys, stats, theta, load_theta = rows
+    xs, dys, stats, angles, load_angles = rows
     source = (dys or xs)[0]
     dtype, device = source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
         dtype = accumulator(dtype)
     # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
     far = layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
-    if far and _is_fast(dtype, need_dtheta):
+    if far and _is_fast(dtype, need_dangles):
         affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
         tables = tables._replace(affine=affine)
         call = call._replace(tables=tables)
@@ -146,18 +146,18 @@ def _run(call: Call, rows: Rows, need_dtheta: bool) -> tuple[list[Tensor], Tenso
     aligned = address % 16 == 0
     if launches is None:
         launches = _recall_launches(call, rows)
-    key = spec.act, bool(xs), bool(dys), need_dtheta, theta is None, load_theta, aligned, *geometry
+    key = spec.act, bool(xs), bool(dys), need_dangles, angles is None, load_angles, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = _make_launch(call, rows, dtype, aligned, need_dtheta)
+        launch = launches[key] = _make_launch(call, rows, dtype, aligned, need_dangles)
     outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
-    partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dtheta else None
+    partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dangles else None
     if launch.grid[0]:
         x0, x1 = (*xs, None, None)[:2]
         dy0, dy1 = (*dys, None, None)[:2]
         stat0, stat1 = (*stats, None, None)[:2]
         o0, o1 = (*outs, None)[:2]
-        _start(launch, (x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, theta, partial))
+        _start(launch, (x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, angles, partial))
     return outs, partial
 
 
@@ -181,7 +181,7 @@ def _start(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
         launch.compiled = compiled
 
 
-def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dtheta: bool) -> Launch:
+def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dangles: bool) -> Launch:
     """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes."""
     spec, layout, tables, _ = call
     xs, dys = rows.xs, rows.dys
@@ -193,7 +193,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = _describe(call, rows, dtype, head_dim, aligned, need_dtheta, strides)
+    variant = _describe(call, rows, dtype, head_dim, aligned, need_dangles, strides)
     if not spec.dim and aligned:
         variant = _flatten_channels(variant, num_tokens)
 
@@ -203,16 +203,16 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     num_rows = num_tokens * max(1, variant.flat)
     span = (group0 + group1) * batch // samples
     work = Work(
-        map=spec.map, stage=Pass.DTHETA if need_dtheta else Pass.BACKWARD if dys else Pass.FORWARD,
+        map=spec.map, stage=Pass.DOMEGA if need_dangles else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
-        step=variant.flat if variant.flat and need_dtheta else 1,  # each thread stays with its channels
+        step=variant.flat if variant.flat and need_dangles else 1,  # each thread stays with its channels
         interpreting=INTERPRETING,
     )  # fmt: skip
     chosen = plan(work)
     variant = variant._replace(
         block_r=chosen.block_r, block_n=chosen.block_n, stages=chosen.stages, rows_first=chosen.rows_first,
-        early=need_dtheta and _can_launch_early(),
+        early=need_dangles and _can_launch_early(),
     )  # fmt: skip
     num_blocks = triton.cdiv(num_rows, chosen.block_n)
     token_programs = chosen.token_programs if num_blocks else 0
@@ -241,7 +241,7 @@ def _num_groups(tables: Tables) -> int:
 
 
 def _describe(
-    call: Call, rows: Rows, dtype: torch.dtype, head_dim: int, aligned: bool, need_dtheta: bool, strides: dict
+    call: Call, rows: Rows, dtype: torch.dtype, head_dim: int, aligned: bool, need_dangles: bool, strides: dict
 ) -> Variant:
     """The variant, but for how the work is cut."""
     spec, layout, tables, _ = call
@@ -258,11 +258,11 @@ def _describe(
                 widths.append(end - begin)
                 blocks.append(triton.next_power_of_2(end - begin))
     explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
-    fast, ptx, unit = _is_fast(dtype, need_dtheta), _has_ptx(dtype), 8 if aligned else 1
+    fast, ptx, unit = _is_fast(dtype, need_dangles), _has_ptx(dtype), 8 if aligned else 1
     return Variant(
         *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
-        backward=bool(rows.dys), need_dtheta=need_dtheta, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
-        load_theta=rows.load_theta, store_theta=rows.theta is not None and not rows.load_theta,
+        backward=bool(rows.dys), need_dangles=need_dangles, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
+        load_angles=rows.load_angles, store_angles=rows.angles is not None and not rows.load_angles,
         explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
         wide=wide, fast=fast,
@@ -287,7 +287,7 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 def _tile_width(variant: Variant) -> int:
     """Channels of a row that a tile holds."""
-    if not variant.need_dtheta:
+    if not variant.need_dangles:
         return variant.num_turned * variant.block_c
     return triton.next_power_of_2(sum(variant.blocks))  # what is not turned waits with the rest
 
@@ -355,9 +355,9 @@ def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
     return head_dim % 8 == 0 and all(d == 1 and (b | h | n) % 8 == 0 for b, h, n, d in strides)
 
 
-def _is_fast(dtype: torch.dtype, need_dtheta: bool) -> bool:
+def _is_fast(dtype: torch.dtype, need_dangles: bool) -> bool:
     """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
-    return dtype.itemsize == 2 and not need_dtheta and _has_ptx(dtype)
+    return dtype.itemsize == 2 and not need_dangles and _has_ptx(dtype)
 
 
 @cache

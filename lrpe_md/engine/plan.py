@@ -15,7 +15,7 @@ __all__ = ["TILES", "Pass", "Plan", "Tile", "Work", "cut_rows", "plan", "share_r
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DTHETA = "dtheta"  # a backward with the gradient of the frequencies or the phase
+    DOMEGA = "domega"  # a backward with the gradient of the frequencies or the phase
 
 
 class Work(NamedTuple):
@@ -66,21 +66,21 @@ TILES = {
     (2, "cosine", Pass.FORWARD, False): (_FEW_FIRST, _FEW, _FEW),
     (2, "cosine", Pass.FORWARD, True): (_MANY_FIRST, _FEW, _16_FIRST),
     (2, "cosine", Pass.BACKWARD, False): (_FEW, _FEW, _16_FIRST),
-    (2, "cosine", Pass.DTHETA, False): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
-    (2, "cosine", Pass.DTHETA, True): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
+    (2, "cosine", Pass.DOMEGA, False): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
+    (2, "cosine", Pass.DOMEGA, True): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
     (2, "rotate", Pass.FORWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
     (2, "rotate", Pass.FORWARD, True): (
         _MANY_FIRST, Tile(4, 512, 1, rows_first=True), Tile(4, 2048, 4, rows_first=True)
     ),
     (2, "rotate", Pass.BACKWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", Pass.DTHETA, False): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
-    (2, "rotate", Pass.DTHETA, True): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
+    (2, "rotate", Pass.DOMEGA, False): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
+    (2, "rotate", Pass.DOMEGA, True): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
     (4, "cosine", Pass.FORWARD, False): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
     (4, "cosine", Pass.BACKWARD, False): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    (4, "cosine", Pass.DTHETA, False): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
+    (4, "cosine", Pass.DOMEGA, False): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
     (4, "rotate", Pass.FORWARD, False): (_FEW, _FEW, _FEW),
     (4, "rotate", Pass.BACKWARD, False): (_ONE, _ONE, _FEW),
-    (4, "rotate", Pass.DTHETA, False): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
+    (4, "rotate", Pass.DOMEGA, False): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
@@ -92,7 +92,7 @@ NEW_TOKENS = 8
 def tile(work: Work) -> Tile:
     """Sizes never choose another compiled kernel."""
     if work.itemsize == 8:
-        return _64._replace(max_registers=255) if work.stage is Pass.DTHETA else _64
+        return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     plain = TILES[work.itemsize, work.map, work.stage, False]
     tiles = TILES.get((work.itemsize, work.map, work.stage, True), plain) if work.activated else plain
     return tiles[(work.width > 16) + (work.width > 64)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from .call import Call, Layout, Spec, Tables
 from .memory import strides_in_memory
 
-__all__ = ["encode", "is_sharded"]
+__all__ = ["is_sharded", "run_shards"]
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
@@ -28,7 +28,7 @@ def is_sharded(*tensors: Tensor | None) -> bool:
     return any(hasattr(t, "placements") for t in tensors)
 
 
-def encode(
+def run_shards(
     run: Callable[[Call, tuple[Tensor, ...]], tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """``run`` on the local shards; DTensors with the placements of xs.
@@ -48,7 +48,7 @@ def encode(
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
         q, k = xs
-        return encode(run, call, (q,)) + encode(run, call, (k,))
+        return run_shards(run, call, (q,)) + run_shards(run, call, (k,))
     from torch.distributed.tensor import DTensor
 
     x = xs[0]

@@ -104,7 +104,7 @@ def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return boundary.encode(make_call(inputs, xs, omega), xs, boundary.is_direct((*xs, omega)), cache=True)
+        return boundary.run_kernels(make_call(inputs, xs, omega), xs, boundary.is_direct((*xs, omega)), cache=True)
 
     return forward
 

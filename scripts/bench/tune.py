@@ -49,7 +49,7 @@ from .measure import TURNS, OutOfTime, cold_times, in_words, large_inputs, make_
 WIDTHS = ("up to 16", "up to 64", "more")  # channels: what a row of TILES has a tile for
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
 PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
-MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DTHETA: "bwd_omega"}
+MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DOMEGA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 WITHIN = 1.03  # of the best: what --check allows
 FINALISTS = 3
@@ -119,7 +119,7 @@ def shapes(place: Place) -> list[Tile]:
 
 def refinements(place: Place, tile: Tile) -> list[Tile]:
     """The same shape with other registers and stages, or with the rows asked for first."""
-    if place.stage is not Pass.DTHETA:
+    if place.stage is not Pass.DOMEGA:
         return [tile._replace(rows_first=not tile.rows_first)]
     options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
     found = [tile._replace(max_registers=registers, stages=stages) for registers, stages in options]

@@ -105,7 +105,7 @@ def test_every_way_to_cut_the_work(monkeypatch, known_launches, map, coords, nam
 
     def plan(work: plans.Work) -> plans.Plan:
         one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
-        return cut if work.stage is plans.Pass.DTHETA else one_tile
+        return cut if work.stage is plans.Pass.DOMEGA else one_tile
 
     monkeypatch.setattr(launch, "plan", plan)
     case = Case(map, (3, 6), coords=coords, batch=3, heads=(4, 2), omega_heads=2, head_dim=8, phase=True)
@@ -142,7 +142,7 @@ def test_shared_blocks_of_channels(monkeypatch, known_launches, case):
 
     def plan(work: plans.Work) -> plans.Plan:
         chosen = uncut(work)
-        if work.stage is not plans.Pass.DTHETA:
+        if work.stage is not plans.Pass.DOMEGA:
             return chosen
         step = work.step
         blocks = -(-work.num_tokens // 8)
@@ -293,7 +293,7 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
             chosen = plans.plan(work)
             assert chosen.per % chosen.block_r == 0
             assert chosen.per >= chosen.block_r
-            if stage is plans.Pass.DTHETA:
+            if stage is plans.Pass.DOMEGA:
                 assert chosen.token_programs % step == 0
                 programs = samples * chosen.token_programs * math.prod(plans.share_rows(rows_each, 12, chosen.per))
                 assert programs <= max(samples, plans.NUM_SM * 16)

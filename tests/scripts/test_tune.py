@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lrpe_md.engine.plan import TILES, Pass, Tile
 
 PLACES = choose_places([])
-DTHETA = next(place for place in PLACES if place.stage is Pass.DTHETA and place.key[0] == 2)
+DOMEGA = next(place for place in PLACES if place.stage is Pass.DOMEGA and place.key[0] == 2)
 FORWARD = next(place for place in PLACES if place.stage is Pass.FORWARD and place.key[0] == 2)
 
 
@@ -34,8 +34,8 @@ def test_candidates(place):
     others = tune.refinements(place, place.tile)
     assert place.tile not in others
     assert {tile[:3] for tile in others} == {place.tile[:3]}
-    assert len(set(others)) == (8 if place.stage is Pass.DTHETA else 1)
-    if place.stage is not Pass.DTHETA:
+    assert len(set(others)) == (8 if place.stage is Pass.DOMEGA else 1)
+    if place.stage is not Pass.DOMEGA:
         assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
 
 
@@ -80,17 +80,17 @@ def made_up(place, fast, slow=1.0, calls=None):
 
 
 def test_the_best_of_made_up_times():
-    fast = DTHETA.tile._replace(rows=2, elements=256, num_warps=2, max_registers=255, stages=2)
-    assert fast != DTHETA.tile
+    fast = DOMEGA.tile._replace(rows=2, elements=256, num_warps=2, max_registers=255, stages=2)
+    assert fast != DOMEGA.tile
     told, calls = [], []
-    found = search(DTHETA, made_up(DTHETA, fast, calls=calls), rounds=2, prepare=told.append)
+    found = search(DOMEGA, made_up(DOMEGA, fast, calls=calls), rounds=2, prepare=told.append)
     assert found.best == fast
     assert found.score == 1
-    assert found.ratio == pytest.approx(1 + 0.1 * sum(a != b for a, b in zip(fast, DTHETA.tile, strict=True)))
+    assert found.ratio == pytest.approx(1 + 0.1 * sum(a != b for a, b in zip(fast, DOMEGA.tile, strict=True)))
     tried = {tile for tile, _ in calls}
     assert {tile for tiles in told for tile in tiles} == tried
-    assert all(calls.count((tile, problem)) >= 1 for tile in tried for problem in DTHETA.cases())
-    assert calls.count((fast, next(iter(DTHETA.cases())))) == 3  # once, and in two rounds
+    assert all(calls.count((tile, problem)) >= 1 for tile in tried for problem in DOMEGA.cases())
+    assert calls.count((fast, next(iter(DOMEGA.cases())))) == 3  # once, and in two rounds
 
 
 def test_the_table_is_found_where_it_is_best():
@@ -128,18 +128,18 @@ def test_a_measurement(monkeypatch, tmp_path):
         return [3.0, 1.0, 2.0]
 
     monkeypatch.setattr(tune, "cold_times", clock)
-    cases = DTHETA.cases(small=True)
+    cases = DOMEGA.cases(small=True)
     monkeypatch.setattr(Place, "cases", lambda self: cases)
     session = tune.Session(tmp_path / "a.csv", torch.device("cpu"), 30, math.inf, {"commit": "abc"})
     problem, counted = next(iter(cases)), {}
-    other = DTHETA.tile._replace(rows=1)
-    assert [session.measure(DTHETA, counted, tile, problem) for tile in (DTHETA.tile, other, other)] == [2.0] * 3
+    other = DOMEGA.tile._replace(rows=1)
+    assert [session.measure(DOMEGA, counted, tile, problem) for tile in (DOMEGA.tile, other, other)] == [2.0] * 3
     assert [len(results) for results in ran] == [tune.TURNS] * 3
     assert len({id(inputs) for inputs in session.inputs[problem]}) == tune.TURNS
     assert list(session.inputs) == [problem]
     rows = pd.read_csv(tmp_path / "a.csv")
     assert list(rows["round"]) == [0, 0, 1]
-    assert list(rows.rows) == [DTHETA.tile.rows, 1, 1]
+    assert list(rows.rows) == [DOMEGA.tile.rows, 1, 1]
     assert (rows.p50 == 2).all()
     assert (rows["min"] == 1).all()
 
@@ -192,7 +192,7 @@ def times_of_table(session, place, tile, problem):
 
 
 def slow_in_one_place(session, place, tile, problem):
-    return [1.1 if place == DTHETA and tile == place.tile else 1.0]
+    return [1.1 if place == DOMEGA and tile == place.tile else 1.0]
 
 
 def test_check_passes_where_the_table_is_best(invoke):
@@ -213,7 +213,7 @@ def test_check_fails_at_a_slow_tile(invoke):
     assert f"1 of {len(PLACES)} tiles" in result.output
     marked = [line for line in result.output.splitlines() if line.rstrip().endswith(" !")]
     assert len(marked) == 1
-    assert DTHETA.row in marked[0]
+    assert DOMEGA.row in marked[0]
     assert "1.100" in marked[0]
 
 
@@ -225,15 +225,15 @@ def test_check_fails_where_time_ran_out(invoke):
 
 def test_the_best_tiles_are_printed_and_the_rest_kept(invoke):
     before = dict(TILES)
-    result, out = invoke(slow_in_one_place, "--only", str(DTHETA))
+    result, out = invoke(slow_in_one_place, "--only", str(DOMEGA))
     assert result.exit_code == 0, result.output
     scope = {"Tile": Tile, "Pass": Pass}
     exec("TILES" + result.output.split("TILES", 1)[1].split("}", 1)[0] + "}", scope)
     changed = {key: row for key, row in scope["TILES"].items() if row != TILES[key]}
-    assert list(changed) == [DTHETA.key]
-    assert [a != b for a, b in zip(changed[DTHETA.key], TILES[DTHETA.key], strict=True)].count(True) == 1
+    assert list(changed) == [DOMEGA.key]
+    assert [a != b for a, b in zip(changed[DOMEGA.key], TILES[DOMEGA.key], strict=True)].count(True) == 1
     assert before == TILES
-    assert set(pd.read_csv(out).channels) == {tune.WIDTHS[DTHETA.width]}
+    assert set(pd.read_csv(out).channels) == {tune.WIDTHS[DOMEGA.width]}
 
 
 def test_what_cannot_run_is_a_line_with_the_reason(invoke):

@@ -27,7 +27,7 @@ def divide(o, magic, shift):
 
 
 @triton.jit
-def index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
+def find_index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
     """Index on axis j, int32, of the tokens with index o_g on the grid."""
     n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
     FASTER: tl.constexpr = V.num_axes - 1 - j
@@ -49,7 +49,7 @@ def index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
+def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
     """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0).
 
     positions: pointers to coordinates, a grid's origin, its scale and shift; sizes of the grid. WIDE: float64.
@@ -58,7 +58,7 @@ def coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.c
     if V.explicit:
         s = tl.load(p_coords + o_g.to(tl.int64) * V.num_axes + j, mask=m_g, other=0)
     else:
-        s = index(o_g, grid, j, V)
+        s = find_index(o_g, grid, j, V)
         if V.has_origin:
             s = tl.where(m_g, s + tl.load(p_origin + j).to(tl.int64), 0)
         if V.affine:
@@ -77,7 +77,7 @@ def coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.c
 
 
 @triton.jit
-def remainder(s, w, ANY_SIZE: tl.constexpr):
+def drop_turns(s, w, ANY_SIZE: tl.constexpr):
     """s·w less the nearest integer, and an int32 with the lowest bit of that integer; |s·w| < 2^22 unless ANY_SIZE.
 
     The fma is explicit: subtracting from the rounded product would count its residue twice once the compiler contracts
@@ -93,7 +93,7 @@ def remainder(s, w, ANY_SIZE: tl.constexpr):
 
 
 @triton.jit
-def turns(w, UNIT: tl.constexpr):
+def to_turns(w, UNIT: tl.constexpr):
     """A frequency in radians as hi + lo turns (UNIT 1) or half turns (UNIT 2)."""
     if w.dtype == tl.float64:
         r = w * (INV_TAU * UNIT)
@@ -107,7 +107,7 @@ def turns(w, UNIT: tl.constexpr):
 
 
 @triton.jit
-def fixed(hi, lo):
+def to_fixed(hi, lo):
     """hi + lo turns modulo 1 in units of 2^-32 and 2^-64, as int32 and uint32."""
     size = tl.abs(hi)
     rest = size - tl.floor(size)  # exact; hi less the nearest integer is not where that is above
@@ -120,14 +120,14 @@ def fixed(hi, lo):
 
 
 @triton.jit
-def counted(w):
+def count_turns(w):
     """A frequency in fixed point."""
-    hi, lo = turns(w, UNIT=1.0)
-    return fixed(hi, lo)
+    hi, lo = to_turns(w, UNIT=1.0)
+    return to_fixed(hi, lo)
 
 
 @triton.jit
-def not_finite(loaded):
+def mark_not_finite(loaded):
     """1 for each channel that has a frequency or a phase that is not finite, which integers can't say; otherwise 0."""
     zero = loaded[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(loaded)):
@@ -136,7 +136,7 @@ def not_finite(loaded):
 
 
 @triton.jit
-def frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
+def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
 
     float64 radians if V.wide; lo in radians if V.fast. If V.fixed fixed point of turns for both; the lowest bit of the
@@ -153,14 +153,14 @@ def frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     for j in tl.static_range(len(loaded)):
         w = loaded[j]
         if V.fixed:
-            hi, lo = counted(w)
+            hi, lo = count_turns(w)
             if j == 0:
-                lo = (lo & 0xFFFFFFFE) | not_finite(loaded)
+                lo = (lo & 0xFFFFFFFE) | mark_not_finite(loaded)
         elif V.wide or j == K:
             hi = w.to(tl.float64 if V.wide else tl.float32)
             lo = (w - hi.to(w.dtype)).to(hi.dtype)
         else:
-            hi, lo = turns(w, UNIT=1.0 if V.fast else 2.0)
+            hi, lo = to_turns(w, UNIT=1.0 if V.fast else 2.0)
             if V.fast:
                 lo *= TAU
         omega += (_of_tokens(hi, lo),)
@@ -184,78 +184,78 @@ def _of_tokens(hi, lo):
 
 
 @triton.jit
-def angle(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
+def form_angles(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
     """Θ (block_n, block_c) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
     The unit is a half turn, which leaves small remainders to round. V.fast: radians, up to half a turn an axis is left,
     and the lowest bit says nothing. V.wide: float64 radians, all in the remainder. cache: pointer to angles, their rows
     and which of them there are.
     """
-    if V.load_theta:
-        return angle_cached(cache, o_c, V)
+    if V.load_angles:
+        return load_angles(cache, o_c, V)
     elif V.wide:
-        return angle_wide(omega, positions, o_g, m_g, V)
+        return form_wide_angles(omega, positions, o_g, m_g, V)
     elif V.fixed:
-        return angle_fixed(omega, positions, o_g, m_g, V)
+        return form_fixed_angles(omega, positions, o_g, m_g, V)
     else:
-        return angle_float(omega, positions, o_g, m_g, V)
+        return form_float_angles(omega, positions, o_g, m_g, V)
 
 
 @triton.jit
-def angle_cached(cache, o_c, V: tl.constexpr):
+def load_angles(cache, o_c, V: tl.constexpr):
     """From radians that a forward has stored."""
     UNIT: tl.constexpr = 1.0 if V.fast else 2.0
-    p_theta, o_theta, m_theta = cache
+    p_angles, o_angles, m_angles = cache
     half = zeros(V, dtype=tl.int32)
-    mask = m_theta[:, None] & (o_c < V.num_channels)
-    theta = tl.load(p_theta + o_theta[:, None] * V.num_channels + o_c, mask=mask, other=0)
+    mask = m_angles[:, None] & (o_c < V.num_channels)
+    angles = tl.load(p_angles + o_angles[:, None] * V.num_channels + o_c, mask=mask, other=0)
     if V.wide:
-        theta = theta.to(tl.float64)
+        angles = angles.to(tl.float64)
     elif not V.fast:
-        theta, half = remainder(theta * (UNIT * INV_TAU), 1.0, ANY_SIZE=False)
-    return theta, half
+        angles, half = drop_turns(angles * (UNIT * INV_TAU), 1.0, ANY_SIZE=False)
+    return angles, half
 
 
 @triton.jit
-def angle_wide(omega, positions, o_g, m_g, V: tl.constexpr):
+def form_wide_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """In float64 radians."""
     K: tl.constexpr = V.num_axes
-    theta = zeros(V, dtype=tl.float64)
+    angles = zeros(V, dtype=tl.float64)
     for j in tl.static_range(K):
-        s, _ = coordinate(o_g, m_g, positions, j, V, WIDE=True)
+        s, _ = find_coordinate(o_g, m_g, positions, j, V, WIDE=True)
         w, _ = omega[j]
-        theta += s[:, None] * w
+        angles += s[:, None] * w
     if V.has_phase:
         phase, _ = omega[K]
-        theta += tl.where(m_g[:, None], phase, 0.0)
-    return theta, zeros(V, dtype=tl.int32)
+        angles += tl.where(m_g[:, None], phase, 0.0)
+    return angles, zeros(V, dtype=tl.int32)
 
 
 @triton.jit
-def angle_fixed(omega, positions, o_g, m_g, V: tl.constexpr):
+def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """For the indices of a grid: turns are counted in integers, which drop the whole ones by themselves and lose 2^-32
     of one an axis, anywhere."""
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
     turn = zeros(V, dtype=tl.int32)
     for j in tl.static_range(K):
-        s = index(o_g, grid, j, V)[:, None]
+        s = find_index(o_g, grid, j, V)[:, None]
         w_hi, w_lo = omega[j]
         turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
     if V.has_phase:  # one more axis: position 1 on the grid and 0 off it, frequency φ
         phase, _ = omega[K]
         turn += m_g.to(tl.int32)[:, None] * phase
-    theta = (turn << 1).to(tl.float32) * HALF_TURN
+    angles = (turn << 1).to(tl.float32) * HALF_TURN
     half = (turn + QUARTER) >> 31
     # All ones are a NaN. A bit: what is not finite would take a register for each channel, or a branch.
     _, bits = omega[0]
     marked = (bits << 31).to(tl.int32, bitcast=True) >> 31
-    theta = (theta.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
-    return theta, half
+    angles = (angles.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
+    return angles, half
 
 
 @triton.jit
-def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
+def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """In double-float: the products' whole turns go one by one, what the float32 leave out is summed apart."""
     K: tl.constexpr = V.num_axes
     BLOCK_N: tl.constexpr = V.block_n
@@ -265,11 +265,11 @@ def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
     ANY_SIZE: tl.constexpr = V.explicit or V.affine or V.has_origin  # the launcher sends large grids as affine
     half = zeros(V, dtype=tl.int32)
     for j in tl.static_range(K):
-        s_hi, s_lo = coordinate(o_g, m_g, positions, j, V, WIDE=False)
+        s_hi, s_lo = find_coordinate(o_g, m_g, positions, j, V, WIDE=False)
         w_hi, w_lo = omega[j]
         s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
         w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
-        a, odd = remainder(s, w, ANY_SIZE=ANY_SIZE)
+        a, odd = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
             part = a  # Σ of s·hi less whole units, each exact to rounding
             low = s * w_lo  # Σ of what the float32 hi leaves out
@@ -282,41 +282,41 @@ def angle_float(omega, positions, o_g, m_g, V: tl.constexpr):
     if V.has_phase:  # one more axis: position φ on the grid and 0 off it, frequency 1
         f_hi, f_lo = omega[K]
         one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
-        a, odd = remainder(f_hi, one, ANY_SIZE=True)
+        a, odd = drop_turns(f_hi, one, ANY_SIZE=True)
         on_grid = m_g[:, None]
         part += tl.where(on_grid, a, 0.0)
         low += tl.where(on_grid, (f_hi * (C_LO * UNIT) + f_lo * one) * LOW, 0.0)
         half += tl.where(on_grid, odd, 0)
     if V.fast:  # the hardware's functions bear a few turns more
-        theta = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
+        angles = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
     else:
-        theta = part + low
-        shifted = theta + ROUND
-        theta -= shifted - ROUND
+        angles = part + low
+        shifted = angles + ROUND
+        angles -= shifted - ROUND
         half += shifted.to(tl.int32, bitcast=True)
-    return theta, half
+    return angles, half
 
 
 @triton.jit
-def cos_sin(theta, half, V: tl.constexpr):
-    """cos and sin of an angle from :func:`angle`.
+def take_cos_sin(angles, half, V: tl.constexpr):
+    """cos and sin of an angle from :func:`form_angles`.
 
     V.fast: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and somewhat more at the few turns of
     a sum over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on
     [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
     """
     if V.wide:
-        cos = tl.cos(theta)
-        sin = tl.sin(theta)
+        cos = tl.cos(angles)
+        sin = tl.sin(angles)
     elif V.fast:
-        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
-        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [theta], tl.float32, True, 1)
+        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [angles], tl.float32, True, 1)
+        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [angles], tl.float32, True, 1)
     else:
-        z = theta * theta
+        z = angles * angles
         s = (
             ((7.750529050827026e-2 * z - 5.982178449630737e-1) * z + 2.55006742477417) * z - 5.167709827423096
         ) * z + PI_LO
-        s = tl.fma(theta, tl.full(theta.shape, PI_HI, tl.float32), theta * s)
+        s = tl.fma(angles, tl.full(angles.shape, PI_HI, tl.float32), angles * s)
         c = ((-2.3991823196411133e-2 * z + 2.3469902575016022e-1) * z - 1.335164189338684) * z + 4.0587053298950195
         c = (c * z - 4.934802055358887) * z + 1.0
         sign = half << 31
@@ -326,10 +326,10 @@ def cos_sin(theta, half, V: tl.constexpr):
 
 
 @triton.jit
-def radians(theta, half, V: tl.constexpr):
+def to_radians(angles, half, V: tl.constexpr):
     """The angle in [-π, π] as float32, to be cached."""
     if V.wide or V.fast:
-        x = theta - TAU * tl.floor(theta * INV_TAU + 0.5)
+        x = angles - TAU * tl.floor(angles * INV_TAU + 0.5)
     else:
-        x = tl.where((half & 1) != 0, tl.where(theta > 0.0, theta - 1.0, theta + 1.0), theta) * (TAU / 2.0)
+        x = tl.where((half & 1) != 0, tl.where(angles > 0.0, angles - 1.0, angles + 1.0), angles) * (TAU / 2.0)
     return x.to(tl.float32)

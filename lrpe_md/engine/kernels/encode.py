@@ -14,17 +14,25 @@ import triton
 import triton.language as tl
 
 from .activations import activate, activate_backward
-from .angles import angle, coordinate, cos_sin, divide, frequencies, load_channels, radians
+from .angles import (
+    divide,
+    find_coordinate,
+    form_angles,
+    load_channels,
+    load_frequencies,
+    take_cos_sin,
+    to_radians,
+)
 from .reduce import launch_second_pass
 from .signature import kernel
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tiles import (
+    find_pairs,
+    first_channel,
     load,
     load_pairs,
     load_tile,
-    origin,
-    pair_channels,
-    row_at,
+    point_to_row,
     split_pairs,
     store,
     store_pairs,
@@ -60,7 +68,7 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
 
 
 @triton.jit
-def angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
+def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
     """dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ); a db̄ - b dā."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
@@ -68,14 +76,14 @@ def angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
     elif V.map == "rotate":
         return x_bar[0] * dx_bar[1] - x_bar[1] * dx_bar[0]
     else:
-        tl.static_assert(False, "this map has no branch in kernels/encode.py: angle_gradient")
+        tl.static_assert(False, "this map has no branch in kernels/encode.py: form_angle_gradient")
 
 
 # --- a row's tiles: loads and stores --------------------------------------------------------------------------
 
 
 @triton.jit
-def halves(V: tl.constexpr):
+def find_halves(V: tl.constexpr):
     """Where the cosine map's two halves of y begin."""
     if V.order == "sin_cos":
         return V.head_dim, 0
@@ -97,7 +105,7 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
     """Of a row of dy what the map has turned, as two tiles or twice the same."""
     if V.map == "cosine":
-        cos_begin, sin_begin = halves(V)
+        cos_begin, sin_begin = find_halves(V)
         dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
         dy_sin = load(row, o_n, m_n, c0, sin_begin, V)
         return dy_cos, dy_sin
@@ -119,7 +127,7 @@ def load_passing(row, o_n, m_n, V: tl.constexpr):
 def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
     """The inverse of :func:`load_gradients`."""
     if V.map == "cosine":
-        cos_begin, sin_begin = halves(V)
+        cos_begin, sin_begin = find_halves(V)
         store(row, turned[0], o_n, m_n, c0, cos_begin, V)
         store(row, turned[1], o_n, m_n, c0, sin_begin, V)
     else:
@@ -136,10 +144,10 @@ def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
 
 
 @triton.jit
-def channels_of(i: tl.constexpr, V: tl.constexpr):
+def find_channels(i: tl.constexpr, V: tl.constexpr):
     """Channels (1, channels) of tile i of a row and which of them there are."""
     if V.map == "rotate" and i < V.num_turned:
-        o_a, o_b = pair_channels(origin(), V)
+        o_a, o_b = find_pairs(first_channel(), V)
         o_d = o_b if i == 1 else o_a
         m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
     else:
@@ -157,7 +165,7 @@ def activate_row(x, stat, V: tl.constexpr):
         x_bar = ()
         for i in tl.static_range(len(x)):
             if V.dim == -2:
-                o_d, m_d = channels_of(i, V)
+                o_d, m_d = find_channels(i, V)
                 x_bar += (softmax_sequence(x[i], stat, o_d, m_d, V),)
             else:
                 x_bar += (activate(x[i], V),)
@@ -184,7 +192,7 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
     xa, xb, ga, gb, place = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
-    dtheta = cos
+    dangles = cos
     x = ()
     x_bar = ()
     if V.load_x:
@@ -199,8 +207,8 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
         if V.map == "rotate":
             dy = split_pairs(dy[0], dy[1], V)
         dx_bar = apply_map_backward(dy, cos, sin, V)
-        if V.need_dtheta:
-            dtheta = angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
+        if V.need_dangles:
+            dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
         dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, V)
         out = activate_row_backward(x, x_bar, dx_bar, V)
         store_input_gradients(o_row, out, o_n, m_n, c0, V)
@@ -210,7 +218,7 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
         store_tile(o_row, out[i], o_n, m_n, i, V)
-    return dtheta
+    return dangles
 
 
 # --- rows ----------------------------------------------------------------------------------------------------
@@ -246,12 +254,12 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     for i in tl.static_range(ROWS):
         b, h, is_k, mine = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(mine, num_n, 0)
-        o_row = row_at(o, is_k, b, h, n0, V)
+        o_row = point_to_row(o, is_k, b, h, n0, V)
         if V.load_x:
-            x_row = row_at(x, is_k, b, h, n0, V)
+            x_row = point_to_row(x, is_k, b, h, n0, V)
             xa, xb = load_inputs(x_row, o_n, o_n < num, c0, V)
         if V.backward:
-            dy_row = row_at(dy, is_k, b, h, n0, V)
+            dy_row = point_to_row(dy, is_k, b, h, n0, V)
             ga, gb = load_gradients(dy_row, o_n, o_n < num, c0, V)
         if not V.load_x:
             x_row, xa, xb = dy_row, ga, gb
@@ -274,47 +282,47 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
     """cos Θ and sin Θ of tokens n0 + o_n; their index on the grid (0 off it) and whether they are on it.
 
-    positions: those of :func:`coordinate`. tables: which tokens are rotated, the amplitude, the angles kept for the
-    backward and the first row of the group in them, whether this program keeps them; tokens, the index on the grid of
-    the first and the tokens on it.
+    positions: those of :func:`find_coordinate`. tables: which tokens are rotated, the amplitude, the angles kept for
+    the backward and the first row of the group in them, whether this program keeps them; tokens, the index on the
+    grid of the first and the tokens on it.
     """
-    p_rotated, p_amplitude, p_theta, theta_row, keeps, N, first_index, num_grid = tables
+    p_rotated, p_amplitude, p_angles, angles_row, keeps, N, first_index, num_grid = tables
     m_n = n0 + o_n < N
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_g = tl.where(m_g, o_g, 0)
-    o_theta = theta_row + n0 + o_n
-    theta, half = angle(omega, positions, (p_theta, o_theta, m_n), o_g, m_g, o_c, V)
-    cos, sin = cos_sin(theta, half, V)
+    o_angles = angles_row + n0 + o_n
+    angles, half = form_angles(omega, positions, (p_angles, o_angles, m_n), o_g, m_g, o_c, V)
+    cos, sin = take_cos_sin(angles, half, V)
     if p_amplitude is not None:
         amplitude = load_channels(p_amplitude + o_c, m_c).to(cos.dtype)
         gain = tl.where(m_g[:, None], amplitude if V.flat else amplitude[None, :], 1.0)
         cos *= gain
         sin *= gain
-    if V.store_theta:
+    if V.store_angles:
         if keeps:
-            m_theta = m_n[:, None] & (o_c < V.num_channels)
-            tl.store(p_theta + o_theta[:, None] * V.num_channels + o_c, radians(theta, half, V), mask=m_theta)
+            m_angles = m_n[:, None] & (o_c < V.num_channels)
+            tl.store(p_angles + o_angles[:, None] * V.num_channels + o_c, to_radians(angles, half, V), mask=m_angles)
     return cos, sin, o_g, m_g
 
 
 @triton.jit
-def map_rows(fetched, cos, sin, o_n, c0, dtheta, V: tl.constexpr):
-    """Map fetched rows; dtheta with theirs added."""
+def map_rows(fetched, cos, sin, o_n, c0, dangles, V: tl.constexpr):
+    """Map fetched rows; dangles with theirs added."""
     ROWS: tl.constexpr = V.block_r
     for i in tl.static_range(ROWS):
-        row_dtheta = map_row(fetched[i], cos, sin, o_n, c0, V)
-        if V.need_dtheta:  # rows and tokens masked off have read dy = 0
+        row_dangles = map_row(fetched[i], cos, sin, o_n, c0, V)
+        if V.need_dangles:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
                 _, _, _, _, place = fetched[i]
                 _, _, _, num, _ = place
-                row_dtheta = tl.where((o_n < num)[:, None], row_dtheta, 0.0)
-            pair = row_dtheta if i % 2 == 0 else pair + row_dtheta
+                row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
+            pair = row_dangles if i % 2 == 0 else pair + row_dangles
             if i % 2 == 1 or i == V.block_r - 1:  # a conversion costs as much as eight additions
-                dtheta += pair.to(tl.float64)
-    return dtheta
+                dangles += pair.to(tl.float64)
+    return dangles
 
 
 @triton.jit
@@ -323,7 +331,7 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
     weights = ()
     K: tl.constexpr = V.num_axes
     for j in tl.static_range(K):
-        s, _ = coordinate(o_g, m_g, positions, j, V, WIDE=True)
+        s, _ = find_coordinate(o_g, m_g, positions, j, V, WIDE=True)
         weights += (s,)
     if V.has_phase:
         weights += (m_g.to(tl.float64),)
@@ -377,7 +385,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_theta, p_partial,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -399,7 +407,7 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
-    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), theta (G, N, C) cached angles in
+    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
     radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
     below 0 where tokens are in front of it.
 
@@ -444,11 +452,11 @@ def lrpe_kernel(
     if p_amplitude is not None:
         p_amplitude += g * amplitude_h
     positions = (p_coords, p_origin, p_affine, (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3))
-    theta_row = tl.cast(g, tl.int64) * N
-    tables = (p_rotated, p_amplitude, p_theta, theta_row, slot == 0, N, first_index, num_grid)
+    angles_row = tl.cast(g, tl.int64) * N
+    tables = (p_rotated, p_amplitude, p_angles, angles_row, slot == 0, N, first_index, num_grid)
     o_n = tl.arange(0, V.block_n)
     n0 = t * V.block_n
-    c0 = origin()
+    c0 = first_channel()
     o_c = tl.arange(0, V.block_c)
     if V.flat:
         o_b = n0 + o_n
@@ -457,11 +465,11 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    if not V.need_dtheta:
+    if not V.need_dangles:
         fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
             tl.debug_barrier()  # which no load can be moved across
-        omega = frequencies(p_omega, p_phase, o_c, m_c, V)
+        omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
         map_rows(fetched, cos, sin, o_n, c0, cos, V)
     else:
@@ -471,14 +479,14 @@ def lrpe_kernel(
         BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
-        omega = frequencies(p_omega, p_phase, o_c, m_c, V)
+        omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
         for _ in tl.static_range(J):
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         # What a block's first step sets.
         cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
         sin = cos
-        dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+        dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
         m_g = o_g > 0
         alone, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
@@ -492,17 +500,17 @@ def lrpe_kernel(
             fetched = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
             if (r0 == r_lo) | (i == alone):
                 cos, sin, o_g, m_g = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
-                dtheta = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            dtheta = map_rows(fetched, cos, sin, o_n, c0, dtheta, V)
+                dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+            dangles = map_rows(fetched, cos, sin, o_n, c0, dangles, V)
             r0 += V.block_r
             done = r0 >= r_hi
             if done | (i == steps - 1):
                 if V.dim == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
-                    dtheta = tl.where(m_g[:, None], dtheta, 0.0)
+                    dangles = tl.where(m_g[:, None], dangles, 0.0)
                 weights = weigh_tokens(o_g, m_g, positions, V)
                 added = ()
                 for j in tl.static_range(J):
-                    added += (total[j] + weights[j][:, None] * dtheta,)
+                    added += (total[j] + weights[j][:, None] * dangles,)
                 total = added
             next_block = tl.where(i + 1 == alone, shared_block, block + tl.where(i < alone, T, EVERY))
             block = tl.where(done, next_block, block)

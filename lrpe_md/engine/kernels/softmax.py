@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .activations import exp, reciprocal
 from .signature import kernel
-from .tiles import load, origin, row_at, store
+from .tiles import first_channel, load, point_to_row, store
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _mask(x, i: tl.constexpr, value, V: tl.constexpr):
 
 
 @triton.jit
-def row_sum(tiles):
+def sum_row(tiles):
     """Σ over all channels of a row; the halves of pairs, of one shape, add up before they go across threads."""
     first = tiles[0]
     if len(tiles) > 1:
@@ -37,7 +37,7 @@ def softmax_features(x, V: tl.constexpr):
     exps = ()
     for i in tl.static_range(len(x)):
         exps += (_mask(exp(x[i] - top[:, None], V), i, 0.0, V),)
-    scale = reciprocal(row_sum(exps), V)[:, None]
+    scale = reciprocal(sum_row(exps), V)[:, None]
     x_bar = ()
     for i in tl.static_range(len(x)):
         x_bar += (exps[i] * scale,)
@@ -50,7 +50,7 @@ def softmax_features_backward(x_bar, dx_bar):
     products = ()
     for i in tl.static_range(len(x_bar)):
         products += (x_bar[i] * dx_bar[i],)
-    dot = row_sum(products)[:, None]
+    dot = sum_row(products)[:, None]
     dx = ()
     for i in tl.static_range(len(x_bar)):
         dx += (x_bar[i] * (dx_bar[i] - dot),)
@@ -69,13 +69,13 @@ def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
 @triton.jit
 def _at(p, strides, place, V: tl.constexpr):
     b, h, n0 = place
-    return row_at((p, strides, p, strides), False, b, h, n0, V)
+    return point_to_row((p, strides, p, strides), False, b, h, n0, V)
 
 
 @triton.jit
 def _read(p, strides, place, o_n, N, lo, V: tl.constexpr):
     _, _, n0 = place
-    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, origin() + lo, 0, V)
+    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, first_channel() + lo, 0, V)
     return x.to(tl.float64 if V.wide else tl.float32)
 
 
@@ -115,7 +115,7 @@ def softmax_sequence_kernel(
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, (b, h, n0), V)
-            store(out, dx, o_n, n0 + o_n < N, origin() + lo, 0, V)
+            store(out, dx, o_n, n0 + o_n < N, first_channel() + lo, 0, V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)

@@ -27,7 +27,7 @@ def _step(o, stride, V: tl.constexpr):
 
 
 @triton.jit
-def row_at(tensors, is_k, b, h, n0, V: tl.constexpr):
+def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """For head h of sample b of q or k: a pointer to token n0, strides of a token and of a channel.
 
     tensors: pointer and strides (b, h, n, d) of q and of k, where that is not V.has_k anything. V.long: strides need 64
@@ -61,13 +61,13 @@ def _pointers(row, o_n, o_d, V: tl.constexpr):
 
 
 @triton.jit
-def origin():
+def first_channel():
     """c0 of a tile that has all channels."""
     return tl.zeros([1, 1], dtype=tl.int32)
 
 
 @triton.jit
-def within(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr):
+def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr):
     """Which of channels c0 .. c0 + BLOCK of the tokens m_n are among the ``width`` that there are.
 
     A tile has all channels and is as wide or wider, or is one of many that the width is a multiple of.
@@ -94,28 +94,28 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
     """Of a block of tokens a block of the channels that begin at lo, from the c0-th on; TIMES as many of both."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
-    return load_at(row, o_n, lo + o_d, within(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
+    return load_at(row, o_n, lo + o_d, mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
 
 
 @triton.jit
 def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
     """The inverse of :func:`load`."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
-    store_at(row, value, o_n, lo + o_d, within(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
+    store_at(row, value, o_n, lo + o_d, mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
 
 
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """Of a block of tokens tile i of a row, whole."""
-    o_d = origin() + tl.arange(0, V.blocks[i])[None, :]
-    return load_at(row, o_n, V.begins[i] + o_d, within(m_n, origin(), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel() + tl.arange(0, V.blocks[i])[None, :]
+    return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
 def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """The inverse of :func:`load_tile`."""
-    o_d = origin() + tl.arange(0, V.blocks[i])[None, :]
-    store_at(row, value, o_n, V.begins[i] + o_d, within(m_n, origin(), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel() + tl.arange(0, V.blocks[i])[None, :]
+    store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def upcast(x, V: tl.constexpr):
 
 
 @triton.jit
-def pair_channels(c0, V: tl.constexpr):
+def find_pairs(c0, V: tl.constexpr):
     """Both channels of pairs c0 .. c0 + block_c: side by side, half the width apart, or half of a section apart."""
     o_c = c0 + tl.arange(0, V.block_c)[None, :]
     if V.pairs == "interleaved":
@@ -152,7 +152,7 @@ def pair_channels(c0, V: tl.constexpr):
     elif V.pairs == "half":
         return V.rotary_start + o_c, V.rotary_start + V.num_channels + o_c
     else:
-        tl.static_assert(False, "this pairing has no branch in kernels/tiles.py: pair_channels")
+        tl.static_assert(False, "this pairing has no branch in kernels/tiles.py: find_pairs")
 
 
 @triton.jit
@@ -162,8 +162,8 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
         a = load(row, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
         b = a
     elif V.pairs == "blocks":
-        o_a, o_b = pair_channels(c0, V)
-        mask = within(m_n, c0, V.num_channels, V.block_c)
+        o_a, o_b = find_pairs(c0, V)
+        mask = mask_channels(m_n, c0, V.num_channels, V.block_c)
         a = load_at(row, o_n, o_a, mask, V)
         b = load_at(row, o_n, o_b, mask, V)
     else:
@@ -192,8 +192,8 @@ def store_pairs(row, a, b, o_n, m_n, c0, V: tl.constexpr):
         x = tl.reshape(tl.join(a, b), [BLOCK_N, WIDTH])
         store(row, x, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
     elif V.pairs == "blocks":
-        o_a, o_b = pair_channels(c0, V)
-        mask = within(m_n, c0, V.num_channels, V.block_c)
+        o_a, o_b = find_pairs(c0, V)
+        mask = mask_channels(m_n, c0, V.num_channels, V.block_c)
         store_at(row, a, o_n, o_a, mask, V)
         store_at(row, b, o_n, o_b, mask, V)
     else:
