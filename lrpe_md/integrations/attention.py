@@ -40,8 +40,8 @@ def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     """The SDPA backends to try, in order, or None for PyTorch's own choice.
 
     The cosine map makes q and k 2D wide and leaves v D wide. Flash attention refuses unequal widths, and by default
-    PyTorch then prefers the memory-efficient kernel. On Hopper cuDNN takes them 3.7 to 4.9 times as fast (H200, bf16,
-    forward, D 64 and 128), so there, and in 16 bits, it comes first; where it refuses (a mask, a width) the next is
+    PyTorch then prefers the memory-efficient kernel. On Hopper cuDNN takes them several times as fast
+    (docs/tuning.md), so there, and in 16 bits, it comes first; where it refuses (a mask, a width) the next is
     taken. Everything else, other devices and equal widths among it, is left to PyTorch.
 
     Under a function transform or a dual number it is the plain one: the fused ones have no forward mode.

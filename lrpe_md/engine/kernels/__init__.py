@@ -1,10 +1,13 @@
 """Triton kernels. angles: a token's index to cos Θ and sin Θ. activations. tiles: loads and stores. encode: both maps,
-forward and backward. sums: the second pass of dω, and softmax over the sequence. signature: what a kernel is compiled
-for.
+forward and backward. reduce: the second pass of dω. softmax: over features, and over the sequence. signature: which
+arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
-position, w frequency; BLOCK_R rows (a row is a head of a sample), BLOCK_N tokens and BLOCK_C channels (cosine) or pairs
-(rotate) a tile. Sizes are run-time arguments throughout.
+position, w frequency; V all that is compiled in (:class:`lrpe_md.engine.call.Variant`), with V.block_r rows (a row is a
+head of a sample), V.block_n tokens and V.block_c channels (cosine) or pairs (rotate) a tile. Sizes are run-time arguments
+throughout.
+
+Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks for a constexpr, a local one is made.
 """
 
 from .encode import lrpe_kernel
