@@ -81,7 +81,7 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """:func:`lrpe_cosine_md` with Θ kept between forward and backward: H · N · D floats more of memory.
 
-    It is here for the document's sake: it gains nothing (docs/tuning.md), and with a θ for each head it has more to read.
+    It is here for the document's sake: it gains nothing (docs/tuning.md), and with a θ for each head has more to read.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", (x,), call.tables)

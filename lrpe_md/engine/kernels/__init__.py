@@ -4,8 +4,8 @@ arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; V all that is compiled in (:class:`lrpe_md.engine.call.Variant`), with V.block_r rows (a row is a
-head of a sample), V.block_n tokens and V.block_c channels (cosine) or pairs (rotate) a tile. Sizes are run-time arguments
-throughout.
+head of a sample), V.block_n tokens and V.block_c channels (cosine) or pairs (rotate) a tile. Sizes are run-time
+arguments throughout.
 
 Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks for a constexpr, a local one is made.
 """
