@@ -47,7 +47,7 @@ class _Rope(Adapted):
 class LrpeFluxPosEmbed(_Rope, FluxPosEmbed):
     def forward(self, ids: Tensor) -> Any:
         """ids (N, 3), text and image as the pipeline places them."""
-        return self.rotation.at(Coordinates(ids))
+        return self.rotation.at(Coordinates(ids.float()))  # the pipeline makes them in the dtype of the latents
 
 
 class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):

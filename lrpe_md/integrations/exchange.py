@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from ..engine.validate import IMPLS, Impl, Pairs
 from ..functional import rotate
+from ..module_base import FrequencyModule
 from ..modules import PresetMd
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "install", "parts", "restore",
+    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "install", "parts", "restore",
     "restore_rotary",
 ]  # fmt: skip
 
@@ -45,20 +46,26 @@ LIBRARIES = {  # the adapters of each, and what they take
 }
 
 
-@dataclass(frozen=True, eq=False)
 class Rotary:
     """What a model hands to its attentions where it handed cos and sin: frequencies and positions.
 
     Called with q and k (B, H, N, D); see :func:`lrpe_md.rotate`. ``amplitude`` is a factor of both; without a
     ``rotary_dim`` all channels are rotated.
+
+    Neither a dataclass nor a tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in those.
     """
 
-    omega: Tensor
-    positions: Grid | Coordinates
-    pairs: Pairs
-    amplitude: float = 1.0
-    impl: Impl = "auto"
-    rotary_dim: int | None = None
+    def __init__(
+        self,
+        omega: Tensor,
+        positions: Grid | Coordinates,
+        pairs: Pairs,
+        amplitude: float = 1.0,
+        impl: Impl = "auto",
+        rotary_dim: int | None = None,
+    ) -> None:
+        self.omega, self.positions, self.pairs = omega, positions, pairs
+        self.amplitude, self.impl, self.rotary_dim = amplitude, impl, rotary_dim
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(
@@ -71,17 +78,32 @@ class Rotary:
         q, k = self(q.transpose(1, 2), k.transpose(1, 2))
         return q.transpose(1, 2), k.transpose(1, 2)
 
+    def at(self, positions: Grid | Coordinates, omega: Tensor | None = None) -> Rotary:
+        """The same at other positions."""
+        omega = self.omega if omega is None else omega
+        return Rotary(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
+
     def behind(self, num_tokens: int) -> Rotary:
         """With so many unrotated tokens more at the end: text behind a video."""
-        return replace(self, positions=replace(self.positions, suffix=self.positions.suffix + num_tokens))
+        return self.at(replace(self.positions, suffix=self.positions.suffix + num_tokens))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Rotary:
         """On another device: accelerate asks for it where a model is spread over several."""
         positions = self.positions if isinstance(self.positions, Grid) else self.positions.to(device)
-        return replace(self, omega=self.omega.to(device, non_blocking=non_blocking), positions=positions)
+        return self.at(positions, self.omega.to(device, non_blocking=non_blocking))
 
 
-class PresetRotate(PresetMd):
+class Exact(FrequencyModule):
+    """Fixed frequencies that stay exact where FSDP and DDP cast the buffers of a model by their data."""
+
+    def get_omega(self) -> Tensor:
+        omega = super().get_omega()
+        if omega.dtype != self.dtype:
+            self.omega = omega = self._initial("omega", omega.device)
+        return omega
+
+
+class PresetRotate(Exact, PresetMd):
     """:class:`lrpe_md.PresetMd` with fixed frequencies, float64 whatever the model is cast to.
 
     Args:

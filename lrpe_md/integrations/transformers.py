@@ -97,7 +97,7 @@ class LrpeQwen2_5_VisionTransformer(Adapted, qwen2_5_vl.Qwen2_5_VisionTransforme
             return super().permute_input_for_window_attn(input_tensor, window_index, seq_len)
         positions: Any = input_tensor.positions
         coords = super().permute_input_for_window_attn(positions.coords, window_index, seq_len)
-        return replace(input_tensor, positions=replace(positions, coords=coords))
+        return input_tensor.at(replace(positions, coords=coords))
 
 
 ROPES: dict[type, tuple[type, str]] = {

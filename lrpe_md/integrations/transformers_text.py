@@ -33,14 +33,18 @@ from ..engine.validate import Impl
 from ..frequencies.rope_parameters import RULES, rope_frequencies
 from ..modules import Rotate1d
 from ..positions.coordinates import Coordinates
-from .exchange import Adapted, Rotary, Step, install, parts
+from .exchange import Adapted, Exact, Rotary, Step, install, parts
 
 __all__ = ["plan"]
 
 
+class SequenceRotate(Exact, Rotate1d):
+    """:class:`lrpe_md.Rotate1d` with the frequencies of a model."""
+
+
 class _Sequence(Adapted):
     extras = ("rotation",)
-    rotation: Rotate1d
+    rotation: SequenceRotate
     rope_type: str
     inv_freq: Tensor
     attention_scaling: float
@@ -140,7 +144,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     return steps
 
 
-def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> Rotate1d:
+def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> SequenceRotate:
     """Exact frequencies of the model's configuration; where it has others, those."""
     config, buffer = rope.config, rope.inv_freq
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -153,7 +157,7 @@ def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> Rotate1d:
             theta = found
     if theta is None:
         raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
-    return Rotate1d(
+    return SequenceRotate(
         head_dim, theta=theta, rotary_dim=2 * len(theta), pairs=pairs, impl=impl, device=buffer.device,
         dtype=torch.float64,
     )  # fmt: skip
