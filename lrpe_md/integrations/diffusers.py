@@ -190,12 +190,34 @@ def _shared(name: str, axes_dim: Any, base: float) -> Preset:
 
 
 def _wan(path: str, rope: Any) -> Preset:
+    """It keeps no theta, only tables that follow from it: one that makes the same."""
     chosen = preset("wan", rope.attention_head_dim)
-    if not rope.freqs_cos.is_meta and rope.freqs_cos.shape[0] > 1:  # it keeps no theta, only what follows from it
-        first = chosen.omega[0].sum(-1).cos().to(rope.freqs_cos)
-        if not torch.allclose(rope.freqs_cos[1, ::2], first, atol=1e-2):
-            raise ValueError(f"{path}: expected Wan's theta 10000, got a table of another")
-    return chosen
+    cos, sin = rope.freqs_cos, rope.freqs_sin
+    if cos.is_meta or _tells(cos, sin, chosen):
+        return chosen
+    t_dim = rope.t_dim
+    if t_dim >= 4 and cos.shape[0] > 1:
+        # The last frequency of time, theta^-((t_dim - 2) / t_dim), is the angle of its second row.
+        last = torch.atan2(sin[1, t_dim - 1].double(), cos[1, t_dim - 1].double()).item()
+        theta = last ** (-t_dim / (t_dim - 2)) if last > 0 else 1.0
+        for base in (float(round(theta)), float(f"{theta:.6g}"), theta):
+            if base > 0 and _tells(cos, sin, chosen := preset("wan", rope.attention_head_dim, base=base)):
+                return chosen
+    raise ValueError(
+        f"{path}: expected Wan's tables of one theta, got others, or a theta that {cos.dtype} does not tell: call "
+        "adapt_rotary before the model is cast to 16 bits"
+    )
+
+
+def _tells(cos: Tensor, sin: Tensor, chosen: Preset) -> bool:
+    """Whether these are the tables of this preset, as far as their dtype shows it."""
+    rows = torch.arange(cos.shape[0], dtype=torch.float64, device="cpu")[:, None]
+    angles = (rows * chosen.omega[0].sum(-1)).repeat_interleave(2, -1)
+    bound = 2e-7 * rows + 2 * torch.finfo(cos.dtype).eps
+    return all(
+        found.shape == table.shape and bool(((found.detach().cpu().double() - table).abs() <= bound).all())
+        for found, table in ((cos, angles.cos()), (sin, angles.sin()))
+    )
 
 
 ROPES: dict[type, tuple[type, Callable[[str, Any], Preset]]] = {

@@ -30,8 +30,8 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "install", "parts", "restore",
-    "restore_rotary",
+    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "found_series", "install",
+    "parts", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -101,6 +101,30 @@ class Exact(FrequencyModule):
         if omega.dtype != self.dtype:
             self.omega = omega = self._initial("omega", omega.device)
         return omega
+
+
+def found_series(buffer: Tensor | None, exact: Tensor | None) -> Tensor | None:
+    """A model's own frequencies (E,), float64 on the CPU, where they are not those of its configuration.
+
+    None: they are, or are rounded from them, or are on the meta device, or there are none.
+    """
+    if buffer is None or buffer.is_meta:
+        return None
+    found = buffer.detach().cpu().double()
+    rtol = max(1e-5, torch.finfo(buffer.dtype).eps)
+    if exact is not None and exact.shape == found.shape and torch.allclose(exact, found, rtol=rtol, atol=0):
+        return None
+    return found
+
+
+def with_series(path: str, omega: Tensor, series: Tensor | None) -> Tensor:
+    """omega (1, C, K) with another series (E,), from which each of C / E blocks of channels takes its frequencies."""
+    if series is None:
+        return omega
+    if omega.shape[1] % len(series):
+        raise ValueError(f"{path}: expected frequencies for {omega.shape[1]} pairs, got {len(series)}")
+    theta = series.repeat(omega.shape[1] // len(series))
+    return (omega != 0) * theta[None, :, None]
 
 
 class PresetRotate(Exact, PresetMd):

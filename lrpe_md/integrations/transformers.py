@@ -8,6 +8,7 @@ are not adapted compute as before. Source: transformers 5.23, ``transformers/mod
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +26,7 @@ from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_m
 from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
-from ..presets.scheme import Preset
-from .exchange import Adapted, PresetRotate, Rotary, Step, install, parts
+from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, install, parts, with_series
 
 __all__ = ["plan"]
 
@@ -139,8 +139,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     for path, part in parts(model).items():
         if type(part) in ROPES:
             cls, name = ROPES[type(part)]
-            rotation = PresetRotate(_chosen(path, part, name), device=part.inv_freq.device, impl=impl)
-            steps.append(Step(part, cls, {"rotation": rotation}))
+            steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
         elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
             steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
     for step in steps:
@@ -148,8 +147,8 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     return steps
 
 
-def _chosen(path: str, rope: Any, name: str) -> Preset:
-    """The preset at the rotary's own base, sections and scaling."""
+def _rotation(path: str, rope: Any, name: str, impl: Impl) -> PresetRotate:
+    """The preset at the rotary's own base, sections and scaling; where it has other frequencies, those."""
     config, parameters = rope.config, rope.config.rope_parameters
     if "dynamic" in rope.rope_type or rope.rope_type == "longrope":
         raise ValueError(f"{path}: expected frequencies that don't depend on the length, got {rope.rope_type!r}")
@@ -162,4 +161,22 @@ def _chosen(path: str, rope: Any, name: str) -> Preset:
             raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
         stretched, amplitude = rope.inv_freq.detach().cpu().double(), float(rope.attention_scaling)
         scaling = lambda theta: (stretched, amplitude)  # noqa: E731
-    return preset(name, head_dim, base=parameters["rope_theta"], split=sections, scaling=scaling)
+    split = None if sections is None else _split(path, name, sections, head_dim // 2)
+    chosen = preset(name, head_dim, base=parameters["rope_theta"], split=split, scaling=scaling)
+    series = found_series(rope.inv_freq, chosen.omega[0].sum(-1)[: len(rope.inv_freq)])
+    omega = with_series(path, chosen.omega, series)
+    return PresetRotate(chosen, omega=omega, device=rope.inv_freq.device, impl=impl)
+
+
+def _split(path: str, name: str, sections: Sequence[int], num_pairs: int) -> list[int]:
+    """Pairs of time, height and width, as the original takes its ``mrope_section``."""
+    if len(sections) != 3 or min(sections) < 0:
+        raise ValueError(f"{path}: expected an mrope_section of time, height and width, got {list(sections)}")
+    if name == "qwen3_vl":  # takes turns as far as there are pairs, and time has the rest
+        height, width = (min(n, len(range(i, num_pairs, 3))) for i, n in enumerate(sections[1:], 1))
+        return [num_pairs - height - width, height, width]
+    if sum(sections) != num_pairs:
+        raise ValueError(
+            f"{path}: expected an mrope_section that sums to head_dim / 2 = {num_pairs}, got {list(sections)}"
+        )
+    return list(sections)

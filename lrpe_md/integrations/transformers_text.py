@@ -33,7 +33,7 @@ from ..engine.validate import Impl
 from ..frequencies.rope_parameters import RULES, rope_frequencies
 from ..modules import Rotate1d
 from ..positions.coordinates import Coordinates
-from .exchange import Adapted, Exact, Rotary, Step, install, parts
+from .exchange import Adapted, Exact, Rotary, Step, found_series, install, parts
 
 __all__ = ["plan"]
 
@@ -151,10 +151,8 @@ def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> SequenceRotate:
     theta = None
     if rope.rope_type in RULES:
         theta, _ = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
-    if not buffer.is_meta:
-        found = buffer.detach().cpu().double()
-        if theta is None or theta.shape != found.shape or not torch.allclose(theta, found, rtol=1e-4, atol=0):
-            theta = found
+    found = found_series(buffer, theta)
+    theta = theta if found is None else found
     if theta is None:
         raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
     return SequenceRotate(

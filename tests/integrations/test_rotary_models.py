@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, Grid, adapt_rotary, rotate
+from lrpe_md import Coordinates, Grid, adapt_rotary, preset, rotate
 from lrpe_md.integrations import exchange, restore_rotary
 from lrpe_md.integrations.exchange import Adapted, PresetRotate, Rotary, parts
 
@@ -222,6 +222,46 @@ def test_timm_changes_its_input_size():
     same(vit, adapted, logits, image(vit, 4, 6))
 
 
+FREQUENCIES = {"eva02": "bands", "dinov3": "periods"}
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_timm_frequencies_by_hand_are_kept(name):
+    vit = timm_vit(name, dynamic_img_size=True)
+    getattr(vit.rope, FREQUENCIES[name]).mul_(0.3)
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    same(vit, adapted, logits, image(vit, 4, 7))
+    getattr(vit.rope, FREQUENCIES[name]).div_(0.3)
+    assert (adapted(image(vit)) - vit(image(vit))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_timm_tables_count_where_it_keeps_them(name):
+    """Of a fixed grid timm reads the table, whatever became of the frequencies."""
+    library("timm", "1.0.31")
+    vit = timm_vit(name, dynamic_img_size=False)
+    getattr(vit.rope, FREQUENCIES[name]).mul_(0.3)
+    same(vit, adapt_rotary(copy.deepcopy(vit)), logits, image(vit))
+    if name == "eva02":
+        vit.rope._init_cached_embed(vit.rope.bands)
+    else:
+        vit.rope._cache_embed(vit.rope.feat_shape)
+    same(vit, adapt_rotary(copy.deepcopy(vit)), logits, image(vit))
+    restored = restore_rotary(adapt_rotary(copy.deepcopy(vit)))
+    same(restored, adapt_rotary(copy.deepcopy(restored)), logits, image(vit))
+    table = vit.rope.pos_embed if name == "eva02" else vit.rope.pos_embed_cached
+    table.copy_(table.flip(0))
+    with pytest.raises(ValueError, match=r"model\.rope: expected a table of its frequencies, got another"):
+        adapt_rotary(vit)
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_sixteen_bits_round_what_the_configuration_says_exactly(name):
+    for dynamic in (False, True):
+        exact = adapt_rotary(timm_vit(name, dynamic_img_size=dynamic)).rope.rotation.omega
+        assert torch.equal(adapt_rotary(timm_vit(name, dynamic_img_size=dynamic).bfloat16()).rope.rotation.omega, exact)
+
+
 def test_learned_frequencies_stay_the_models_own():
     vit = timm_vit("mixed")
     freqs = vit.rope.freqs
@@ -386,6 +426,25 @@ def test_diffusers(name, calls):
     assert list(adapted.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("theta", [7000.0, 9999.0, 256.0, 123456.0, 10000.5])
+@pytest.mark.parametrize("head_dim", [20, 32])
+@pytest.mark.parametrize("rows", [6, 1024])
+def test_wans_theta_is_read_from_its_tables(theta, head_dim, rows):
+    model = wan(attention_head_dim=head_dim)
+    model.rope = type(model.rope)(head_dim, (1, 2, 2), rows, theta=theta)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    same(model, adapted, call_wan, torch.randn(VIDEO))
+    assert torch.equal(adapted.rope.rotation.omega[0].sum(-1), preset("wan", head_dim, base=theta).omega[0].sum(-1))
+
+
+def test_sixteen_bits_tell_wans_theta_or_not():
+    assert torch.equal(adapt_rotary(wan().bfloat16()).rope.rotation.omega, preset("wan", 32).omega)
+    model = wan()
+    model.rope = type(model.rope)(32, (1, 2, 2), 1024, theta=7000.0)
+    with pytest.raises(ValueError, match=r"rope: expected Wan's tables .*a theta that torch\.bfloat16 does not tell"):
+        adapt_rotary(model.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_fused_projections(name):
     build, call, size, *_ = DIFFUSERS[name]
@@ -520,6 +579,32 @@ def test_transformers(name, calls):
     assert {p.coords.shape for p in calls} == {(64, 2), (2, 17, 3)}
     assert (call_qwen(still(adapted), pixels()) - call_qwen(model, pixels())).abs().max() > 1e-3
     assert list(adapted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [0, 1, 40], [3, 0, 2]])
+def test_sections_as_the_original_takes_them(sections):
+    """Of Qwen3-VL they need not sum to the pairs: time has what height and width leave over."""
+    model = qwen("Qwen3VL", mrope_section=sections)
+    same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2VL, yarn", "Qwen2.5VL", "Qwen3VL", "Qwen3VLMoe"])
+@pytest.mark.parametrize("tower", ["language_model", "visual"])
+def test_qwens_frequencies_by_hand_are_kept(name, tower):
+    model = qwen(name)
+    ropes = [m for m in getattr(model.model, tower).modules() if hasattr(m, "inv_freq")]
+    assert len(ropes) == 1
+    ropes[0].inv_freq.mul_(0.3)
+    same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
+
+
+def test_frequencies_of_a_16_bit_model_are_the_configurations():
+    for rope, exact in zip(rotations(qwen().bfloat16()), rotations(qwen()), strict=True):
+        assert torch.equal(rope, exact)
+
+
+def rotations(model):
+    return [m.omega for m in adapt_rotary(model).modules() if isinstance(m, PresetRotate)]
 
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
@@ -708,7 +793,13 @@ REFUSED = {
     "another processor": (
         other_processor, ValueError, r"transformer_blocks\.0\.attn\.processor: .*got FluxIPAdapterAttnProcessor",
     ),
-    "another theta": (other_table, ValueError, "rope: expected Wan's theta"),
+    "another table": (other_table, ValueError, "rope: expected Wan's tables of one theta"),
+    "sections that don't sum to the pairs": (
+        lambda: qwen(mrope_section=[2, 3, 2]), ValueError, r"rotary_emb: .*sums to head_dim / 2 = 8, got \[2, 3, 2\]",
+    ),
+    "two sections": (
+        lambda: qwen("Qwen3VL", mrope_section=[8, 8]), ValueError, r"rotary_emb: .*height and width, got \[8, 8\]",
+    ),
     "frequencies by length": (
         lambda: qwen(rope_type="dynamic", factor=2.0), ValueError, r"rotary_emb: .*don't depend.*'dynamic'",
     ),

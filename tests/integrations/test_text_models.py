@@ -156,6 +156,13 @@ def test_frequencies_by_hand_are_kept():
     same(model, adapted, logits, embeddings())
 
 
+def test_frequencies_of_a_16_bit_model_are_the_configurations():
+    def omega(model):
+        return next(part.rotation for part in adapt_rotary(model).modules() if hasattr(part, "rotation")).omega
+
+    assert torch.equal(omega(causal_lm().bfloat16()), omega(causal_lm()))
+
+
 def test_restored_and_unadapted_models_are_as_they_were(calls):  # noqa: F811
     model = causal_lm()
     adapted = adapt_rotary(copy.deepcopy(model))
