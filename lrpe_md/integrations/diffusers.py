@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from .extras import require
 
@@ -47,12 +47,16 @@ class _Rope(Adapted):
 class LrpeFluxPosEmbed(_Rope, FluxPosEmbed):
     def forward(self, ids: Tensor) -> Any:
         """ids (N, 3), text and image as the pipeline places them."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, ids)
         return self.rotation.at(Coordinates(ids.float()))  # the pipeline makes them in the dtype of the latents
 
 
 class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):
     def forward(self, hidden_states: Tensor) -> Any:
         """hidden_states (B, C, T, H, W)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, hidden_states)
         sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
         return self._at(tuple(size // patch for size, patch in sizes))
 
@@ -60,6 +64,8 @@ class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):
 class LrpeHunyuanVideoRotaryPosEmbed(_Rope, HunyuanVideoRotaryPosEmbed):
     def forward(self, hidden_states: Tensor) -> Any:
         """hidden_states (B, C, T, H, W)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, hidden_states)
         frames, height, width = hidden_states.shape[2:]
         return self._at((frames // self.patch_size_t, height // self.patch_size, width // self.patch_size))
 
@@ -81,8 +87,12 @@ class _Processor(Adapted):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        call: Any = self._encoded if isinstance(image_rotary_emb, Rotary) else cast(Any, super()).__call__
-        return call(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    def _run(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Any) -> Any:
+        if isinstance(rotary, Rotary):
+            return self._encoded(attn, x, text, mask, rotary)
+        return self.original.__call__(self, attn, x, text, mask, rotary)
 
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         raise NotImplementedError  # each model's own
@@ -134,7 +144,7 @@ class LrpeWanAttnProcessor(_Processor, WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,  # diffusers passes it by this name
     ) -> Any:
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         if text is not None:

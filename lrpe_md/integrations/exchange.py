@@ -81,7 +81,7 @@ class Rotary:
     def at(self, positions: Grid | Coordinates, omega: Tensor | None = None) -> Rotary:
         """The same at other positions."""
         omega = self.omega if omega is None else omega
-        return Rotary(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
+        return type(self)(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
 
     def behind(self, num_tokens: int) -> Rotary:
         """With so many unrotated tokens more at the end: text behind a video."""
@@ -160,10 +160,18 @@ class PresetRotate(Exact, PresetMd):
 class Adapted:
     """A part of a library's model with our encoding: the class that it had comes last among the bases.
 
-    Only the class of an object changes, so that parameters, their names, hooks and optimizers stay as they are.
+    Only the class of an object changes, so that parameters, their names, hooks and optimizers stay as they are. What is
+    made anew of such a class has nothing of ours, and computes as the original.
+
+    ``original`` and not ``super()``: dynamo can't follow it in a class that an object was not made of.
     """
 
     extras: ClassVar[Sequence[str]] = ()  # attributes that adapting adds
+    original: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.original = cls.__bases__[-1]
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,7 @@ def restore(model: nn.Module) -> None:
             for name in type(part).extras:
                 if hasattr(part, name):
                     delattr(part, name)
-            part.__class__ = type(part).__bases__[-1]
+            part.__class__ = type(part).original
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------

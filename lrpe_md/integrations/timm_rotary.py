@@ -43,8 +43,14 @@ class _Rope(Adapted):
 
     def get_embed(self, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers of the patches (N, 1), of which timm gathers those that it keeps."""
+        if not self.adapted:
+            return self.original.get_embed(self, shape)
         height, width = self.feat_shape if shape is None else shape  # pyright: ignore[reportAttributeAccessIssue]
         return torch.arange(height * width, device=self.device)[:, None]
+
+    @property
+    def adapted(self) -> bool:
+        return hasattr(self, "augment")
 
     @property
     def device(self) -> torch.device:
@@ -92,8 +98,10 @@ class LrpeEva(Adapted, Eva):
     rope: Any
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, Any]:
+        if not getattr(self.rope, "adapted", False):
+            return self.original._pos_embed(self, x)
         height, width = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
-        x, index = super()._pos_embed(x)
+        x, index = self.original._pos_embed(self, x)
         assert index is not None
         positions: Any = self.rope.place(Grid((height, width), prefix=self.num_prefix_tokens))
         if self.rope.augment is not None:
@@ -110,7 +118,7 @@ class _Attention(Adapted):
         """x (B, N, C) → (B, N, C)."""
         own = cast(Any, self)
         if not isinstance(rope, Rotary):
-            return cast(Any, super()).forward(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
+            return self.original.forward(self, x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
         gate = getattr(own, "gate", None)
         q, k, v = self._project(x)
         q, k = rope(own.q_norm(q), own.k_norm(k))

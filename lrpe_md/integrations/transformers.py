@@ -34,6 +34,21 @@ __all__ = ["plan"]
 # --- rotary modules ------------------------------------------------------------------------------------------
 
 
+class WindowedRotary(Rotary):
+    """The tower of Qwen2.5-VL brings cos and sin (N, ..) into the order of its windows: by shape and by index."""
+
+    positions: Coordinates
+
+    def reshape(self, *shape: int) -> Rotary:
+        return self._moved(self.positions.coords.reshape(shape))
+
+    def __getitem__(self, index: Any) -> Rotary:
+        return self._moved(self.positions.coords[index])
+
+    def _moved(self, coords: Tensor) -> Rotary:
+        return self.at(replace(self.positions, coords=coords))
+
+
 class _Rope(Adapted):
     extras = ("rotation",)
     rotation: PresetRotate
@@ -43,6 +58,8 @@ class _Text(_Rope):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (3, B, N), or (B, N) for text alone."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
         coords = position_ids.expand(3, -1, -1).permute(1, 2, 0)
         # One sample's positions hold for a whole batch.
         return self.rotation.at(Coordinates(coords[0] if coords.shape[0] == 1 else coords)), None
@@ -52,7 +69,13 @@ class _Vision(_Rope):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (N, 2)."""
-        return self.rotation.at(Coordinates(position_ids)), None
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
+        rotary = self._rotary(Coordinates(position_ids))
+        return rotary, rotary
+
+    def _rotary(self, positions: Coordinates) -> Rotary:
+        return self.rotation.at(positions)
 
 
 class LrpeQwen2VLRotaryEmbedding(_Text, qwen2_vl.Qwen2VLRotaryEmbedding):
@@ -76,7 +99,9 @@ class LrpeQwen2VLVisionRotaryEmbedding(_Vision, qwen2_vl.Qwen2VLVisionRotaryEmbe
 
 
 class LrpeQwen2_5_VLVisionRotaryEmbedding(_Vision, qwen2_5_vl.Qwen2_5_VLVisionRotaryEmbedding):
-    pass
+    def _rotary(self, positions: Coordinates) -> Rotary:
+        rotary = self.rotation.at(positions)
+        return WindowedRotary(rotary.omega, positions, rotary.pairs, rotary.amplitude, rotary.impl, rotary.rotary_dim)
 
 
 class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbedding):
@@ -85,19 +110,6 @@ class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbe
 
 class LrpeQwen3VLMoeVisionRotaryEmbedding(_Vision, qwen3_vl_moe.Qwen3VLMoeVisionRotaryEmbedding):
     pass
-
-
-class LrpeQwen2_5_VisionTransformer(Adapted, qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel):
-    """It brings patches, and with them cos and sin, in the order of its windows."""
-
-    def permute_input_for_window_attn(self, input_tensor: Any, window_index: Tensor, seq_len: int) -> Any:
-        if input_tensor is None:
-            return None
-        if not isinstance(input_tensor, Rotary):
-            return super().permute_input_for_window_attn(input_tensor, window_index, seq_len)
-        positions: Any = input_tensor.positions
-        coords = super().permute_input_for_window_attn(positions.coords, window_index, seq_len)
-        return input_tensor.at(replace(positions, coords=coords))
 
 
 ROPES: dict[type, tuple[type, str]] = {
@@ -140,8 +152,6 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
         if type(part) in ROPES:
             cls, name = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
-        elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
-            steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
     for step in steps:
         install(sys.modules[type(step.part).__module__], FUNCTIONS)
     return steps

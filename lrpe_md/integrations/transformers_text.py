@@ -52,9 +52,11 @@ class _Sequence(Adapted):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (B, N)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
         omega = self.rotation.get_omega()
         if _by_length(self.rope_type):  # the original updates its frequencies
-            super().forward(x, position_ids)  # pyright: ignore[reportAttributeAccessIssue]
+            self.original.forward(self, x, position_ids)
             omega = self.inv_freq.float()[None, :, None]
         # One sample's positions hold for a whole batch.
         coords = position_ids[0, :, None] if position_ids.shape[0] == 1 else position_ids[..., None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import subprocess
 import sys
 
@@ -605,6 +606,54 @@ def test_frequencies_of_a_16_bit_model_are_the_configurations():
 
 def rotations(model):
     return [m.omega for m in adapt_rotary(model).modules() if isinstance(m, PresetRotate)]
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_recorded_states_and_names(name):
+    """transformers keys by a model's class what it records, and saves its name."""
+    model = qwen(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    before = {path: type(part) for path, part in model.named_modules()}
+    changed = {path for path, part in adapted.named_modules() if type(part) is not before.get(path, type(part))}
+    assert changed == {path for path in before if path.endswith(("rotary_emb", "rotary_pos_emb"))}
+    x, grids = pixels(), prompt()["image_grid_thw"]
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    expected, found = (m.model.visual(x, grids, **flags) for m in (model, adapted))
+    for key in ("hidden_states", "attentions"):
+        assert len(found[key]) == len(expected[key]) >= 1
+        for one, other in zip(found[key], expected[key], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=BOUND)
+
+
+def test_a_saved_tower_has_its_own_name(tmp_path):
+    tower = qwen("Qwen2.5VL").model.visual
+    expected = type(tower).__name__
+    adapt_rotary(tower).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [expected]
+
+
+def test_a_rope_made_anew_of_the_class_is_the_original():
+    model = qwen("Qwen2.5VL")
+    expected = call_qwen(model, pixels())
+    adapt_rotary(model)
+    for owner, name in ((model.model.language_model, "rotary_emb"), (model.model.visual, "rotary_pos_emb")):
+        rope = getattr(owner, name)
+        setattr(owner, name, type(rope)(config=rope.config))
+    torch.testing.assert_close(call_qwen(model, pixels()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(call_qwen(adapt_rotary(model), pixels()), expected, rtol=0, atol=BOUND)
+
+
+def test_timms_and_diffusers_ropes_made_anew():
+    vit, model, x, video = timm_vit("eva02"), wan(), image(timm_vit("eva02")), torch.randn(VIDEO)
+    expected = vit(x), call_wan(model, video)
+    adapt_rotary(vit)
+    adapt_rotary(model)
+    vit.rope = type(vit.rope)(32, in_pixels=False, feat_shape=[5, 3], ref_feat_shape=vit.rope.ref_feat_shape)
+    model.rope = type(model.rope)(32, (1, 2, 2), 1024)
+    torch.testing.assert_close((vit(x), call_wan(model, video)), expected, rtol=0, atol=0)
+    adapt_rotary(vit)
+    adapt_rotary(model)
+    torch.testing.assert_close((vit(x), call_wan(model, video)), expected, rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
