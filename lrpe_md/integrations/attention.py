@@ -35,7 +35,7 @@ class Context:
     """
 
     def __init__(
-        self, encoding: nn.Module | None, positions: Grid | Coordinates, attn_mask: Tensor | None = None
+        self, encoding: nn.Module | None, positions: Grid | Coordinates | None, attn_mask: Tensor | None = None
     ) -> None:
         self.encoding, self.positions, self.attn_mask = encoding, positions, attn_mask
 

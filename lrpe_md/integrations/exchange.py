@@ -13,10 +13,14 @@ exchanged. The adapters themselves are imported for the libraries that a model i
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from types import FunctionType
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +50,12 @@ LIBRARIES = {  # the adapters of each, and what they take
 }
 
 
+_UNKNOWING = (
+    "rotary: expected a part that adapt_rotary knows, got one that takes cos and sin, set after the model was adapted "
+    "(a processor, a function); call adapt_rotary(model) again, which takes or names it, or restore_rotary(model)"
+)
+
+
 class Rotary:
     """What a model hands to its attentions where it handed cos and sin: frequencies and positions.
 
@@ -64,8 +74,10 @@ class Rotary:
         impl: Impl = "auto",
         rotary_dim: int | None = None,
     ) -> None:
-        self.omega, self.positions, self.pairs = omega, positions, pairs
-        self.amplitude, self.impl, self.rotary_dim = amplitude, impl, rotary_dim
+        self.omega, self.positions = omega, positions
+        self.pairs: Pairs = pairs
+        self.amplitude, self.rotary_dim = amplitude, rotary_dim
+        self.impl: Impl = impl
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(
@@ -77,6 +89,12 @@ class Rotary:
         """The same for q and k (B, N, H, D)."""
         q, k = self(q.transpose(1, 2), k.transpose(1, 2))
         return q.transpose(1, 2), k.transpose(1, 2)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_UNKNOWING)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: {_UNKNOWING}")
 
     def at(self, positions: Grid | Coordinates, omega: Tensor | None = None) -> Rotary:
         """The same at other positions."""
@@ -171,7 +189,8 @@ class Adapted:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.original = cls.__bases__[-1]
+        if not issubclass(cls.__bases__[-1], Adapted):  # as FSDP2 and parametrizations derive theirs
+            cls.original = cls.__bases__[-1]
 
 
 @dataclass(frozen=True)
@@ -183,22 +202,39 @@ class Step:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-_exchanged: set[tuple[Any, str]] = set()
+Encode = Callable[[Rotary, Any, Any], Any]  # rotary, q, k → q, k
 
 
-def install(module: Any, functions: Mapping[str, Callable[[Rotary, Any, Any], Any]]) -> None:
-    """Exchange functions of a library's file, ``f(q, k, cos, sin)``, for those that take a :class:`Rotary`, too."""
-    for name, ours in functions.items():
-        if (module, name) not in _exchanged:
-            _exchanged.add((module, name))
-            setattr(module, name, _dispatch(getattr(module, name), ours))
+def install(model: nn.Module, functions: Mapping[str, Encode]) -> None:
+    """Exchange functions ``f(q, k, cos, sin)`` that the model's parts call, for those that take a :class:`Rotary`, too.
+
+    They are looked up where the code of each part finds them: in its library's file, or in another that imported them
+    by name. What was set there since the last exchange is exchanged again.
+    """
+    for cls in {cls for part in model.modules() for cls in type(part).__mro__ if issubclass(cls, nn.Module)}:
+        for method in vars(cls).values():
+            _install(method, functions)
+    for part in model.modules():  # a forward of its own
+        _install(vars(part).get("forward"), functions)
 
 
-def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _install(method: Any, functions: Mapping[str, Encode]) -> None:
+    method = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
+    if not isinstance(method, FunctionType):
+        return
+    for name in functions.keys() & set(method.__code__.co_names):
+        current = method.__globals__.get(name)
+        if callable(current) and not hasattr(current, "takes_rotary"):
+            method.__globals__[name] = _dispatch(current, functions[name])
+
+
+def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
+    @functools.wraps(original)
     def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
 
-    return functools.wraps(original)(apply_rotary)
+    vars(apply_rotary)["takes_rotary"] = True
+    return apply_rotary
 
 
 def parts(model: nn.Module) -> dict[str, Any]:
@@ -220,7 +256,14 @@ def apply(steps: Sequence[Step]) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    for part in parts(model).values():
+    found = parts(model)
+    for path, part in found.items():
+        if isinstance(part, Adapted) and type(part).__bases__[-1] is not type(part).original:
+            raise ValueError(
+                f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from it; "
+                "adapt or restore before fully_shard"
+            )
+    for part in found.values():
         if isinstance(part, Adapted):
             for name in type(part).extras:
                 if hasattr(part, name):
@@ -247,14 +290,16 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
               Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
         impl: see :func:`lrpe_md.rotate`.
 
+    A part with a rotary encoding that is none of these stays as it is, and a warning names it. What exchanges attention
+    processors or functions of the model afterwards (diffusers' IP adapters, Liger) asks for another ``adapt_rotary``.
+
     The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
-    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``, and don't load an adapter that
-    exchanges attention processors (diffusers' IP adapters) afterwards. Random positions in training (timm's
+    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``. Random positions in training (timm's
     ``rope_*_coords``) are drawn as in timm, but from a generator of the encoding's own.
 
     Raises:
         TypeError: not a model, or none of its parts is known.
-        ValueError: a part that does not fit, by its name; the model is as it was.
+        ValueError: a part that does not fit, by its name, or that was adapted and sharded since; the model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
@@ -273,7 +318,25 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)
+    _warn_of_others(model)
     return model
+
+
+_ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """A warning that names the model's other rotary encodings, which stay as they are."""
+    others: dict[str, str] = {}
+    for path, part in model.named_modules():
+        name, cls = path.split(".")[-1], type(part)
+        inside = any(path.startswith(f"{outer}.") for outer in others)
+        known = isinstance(part, (Adapted, nn.Identity)) or cls.__module__.split(".")[0] == "lrpe_md"
+        if path and not inside and not known and (_ROTARY_NAME.search(name) or _ROTARY_NAME.search(cls.__name__)):
+            others[path] = cls.__name__
+    if others:
+        found = ", ".join(f"{path} ({name})" for path, name in others.items())
+        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=3)
 
 
 def restore_rotary(model: Model) -> Model:

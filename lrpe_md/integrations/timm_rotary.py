@@ -210,8 +210,10 @@ def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, opt
     if table is None or table.is_meta:
         omegas = [with_series(path, chosen.omega, found)]
     else:
+        feat_shape: Any = rope.feat_shape
+        grid, half = cls.place(rope, Grid(tuple(feat_shape))), options["pairs"] == "half"
         omegas = [chosen.omega] if found is None else [chosen.omega, with_series(path, chosen.omega, found)]
-        omegas = [omega for omega in omegas if _tells(table, cls.place(rope, Grid(rope.feat_shape)), omega, rope)]
+        omegas = [omega for omega in omegas if _tells(table, grid, omega, rope.grid_indexing == "xy", half)]
     if not omegas:
         raise ValueError(
             f"{path}.rope: expected a table of its frequencies, got another; make it anew (set_input_size) or take "
@@ -221,11 +223,11 @@ def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, opt
     return Step(rope, cls, {"rotation": PresetRotate(chosen, omega=omega, **options)})
 
 
-def _tells(table: Tensor, grid: Grid, omega: Tensor, rope: Any) -> bool:
+def _tells(table: Tensor, grid: Grid, omega: Tensor, xy: bool, half: bool) -> bool:
     """Whether these are the sines and cosines of this grid, as far as their dtype shows it."""
-    omega = omega.flip(-1) if rope.grid_indexing == "xy" else omega
+    omega = omega.flip(-1) if xy else omega
     angles = grid.coordinates(dtype=torch.float64) @ omega[0].mT
-    angles = torch.cat([angles, angles], -1) if rope.rotate_half else angles.repeat_interleave(2, -1)
+    angles = torch.cat([angles, angles], -1) if half else angles.repeat_interleave(2, -1)
     expected = torch.cat([angles.sin(), angles.cos()], -1)
     found = table.detach().cpu().double()
     atol = max(2e-5, 1e-6 * angles.abs().max().item()) + 2 * torch.finfo(table.dtype).eps

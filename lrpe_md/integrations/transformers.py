@@ -7,7 +7,6 @@ are not adapted compute as before. Source: transformers 5.23, ``transformers/mod
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,8 +151,8 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
         if type(part) in ROPES:
             cls, name = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
-    for step in steps:
-        install(sys.modules[type(step.part).__module__], FUNCTIONS)
+    if steps:
+        install(model, FUNCTIONS)
     return steps
 
 

@@ -6,7 +6,6 @@ that the attentions call takes both. Source: transformers 5.23, ``transformers/m
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from .extras import require
@@ -141,8 +140,8 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
         if type(part) in ROPES:
             cls, pairs = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, pairs, impl)}))
-    for step in steps:
-        install(sys.modules[type(step.part).__module__], {"apply_rotary_pos_emb": Rotary.__call__})
+    if steps:
+        install(model, {"apply_rotary_pos_emb": Rotary.__call__})
     return steps
 
 

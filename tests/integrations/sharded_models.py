@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from lrpe_md import Coordinates, Grid, adapt, adapt_rotary, rotate
-from lrpe_md.integrations import exchange
+from lrpe_md.integrations import exchange, restore_rotary
 
 NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed"]
 BLOCKS = ("blocks", "layers", "transformer_blocks", "single_transformer_blocks")
@@ -72,8 +72,13 @@ def rotary_model(name: str, shard: Any, mesh: Any) -> None:
         patch.setattr(exchange, "rotate", recorded)
         exact = call(adapt_rotary(copy.deepcopy(model)), x).detach()
         plain, seen = seen, []
-        found = call(shard(adapt_rotary(copy.deepcopy(model)), mesh), x)
+        sharded = shard(adapt_rotary(copy.deepcopy(model)), mesh)
+        found = call(sharded, x)
         found.float().square().sum().backward()
+    if shard is shard_2 and name in ("dinov3", "mixed"):  # the model's own class is exchanged
+        with pytest.raises(ValueError, match=r"model: .*got FSDPLrpeEva, .* before fully_shard"):
+            restore_rotary(sharded)
+        assert type(sharded).__name__ == "FSDPLrpeEva"
     theirs = call(shard(model, mesh), x)
     assert found.dtype == torch.bfloat16
     assert (found - exact).abs().max() < 1.5 * (theirs - exact).abs().max()

@@ -11,6 +11,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -488,6 +489,62 @@ def test_a_split_sequence_is_refused():
     model.blocks[0].attn1.processor._parallel_config = object()
     with pytest.raises(ValueError, match=r"parallel_config: .*restore_rotary"):
         call_wan(model, torch.randn(VIDEO))
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video"])
+def test_a_processor_that_is_set_afterwards(name):
+    build, call, size, *_ = DIFFUSERS[name]
+    model, x = build(), torch.randn(size)
+    expected = call(model, x)
+    before = {path: type(part) for path, part in parts(model).items()}
+    adapt_rotary(model)
+    for path, part in parts(model).items():
+        if path.endswith(".processor") and isinstance(part, Adapted):
+            owner = model.get_submodule(path.removesuffix(".processor"))
+            owner.set_processor(before[path]())
+    with pytest.raises(TypeError, match=r"rotary: expected a part .*set after .*adapt_rotary\(model\) again"):
+        call(model, x)
+    torch.testing.assert_close(call(adapt_rotary(model), x), expected, rtol=0, atol=BOUND)
+
+
+def composite(name):
+    """A tiny model of Mistral or Qwen2 with a tower that has a rotary encoding of its own."""
+    transformers = library("transformers")
+    if name == "Mistral3":
+        vision = {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 4, "head_dim": 16,
+        }  # fmt: skip
+        config = transformers.Mistral3Config(
+            text_config={"model_type": "mistral", **TEXT}, vision_config={"model_type": "pixtral", **vision}
+        )
+        return transformers.Mistral3Model(config)
+    return nn.ModuleDict({"text": qwen().model.language_model, "tower": other_tower()})
+
+
+def other_tower():
+    tower = nn.Module()
+    tower.rope = nn.Linear(2, 2)
+    return tower
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("Mistral3", r"vision_tower\.\w+ \(Pixtral\w*RotaryEmbedding\)"), ("two", r"tower\.rope \(Linear\)")],
+)
+def test_other_rotary_encodings_are_named(name, others):
+    model = composite(name)
+    with pytest.warns(UserWarning, match=rf"^adapt_rotary: {others}: not known, left as in the original$"):
+        adapt_rotary(model)
+    assert any(isinstance(part, Adapted) for part in model.modules())
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3", "flux", "wan", "hunyuan video", "Qwen2VL", "Qwen3VL"])
+def test_no_warning_where_all_is_known(name):
+    model = ALL[name][0]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapt_rotary(model)
 
 
 def test_a_controlnet_of_the_same_parts():
