@@ -260,8 +260,8 @@ def restore(model: nn.Module) -> None:
     for path, part in found.items():
         if isinstance(part, Adapted) and type(part).__bases__[-1] is not type(part).original:
             raise ValueError(
-                f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from it; "
-                "adapt or restore before fully_shard"
+                f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from "
+                "it; adapt or restore before fully_shard"
             )
     for part in found.values():
         if isinstance(part, Adapted):
@@ -299,7 +299,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
 
     Raises:
         TypeError: not a model, or none of its parts is known.
-        ValueError: a part that does not fit, by its name, or that was adapted and sharded since; the model is as it was.
+        ValueError: a part that does not fit, by its name, or was sharded since it was adapted; the model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")

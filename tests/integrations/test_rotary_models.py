@@ -7,6 +7,8 @@ cost less than 1e-6 at positions below 20.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import io
 import json
 import subprocess
@@ -767,6 +769,57 @@ def test_kernels(name, monkeypatch):
     monkeypatch.setattr(exchange, "rotate", lambda *xs, **kwargs: impls.append(kwargs["impl"]) or rotate(*xs, **kwargs))
     same(model, adapt_rotary(copy.deepcopy(model), impl="triton"), call, x())
     assert set(impls) == {"triton"}
+
+
+def wide_wan():
+    """Of Wan 1.3B's width."""
+    return wan(attention_head_dim=128, num_attention_heads=12, num_layers=1)
+
+
+COMPILED = {
+    **{name: ALL[name] for name in ("wan", "flux", "hunyuan video", "eva02", "mixed", "dinov3")},
+    "wan, wide": (wide_wan, call_wan, lambda: torch.randn(VIDEO)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiling_breaks_no_graph_that_the_original_keeps(name):
+    """Forward and training, and the gradients of the compiled model."""
+    build, call, x = COMPILED[name]
+    model, x = build(), x()
+    adapted = adapt_rotary(copy.deepcopy(model))
+    counted = torch._dynamo.utils.counters
+    breaks = []
+    for m in (model, adapted):
+        torch._dynamo.reset()
+        counted.clear()
+        with torch.no_grad():
+            call(torch.compile(m, backend="aot_eager"), x)
+        y, dy = gradients(m, call, x)
+        z, dz = gradients(m, lambda m, x: call(torch.compile(m, backend="aot_eager"), x), x)
+        breaks.append(dict(counted["graph_break"]))
+        torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
+        assert dz.keys() == dy.keys()
+        for key in dy:
+            torch.testing.assert_close(dz[key], dy[key], rtol=1e-4, atol=1e-4 * max(g.abs().max() for g in dy.values()))
+    assert counted["stats"]["unique_graphs"] >= 1
+    assert not breaks[1].keys() - breaks[0].keys()
+
+
+def test_exchanged_classes_have_no_super():
+    """Whose class, in an object that was not made of it, older dynamo can't follow."""
+    for name in ("timm_rotary", "diffusers", "transformers", "transformers_text"):
+        library(name.split("_")[0])
+        importlib.import_module(f"lrpe_md.integrations.{name}")
+    classes = [Adapted]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    ours = {cls for cls in classes[1:] if cls.__module__.startswith("lrpe_md")}
+    assert len(ours) > 30
+    for cls in ours:
+        for method in vars(cls).values():
+            code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+            assert code is None or "__class__" not in code.co_freevars, f"{cls.__name__}: {code}"
 
 
 @pytest.mark.parametrize("name", ALL)
