@@ -115,7 +115,7 @@ class JointBlock(nn.Module):
         return self.image.update(x, attended[:, :, length:], rest), text
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        encoding, positions, mask = context
+        encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         if self.attention == "linear":
             return linear_attention(
                 q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, key_mask=mask

@@ -6,7 +6,7 @@ Shapes: B batch, N tokens, H heads, D head_dim.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,16 @@ Normalizer = Literal["unrotated", "none"]
 NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
 
 
-class Context(NamedTuple):
-    """What a forward of the backbone tells each attention, through its ``attn_mask`` argument."""
+class Context:
+    """What a forward of the backbone tells each attention, through its ``attn_mask`` argument.
 
-    encoding: nn.Module | None
-    positions: Grid | Coordinates
-    attn_mask: Tensor | None
+    No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
+    """
+
+    def __init__(
+        self, encoding: nn.Module | None, positions: Grid | Coordinates | None, attn_mask: Tensor | None = None
+    ) -> None:
+        self.encoding, self.positions, self.attn_mask = encoding, positions, attn_mask
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:

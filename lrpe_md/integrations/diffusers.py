@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from .extras import require
 
@@ -47,12 +47,16 @@ class _Rope(Adapted):
 class LrpeFluxPosEmbed(_Rope, FluxPosEmbed):
     def forward(self, ids: Tensor) -> Any:
         """ids (N, 3), text and image as the pipeline places them."""
-        return self.rotation.at(Coordinates(ids))
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, ids)
+        return self.rotation.at(Coordinates(ids.float()))  # the pipeline makes them in the dtype of the latents
 
 
 class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):
     def forward(self, hidden_states: Tensor) -> Any:
         """hidden_states (B, C, T, H, W)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, hidden_states)
         sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
         return self._at(tuple(size // patch for size, patch in sizes))
 
@@ -60,6 +64,8 @@ class LrpeWanRotaryPosEmbed(_Rope, WanRotaryPosEmbed):
 class LrpeHunyuanVideoRotaryPosEmbed(_Rope, HunyuanVideoRotaryPosEmbed):
     def forward(self, hidden_states: Tensor) -> Any:
         """hidden_states (B, C, T, H, W)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, hidden_states)
         frames, height, width = hidden_states.shape[2:]
         return self._at((frames // self.patch_size_t, height // self.patch_size, width // self.patch_size))
 
@@ -81,8 +87,12 @@ class _Processor(Adapted):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        call: Any = self._encoded if isinstance(image_rotary_emb, Rotary) else cast(Any, super()).__call__
-        return call(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    def _run(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Any) -> Any:
+        if isinstance(rotary, Rotary):
+            return self._encoded(attn, x, text, mask, rotary)
+        return self.original.__call__(self, attn, x, text, mask, rotary)
 
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         raise NotImplementedError  # each model's own
@@ -134,7 +144,7 @@ class LrpeWanAttnProcessor(_Processor, WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,  # diffusers passes it by this name
     ) -> Any:
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         if text is not None:
@@ -190,12 +200,34 @@ def _shared(name: str, axes_dim: Any, base: float) -> Preset:
 
 
 def _wan(path: str, rope: Any) -> Preset:
+    """It keeps no theta, only tables that follow from it: one that makes the same."""
     chosen = preset("wan", rope.attention_head_dim)
-    if not rope.freqs_cos.is_meta and rope.freqs_cos.shape[0] > 1:  # it keeps no theta, only what follows from it
-        first = chosen.omega[0].sum(-1).cos().to(rope.freqs_cos)
-        if not torch.allclose(rope.freqs_cos[1, ::2], first, atol=1e-2):
-            raise ValueError(f"{path}: expected Wan's theta 10000, got a table of another")
-    return chosen
+    cos, sin = rope.freqs_cos, rope.freqs_sin
+    if cos.is_meta or _tells(cos, sin, chosen):
+        return chosen
+    t_dim = rope.t_dim
+    if t_dim >= 4 and cos.shape[0] > 1:
+        # The last frequency of time, theta^-((t_dim - 2) / t_dim), is the angle of its second row.
+        last = torch.atan2(sin[1, t_dim - 1].double(), cos[1, t_dim - 1].double()).item()
+        theta = last ** (-t_dim / (t_dim - 2)) if last > 0 else 1.0
+        for base in (float(round(theta)), float(f"{theta:.6g}"), theta):
+            if base > 0 and _tells(cos, sin, chosen := preset("wan", rope.attention_head_dim, base=base)):
+                return chosen
+    raise ValueError(
+        f"{path}: expected Wan's tables of one theta, got others, or a theta that {cos.dtype} does not tell: call "
+        "adapt_rotary before the model is cast to 16 bits"
+    )
+
+
+def _tells(cos: Tensor, sin: Tensor, chosen: Preset) -> bool:
+    """Whether these are the tables of this preset, as far as their dtype shows it."""
+    rows = torch.arange(cos.shape[0], dtype=torch.float64, device="cpu")[:, None]
+    angles = (rows * chosen.omega[0].sum(-1)).repeat_interleave(2, -1)
+    bound = 2e-7 * rows + 2 * torch.finfo(cos.dtype).eps
+    return all(
+        found.shape == table.shape and bool(((found.detach().cpu().double() - table).abs() <= bound).all())
+        for found, table in ((cos, angles.cos()), (sin, angles.sin()))
+    )
 
 
 ROPES: dict[type, tuple[type, Callable[[str, Any], Preset]]] = {

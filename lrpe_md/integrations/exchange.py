@@ -13,24 +13,29 @@ exchanged. The adapters themselves are imported for the libraries that a model i
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from types import FunctionType
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.validate import IMPLS, Impl, Pairs
 from ..functional import rotate
+from ..module_base import FrequencyModule
 from ..modules import PresetMd
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "install", "parts", "restore",
-    "restore_rotary",
+    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "found_series", "install",
+    "parts", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,20 +50,34 @@ LIBRARIES = {  # the adapters of each, and what they take
 }
 
 
-@dataclass(frozen=True, eq=False)
+_UNKNOWING = (
+    "rotary: expected a part that adapt_rotary knows, got one that takes cos and sin, set after the model was adapted "
+    "(a processor, a function); call adapt_rotary(model) again, which takes or names it, or restore_rotary(model)"
+)
+
+
 class Rotary:
     """What a model hands to its attentions where it handed cos and sin: frequencies and positions.
 
     Called with q and k (B, H, N, D); see :func:`lrpe_md.rotate`. ``amplitude`` is a factor of both; without a
     ``rotary_dim`` all channels are rotated.
+
+    Neither a dataclass nor a tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in those.
     """
 
-    omega: Tensor
-    positions: Grid | Coordinates
-    pairs: Pairs
-    amplitude: float = 1.0
-    impl: Impl = "auto"
-    rotary_dim: int | None = None
+    def __init__(
+        self,
+        omega: Tensor,
+        positions: Grid | Coordinates,
+        pairs: Pairs,
+        amplitude: float = 1.0,
+        impl: Impl = "auto",
+        rotary_dim: int | None = None,
+    ) -> None:
+        self.omega, self.positions = omega, positions
+        self.pairs: Pairs = pairs
+        self.amplitude, self.rotary_dim = amplitude, rotary_dim
+        self.impl: Impl = impl
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(
@@ -71,17 +90,62 @@ class Rotary:
         q, k = self(q.transpose(1, 2), k.transpose(1, 2))
         return q.transpose(1, 2), k.transpose(1, 2)
 
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_UNKNOWING)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: {_UNKNOWING}")
+
+    def at(self, positions: Grid | Coordinates, omega: Tensor | None = None) -> Rotary:
+        """The same at other positions."""
+        omega = self.omega if omega is None else omega
+        return type(self)(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
+
     def behind(self, num_tokens: int) -> Rotary:
         """With so many unrotated tokens more at the end: text behind a video."""
-        return replace(self, positions=replace(self.positions, suffix=self.positions.suffix + num_tokens))
+        return self.at(replace(self.positions, suffix=self.positions.suffix + num_tokens))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Rotary:
         """On another device: accelerate asks for it where a model is spread over several."""
         positions = self.positions if isinstance(self.positions, Grid) else self.positions.to(device)
-        return replace(self, omega=self.omega.to(device, non_blocking=non_blocking), positions=positions)
+        return self.at(positions, self.omega.to(device, non_blocking=non_blocking))
 
 
-class PresetRotate(PresetMd):
+class Exact(FrequencyModule):
+    """Fixed frequencies that stay exact where FSDP and DDP cast the buffers of a model by their data."""
+
+    def get_omega(self) -> Tensor:
+        omega = super().get_omega()
+        if omega.dtype != self.dtype:
+            self.omega = omega = self._initial("omega", omega.device)
+        return omega
+
+
+def found_series(buffer: Tensor | None, exact: Tensor | None) -> Tensor | None:
+    """A model's own frequencies (E,), float64 on the CPU, where they are not those of its configuration.
+
+    None: they are, or are rounded from them, or are on the meta device, or there are none.
+    """
+    if buffer is None or buffer.is_meta:
+        return None
+    found = buffer.detach().cpu().double()
+    rtol = max(1e-5, torch.finfo(buffer.dtype).eps)
+    if exact is not None and exact.shape == found.shape and torch.allclose(exact, found, rtol=rtol, atol=0):
+        return None
+    return found
+
+
+def with_series(path: str, omega: Tensor, series: Tensor | None) -> Tensor:
+    """omega (1, C, K) with another series (E,), from which each of C / E blocks of channels takes its frequencies."""
+    if series is None:
+        return omega
+    if omega.shape[1] % len(series):
+        raise ValueError(f"{path}: expected frequencies for {omega.shape[1]} pairs, got {len(series)}")
+    theta = series.repeat(omega.shape[1] // len(series))
+    return (omega != 0) * theta[None, :, None]
+
+
+class PresetRotate(Exact, PresetMd):
     """:class:`lrpe_md.PresetMd` with fixed frequencies, float64 whatever the model is cast to.
 
     Args:
@@ -114,10 +178,19 @@ class PresetRotate(PresetMd):
 class Adapted:
     """A part of a library's model with our encoding: the class that it had comes last among the bases.
 
-    Only the class of an object changes, so that parameters, their names, hooks and optimizers stay as they are.
+    Only the class of an object changes, so that parameters, their names, hooks and optimizers stay as they are. What is
+    made anew of such a class has nothing of ours, and computes as the original.
+
+    ``original`` and not ``super()``: dynamo can't follow it in a class that an object was not made of.
     """
 
     extras: ClassVar[Sequence[str]] = ()  # attributes that adapting adds
+    original: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls.__bases__[-1], Adapted):  # as FSDP2 and parametrizations derive theirs
+            cls.original = cls.__bases__[-1]
 
 
 @dataclass(frozen=True)
@@ -129,22 +202,39 @@ class Step:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-_exchanged: set[tuple[Any, str]] = set()
+Encode = Callable[[Rotary, Any, Any], Any]  # rotary, q, k → q, k
 
 
-def install(module: Any, functions: Mapping[str, Callable[[Rotary, Any, Any], Any]]) -> None:
-    """Exchange functions of a library's file, ``f(q, k, cos, sin)``, for those that take a :class:`Rotary`, too."""
-    for name, ours in functions.items():
-        if (module, name) not in _exchanged:
-            _exchanged.add((module, name))
-            setattr(module, name, _dispatch(getattr(module, name), ours))
+def install(model: nn.Module, functions: Mapping[str, Encode]) -> None:
+    """Exchange functions ``f(q, k, cos, sin)`` that the model's parts call, for those that take a :class:`Rotary`, too.
+
+    They are looked up where the code of each part finds them: in its library's file, or in another that imported them
+    by name. What was set there since the last exchange is exchanged again.
+    """
+    for cls in {cls for part in model.modules() for cls in type(part).__mro__ if issubclass(cls, nn.Module)}:
+        for method in vars(cls).values():
+            _install(method, functions)
+    for part in model.modules():  # a forward of its own
+        _install(vars(part).get("forward"), functions)
 
 
-def _dispatch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _install(method: Any, functions: Mapping[str, Encode]) -> None:
+    method = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
+    if not isinstance(method, FunctionType):
+        return
+    for name in functions.keys() & set(method.__code__.co_names):
+        current = method.__globals__.get(name)
+        if callable(current) and not hasattr(current, "takes_rotary"):
+            method.__globals__[name] = _dispatch(current, functions[name])
+
+
+def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
+    @functools.wraps(original)
     def apply_rotary(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(cos, q, k) if isinstance(cos, Rotary) else original(q, k, cos, sin, *args, **kwargs)
 
-    return functools.wraps(original)(apply_rotary)
+    vars(apply_rotary)["takes_rotary"] = True
+    return apply_rotary
 
 
 def parts(model: nn.Module) -> dict[str, Any]:
@@ -166,12 +256,19 @@ def apply(steps: Sequence[Step]) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    for part in parts(model).values():
+    found = parts(model)
+    for path, part in found.items():
+        if isinstance(part, Adapted) and type(part).__bases__[-1] is not type(part).original:
+            raise ValueError(
+                f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from "
+                "it; adapt or restore before fully_shard"
+            )
+    for part in found.values():
         if isinstance(part, Adapted):
             for name in type(part).extras:
                 if hasattr(part, name):
                     delattr(part, name)
-            part.__class__ = type(part).__bases__[-1]
+            part.__class__ = type(part).original
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------
@@ -193,14 +290,16 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
               Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
         impl: see :func:`lrpe_md.rotate`.
 
+    A part with a rotary encoding that is none of these stays as it is, and a warning names it. What exchanges attention
+    processors or functions of the model afterwards (diffusers' IP adapters, Liger) asks for another ``adapt_rotary``.
+
     The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
-    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``, and don't load an adapter that
-    exchanges attention processors (diffusers' IP adapters) afterwards. Random positions in training (timm's
+    16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``. Random positions in training (timm's
     ``rope_*_coords``) are drawn as in timm, but from a generator of the encoding's own.
 
     Raises:
         TypeError: not a model, or none of its parts is known.
-        ValueError: a part that does not fit, by its name; the model is as it was.
+        ValueError: a part that does not fit, by its name, or was sharded since it was adapted; the model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
@@ -219,7 +318,25 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)
+    _warn_of_others(model)
     return model
+
+
+_ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """A warning that names the model's other rotary encodings, which stay as they are."""
+    others: dict[str, str] = {}
+    for path, part in model.named_modules():
+        name, cls = path.split(".")[-1], type(part)
+        inside = any(path.startswith(f"{outer}.") for outer in others)
+        known = isinstance(part, (Adapted, nn.Identity)) or cls.__module__.split(".")[0] == "lrpe_md"
+        if path and not inside and not known and (_ROTARY_NAME.search(name) or _ROTARY_NAME.search(cls.__name__)):
+            others[path] = cls.__name__
+    if others:
+        found = ", ".join(f"{path} ({name})" for path, name in others.items())
+        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=3)
 
 
 def restore_rotary(model: Model) -> Model:

@@ -66,7 +66,10 @@ class LrpeAttention(Attention):
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x (B, N, C) → (B, N, C)."""
-        encoding, positions, mask = attn_mask if isinstance(attn_mask, Context) else (None, None, attn_mask)
+        context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
+        encoding, positions, mask = context.encoding, context.positions, context.attn_mask
+        if context is attn_mask and mask is not None and mask.is_floating_point():
+            mask = mask.to(x.dtype)  # which a block's mixed precision may have cast
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))

@@ -5,6 +5,7 @@ Source: timm 1.0.31, ``timm/models/eva.py`` and ``timm/layers/pos_embed_sincos.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from ..positions.augment import AugmentPositions
 from ..positions.grid import Grid
 from ..presets.registry import preset
 from .attention import attend
-from .exchange import Adapted, PresetRotate, Rotary, Step, parts
+from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, parts, with_series
 
 __all__ = ["plan"]
 
@@ -42,8 +43,14 @@ class _Rope(Adapted):
 
     def get_embed(self, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers of the patches (N, 1), of which timm gathers those that it keeps."""
+        if not self.adapted:
+            return self.original.get_embed(self, shape)
         height, width = self.feat_shape if shape is None else shape  # pyright: ignore[reportAttributeAccessIssue]
         return torch.arange(height * width, device=self.device)[:, None]
+
+    @property
+    def adapted(self) -> bool:
+        return hasattr(self, "augment")
 
     @property
     def device(self) -> torch.device:
@@ -91,8 +98,10 @@ class LrpeEva(Adapted, Eva):
     rope: Any
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, Any]:
+        if not getattr(self.rope, "adapted", False):
+            return self.original._pos_embed(self, x)
         height, width = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
-        x, index = super()._pos_embed(x)
+        x, index = self.original._pos_embed(self, x)
         assert index is not None
         positions: Any = self.rope.place(Grid((height, width), prefix=self.num_prefix_tokens))
         if self.rope.augment is not None:
@@ -109,7 +118,7 @@ class _Attention(Adapted):
         """x (B, N, C) → (B, N, C)."""
         own = cast(Any, self)
         if not isinstance(rope, Rotary):
-            return cast(Any, super()).forward(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
+            return self.original.forward(self, x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
         gate = getattr(own, "gate", None)
         q, k, v = self._project(x)
         q, k = rope(own.q_norm(q), own.k_norm(k))
@@ -190,17 +199,45 @@ def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
     return [Step(vit, LrpeEva), step, *(Step(attn, ATTENTIONS[type(attn)]) for attn in attentions)]
 
 
-def _axial(path: str, rope: Any, name: str, cls: type, options: dict[str, Any]) -> Step:
-    """Fixed frequencies: the scheme's at the rotary's own temperature; (x, y) is its axes the other way round."""
+def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, options: dict[str, Any]) -> Step:
+    """Fixed frequencies: the scheme's at the rotary's own temperature; (x, y) is its axes the other way round.
+
+    series: those that the rotary holds, of which it keeps a table where its grid is fixed.
+    """
     chosen = preset(name, rope.dim, base=rope.temperature)
-    omega = chosen.omega.flip(-1) if rope.grid_indexing == "xy" else chosen.omega
+    found = found_series(series, chosen.omega[0].sum(-1)[: rope.dim // 4])
+    table = getattr(rope, "pos_embed", None) if isinstance(rope, RotaryEmbeddingCat) else rope.pos_embed_cached
+    if table is None or table.is_meta:
+        omegas = [with_series(path, chosen.omega, found)]
+    else:
+        feat_shape: Any = rope.feat_shape
+        grid, half = cls.place(rope, Grid(tuple(feat_shape))), options["pairs"] == "half"
+        omegas = [chosen.omega] if found is None else [chosen.omega, with_series(path, chosen.omega, found)]
+        omegas = [omega for omega in omegas if _tells(table, grid, omega, rope.grid_indexing == "xy", half)]
+    if not omegas:
+        raise ValueError(
+            f"{path}.rope: expected a table of its frequencies, got another; make it anew (set_input_size) or take "
+            "dynamic_img_size=True"
+        )
+    omega = omegas[0].flip(-1) if rope.grid_indexing == "xy" else omegas[0]
     return Step(rope, cls, {"rotation": PresetRotate(chosen, omega=omega, **options)})
+
+
+def _tells(table: Tensor, grid: Grid, omega: Tensor, xy: bool, half: bool) -> bool:
+    """Whether these are the sines and cosines of this grid, as far as their dtype shows it."""
+    omega = omega.flip(-1) if xy else omega
+    angles = grid.coordinates(dtype=torch.float64) @ omega[0].mT
+    angles = torch.cat([angles, angles], -1) if half else angles.repeat_interleave(2, -1)
+    expected = torch.cat([angles.sin(), angles.cos()], -1)
+    found = table.detach().cpu().double()
+    atol = max(2e-5, 1e-6 * angles.abs().max().item()) + 2 * torch.finfo(table.dtype).eps
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=atol)
 
 
 def _cat(path: str, rope: Any, options: dict[str, Any]) -> Step:
     if rope.in_pixels or getattr(rope, "grid_type", "index") != "index":
         raise ValueError(f"{path}.rope: expected a grid counted in patches (in_pixels=False), got one in pixels")
-    return _axial(path, rope, "eva02", LrpeRotaryEmbeddingCat, options)
+    return _axial(path, rope, "eva02", LrpeRotaryEmbeddingCat, getattr(rope, "bands", None), options)
 
 
 def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
@@ -208,7 +245,7 @@ def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
         raise ValueError(f"{path}.rope: expected periods from a temperature, got min_period={rope.min_period}")
     if rope.grid_indexing == "xy" and TorchVersion(timm.__version__) < "1.0.31":  # which left the axes (height, width)
         raise ValueError(f"{path}.rope: grid_indexing='xy' expects timm 1.0.31 or newer, got {timm.__version__}")
-    return _axial(path, rope, "dinov3", LrpeRotaryEmbeddingDinoV3, options)
+    return _axial(path, rope, "dinov3", LrpeRotaryEmbeddingDinoV3, 2 * math.pi / rope.periods, options)
 
 
 def _mixed(path: str, rope: Any, options: dict[str, Any]) -> Step:

@@ -7,7 +7,7 @@ are not adapted compute as before. Source: transformers 5.23, ``transformers/mod
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,27 @@ from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_m
 from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
-from ..presets.scheme import Preset
-from .exchange import Adapted, PresetRotate, Rotary, Step, install, parts
+from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, install, parts, with_series
 
 __all__ = ["plan"]
 
 
 # --- rotary modules ------------------------------------------------------------------------------------------
+
+
+class WindowedRotary(Rotary):
+    """The tower of Qwen2.5-VL brings cos and sin (N, ..) into the order of its windows: by shape and by index."""
+
+    positions: Coordinates
+
+    def reshape(self, *shape: int) -> Rotary:
+        return self._moved(self.positions.coords.reshape(shape))
+
+    def __getitem__(self, index: Any) -> Rotary:
+        return self._moved(self.positions.coords[index])
+
+    def _moved(self, coords: Tensor) -> Rotary:
+        return self.at(replace(self.positions, coords=coords))
 
 
 class _Rope(Adapted):
@@ -43,6 +57,8 @@ class _Text(_Rope):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (3, B, N), or (B, N) for text alone."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
         coords = position_ids.expand(3, -1, -1).permute(1, 2, 0)
         # One sample's positions hold for a whole batch.
         return self.rotation.at(Coordinates(coords[0] if coords.shape[0] == 1 else coords)), None
@@ -52,7 +68,13 @@ class _Vision(_Rope):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (N, 2)."""
-        return self.rotation.at(Coordinates(position_ids)), None
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
+        rotary = self._rotary(Coordinates(position_ids))
+        return rotary, rotary
+
+    def _rotary(self, positions: Coordinates) -> Rotary:
+        return self.rotation.at(positions)
 
 
 class LrpeQwen2VLRotaryEmbedding(_Text, qwen2_vl.Qwen2VLRotaryEmbedding):
@@ -76,7 +98,9 @@ class LrpeQwen2VLVisionRotaryEmbedding(_Vision, qwen2_vl.Qwen2VLVisionRotaryEmbe
 
 
 class LrpeQwen2_5_VLVisionRotaryEmbedding(_Vision, qwen2_5_vl.Qwen2_5_VLVisionRotaryEmbedding):
-    pass
+    def _rotary(self, positions: Coordinates) -> Rotary:
+        rotary = self.rotation.at(positions)
+        return WindowedRotary(rotary.omega, positions, rotary.pairs, rotary.amplitude, rotary.impl, rotary.rotary_dim)
 
 
 class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbedding):
@@ -85,19 +109,6 @@ class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbe
 
 class LrpeQwen3VLMoeVisionRotaryEmbedding(_Vision, qwen3_vl_moe.Qwen3VLMoeVisionRotaryEmbedding):
     pass
-
-
-class LrpeQwen2_5_VisionTransformer(Adapted, qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel):
-    """It brings patches, and with them cos and sin, in the order of its windows."""
-
-    def permute_input_for_window_attn(self, input_tensor: Any, window_index: Tensor, seq_len: int) -> Any:
-        if input_tensor is None:
-            return None
-        if not isinstance(input_tensor, Rotary):
-            return super().permute_input_for_window_attn(input_tensor, window_index, seq_len)
-        positions: Any = input_tensor.positions
-        coords = super().permute_input_for_window_attn(positions.coords, window_index, seq_len)
-        return replace(input_tensor, positions=replace(positions, coords=coords))
 
 
 ROPES: dict[type, tuple[type, str]] = {
@@ -139,17 +150,14 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     for path, part in parts(model).items():
         if type(part) in ROPES:
             cls, name = ROPES[type(part)]
-            rotation = PresetRotate(_chosen(path, part, name), device=part.inv_freq.device, impl=impl)
-            steps.append(Step(part, cls, {"rotation": rotation}))
-        elif type(part) is qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel:
-            steps.append(Step(part, LrpeQwen2_5_VisionTransformer))
-    for step in steps:
-        install(sys.modules[type(step.part).__module__], FUNCTIONS)
+            steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
+    if steps:
+        install(model, FUNCTIONS)
     return steps
 
 
-def _chosen(path: str, rope: Any, name: str) -> Preset:
-    """The preset at the rotary's own base, sections and scaling."""
+def _rotation(path: str, rope: Any, name: str, impl: Impl) -> PresetRotate:
+    """The preset at the rotary's own base, sections and scaling; where it has other frequencies, those."""
     config, parameters = rope.config, rope.config.rope_parameters
     if "dynamic" in rope.rope_type or rope.rope_type == "longrope":
         raise ValueError(f"{path}: expected frequencies that don't depend on the length, got {rope.rope_type!r}")
@@ -162,4 +170,22 @@ def _chosen(path: str, rope: Any, name: str) -> Preset:
             raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
         stretched, amplitude = rope.inv_freq.detach().cpu().double(), float(rope.attention_scaling)
         scaling = lambda theta: (stretched, amplitude)  # noqa: E731
-    return preset(name, head_dim, base=parameters["rope_theta"], split=sections, scaling=scaling)
+    split = None if sections is None else _split(path, name, sections, head_dim // 2)
+    chosen = preset(name, head_dim, base=parameters["rope_theta"], split=split, scaling=scaling)
+    series = found_series(rope.inv_freq, chosen.omega[0].sum(-1)[: len(rope.inv_freq)])
+    omega = with_series(path, chosen.omega, series)
+    return PresetRotate(chosen, omega=omega, device=rope.inv_freq.device, impl=impl)
+
+
+def _split(path: str, name: str, sections: Sequence[int], num_pairs: int) -> list[int]:
+    """Pairs of time, height and width, as the original takes its ``mrope_section``."""
+    if len(sections) != 3 or min(sections) < 0:
+        raise ValueError(f"{path}: expected an mrope_section of time, height and width, got {list(sections)}")
+    if name == "qwen3_vl":  # takes turns as far as there are pairs, and time has the rest
+        height, width = (min(n, len(range(i, num_pairs, 3))) for i, n in enumerate(sections[1:], 1))
+        return [num_pairs - height - width, height, width]
+    if sum(sections) != num_pairs:
+        raise ValueError(
+            f"{path}: expected an mrope_section that sums to head_dim / 2 = {num_pairs}, got {list(sections)}"
+        )
+    return list(sections)

@@ -6,7 +6,6 @@ that the attentions call takes both. Source: transformers 5.23, ``transformers/m
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from .extras import require
@@ -33,14 +32,18 @@ from ..engine.validate import Impl
 from ..frequencies.rope_parameters import RULES, rope_frequencies
 from ..modules import Rotate1d
 from ..positions.coordinates import Coordinates
-from .exchange import Adapted, Rotary, Step, install, parts
+from .exchange import Adapted, Exact, Rotary, Step, found_series, install, parts
 
 __all__ = ["plan"]
 
 
+class SequenceRotate(Exact, Rotate1d):
+    """:class:`lrpe_md.Rotate1d` with the frequencies of a model."""
+
+
 class _Sequence(Adapted):
     extras = ("rotation",)
-    rotation: Rotate1d
+    rotation: SequenceRotate
     rope_type: str
     inv_freq: Tensor
     attention_scaling: float
@@ -48,9 +51,11 @@ class _Sequence(Adapted):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """position_ids (B, N)."""
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, x, position_ids)
         omega = self.rotation.get_omega()
         if _by_length(self.rope_type):  # the original updates its frequencies
-            super().forward(x, position_ids)  # pyright: ignore[reportAttributeAccessIssue]
+            self.original.forward(self, x, position_ids)
             omega = self.inv_freq.float()[None, :, None]
         # One sample's positions hold for a whole batch.
         coords = position_ids[0, :, None] if position_ids.shape[0] == 1 else position_ids[..., None]
@@ -135,25 +140,23 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
         if type(part) in ROPES:
             cls, pairs = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, pairs, impl)}))
-    for step in steps:
-        install(sys.modules[type(step.part).__module__], {"apply_rotary_pos_emb": Rotary.__call__})
+    if steps:
+        install(model, {"apply_rotary_pos_emb": Rotary.__call__})
     return steps
 
 
-def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> Rotate1d:
+def _rotation(path: str, rope: Any, pairs: Any, impl: Impl) -> SequenceRotate:
     """Exact frequencies of the model's configuration; where it has others, those."""
     config, buffer = rope.config, rope.inv_freq
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     theta = None
     if rope.rope_type in RULES:
         theta, _ = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
-    if not buffer.is_meta:
-        found = buffer.detach().cpu().double()
-        if theta is None or theta.shape != found.shape or not torch.allclose(theta, found, rtol=1e-4, atol=0):
-            theta = found
+    found = found_series(buffer, theta)
+    theta = theta if found is None else found
     if theta is None:
         raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
-    return Rotate1d(
+    return SequenceRotate(
         head_dim, theta=theta, rotary_dim=2 * len(theta), pairs=pairs, impl=impl, device=buffer.device,
         dtype=torch.float64,
     )  # fmt: skip

@@ -7,15 +7,19 @@ cost less than 1e-6 at positions below 20.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import io
+import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, Grid, adapt_rotary, rotate
+from lrpe_md import Coordinates, Grid, adapt_rotary, preset, rotate
 from lrpe_md.integrations import exchange, restore_rotary
 from lrpe_md.integrations.exchange import Adapted, PresetRotate, Rotary, parts
 
@@ -222,6 +226,46 @@ def test_timm_changes_its_input_size():
     same(vit, adapted, logits, image(vit, 4, 6))
 
 
+FREQUENCIES = {"eva02": "bands", "dinov3": "periods"}
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_timm_frequencies_by_hand_are_kept(name):
+    vit = timm_vit(name, dynamic_img_size=True)
+    getattr(vit.rope, FREQUENCIES[name]).mul_(0.3)
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    same(vit, adapted, logits, image(vit, 4, 7))
+    getattr(vit.rope, FREQUENCIES[name]).div_(0.3)
+    assert (adapted(image(vit)) - vit(image(vit))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_timm_tables_count_where_it_keeps_them(name):
+    """Of a fixed grid timm reads the table, whatever became of the frequencies."""
+    library("timm", "1.0.31")
+    vit = timm_vit(name, dynamic_img_size=False)
+    getattr(vit.rope, FREQUENCIES[name]).mul_(0.3)
+    same(vit, adapt_rotary(copy.deepcopy(vit)), logits, image(vit))
+    if name == "eva02":
+        vit.rope._init_cached_embed(vit.rope.bands)
+    else:
+        vit.rope._cache_embed(vit.rope.feat_shape)
+    same(vit, adapt_rotary(copy.deepcopy(vit)), logits, image(vit))
+    restored = restore_rotary(adapt_rotary(copy.deepcopy(vit)))
+    same(restored, adapt_rotary(copy.deepcopy(restored)), logits, image(vit))
+    table = vit.rope.pos_embed if name == "eva02" else vit.rope.pos_embed_cached
+    table.copy_(table.flip(0))
+    with pytest.raises(ValueError, match=r"model\.rope: expected a table of its frequencies, got another"):
+        adapt_rotary(vit)
+
+
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_sixteen_bits_round_what_the_configuration_says_exactly(name):
+    for dynamic in (False, True):
+        exact = adapt_rotary(timm_vit(name, dynamic_img_size=dynamic)).rope.rotation.omega
+        assert torch.equal(adapt_rotary(timm_vit(name, dynamic_img_size=dynamic).bfloat16()).rope.rotation.omega, exact)
+
+
 def test_learned_frequencies_stay_the_models_own():
     vit = timm_vit("mixed")
     freqs = vit.rope.freqs
@@ -386,6 +430,25 @@ def test_diffusers(name, calls):
     assert list(adapted.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("theta", [7000.0, 9999.0, 256.0, 123456.0, 10000.5])
+@pytest.mark.parametrize("head_dim", [20, 32])
+@pytest.mark.parametrize("rows", [6, 1024])
+def test_wans_theta_is_read_from_its_tables(theta, head_dim, rows):
+    model = wan(attention_head_dim=head_dim)
+    model.rope = type(model.rope)(head_dim, (1, 2, 2), rows, theta=theta)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    same(model, adapted, call_wan, torch.randn(VIDEO))
+    assert torch.equal(adapted.rope.rotation.omega[0].sum(-1), preset("wan", head_dim, base=theta).omega[0].sum(-1))
+
+
+def test_sixteen_bits_tell_wans_theta_or_not():
+    assert torch.equal(adapt_rotary(wan().bfloat16()).rope.rotation.omega, preset("wan", 32).omega)
+    model = wan()
+    model.rope = type(model.rope)(32, (1, 2, 2), 1024, theta=7000.0)
+    with pytest.raises(ValueError, match=r"rope: expected Wan's tables .*a theta that torch\.bfloat16 does not tell"):
+        adapt_rotary(model.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_fused_projections(name):
     build, call, size, *_ = DIFFUSERS[name]
@@ -428,6 +491,62 @@ def test_a_split_sequence_is_refused():
     model.blocks[0].attn1.processor._parallel_config = object()
     with pytest.raises(ValueError, match=r"parallel_config: .*restore_rotary"):
         call_wan(model, torch.randn(VIDEO))
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video"])
+def test_a_processor_that_is_set_afterwards(name):
+    build, call, size, *_ = DIFFUSERS[name]
+    model, x = build(), torch.randn(size)
+    expected = call(model, x)
+    before = {path: type(part) for path, part in parts(model).items()}
+    adapt_rotary(model)
+    for path, part in parts(model).items():
+        if path.endswith(".processor") and isinstance(part, Adapted):
+            owner = model.get_submodule(path.removesuffix(".processor"))
+            owner.set_processor(before[path]())
+    with pytest.raises(TypeError, match=r"rotary: expected a part .*set after .*adapt_rotary\(model\) again"):
+        call(model, x)
+    torch.testing.assert_close(call(adapt_rotary(model), x), expected, rtol=0, atol=BOUND)
+
+
+def composite(name):
+    """A tiny model of Mistral or Qwen2 with a tower that has a rotary encoding of its own."""
+    transformers = library("transformers")
+    if name == "Mistral3":
+        vision = {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 4, "head_dim": 16,
+        }  # fmt: skip
+        config = transformers.Mistral3Config(
+            text_config={"model_type": "mistral", **TEXT}, vision_config={"model_type": "pixtral", **vision}
+        )
+        return transformers.Mistral3Model(config)
+    return nn.ModuleDict({"text": qwen().model.language_model, "tower": other_tower()})
+
+
+def other_tower():
+    tower = nn.Module()
+    tower.rope = nn.Linear(2, 2)
+    return tower
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("Mistral3", r"vision_tower\.\w+ \(Pixtral\w*RotaryEmbedding\)"), ("two", r"tower\.rope \(Linear\)")],
+)
+def test_other_rotary_encodings_are_named(name, others):
+    model = composite(name)
+    with pytest.warns(UserWarning, match=rf"^adapt_rotary: {others}: not known, left as in the original$"):
+        adapt_rotary(model)
+    assert any(isinstance(part, Adapted) for part in model.modules())
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3", "flux", "wan", "hunyuan video", "Qwen2VL", "Qwen3VL"])
+def test_no_warning_where_all_is_known(name):
+    model = ALL[name][0]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapt_rotary(model)
 
 
 def test_a_controlnet_of_the_same_parts():
@@ -522,6 +641,80 @@ def test_transformers(name, calls):
     assert list(adapted.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [0, 1, 40], [3, 0, 2]])
+def test_sections_as_the_original_takes_them(sections):
+    """Of Qwen3-VL they need not sum to the pairs: time has what height and width leave over."""
+    model = qwen("Qwen3VL", mrope_section=sections)
+    same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2VL, yarn", "Qwen2.5VL", "Qwen3VL", "Qwen3VLMoe"])
+@pytest.mark.parametrize("tower", ["language_model", "visual"])
+def test_qwens_frequencies_by_hand_are_kept(name, tower):
+    model = qwen(name)
+    ropes = [m for m in getattr(model.model, tower).modules() if hasattr(m, "inv_freq")]
+    assert len(ropes) == 1
+    ropes[0].inv_freq.mul_(0.3)
+    same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
+
+
+def test_frequencies_of_a_16_bit_model_are_the_configurations():
+    for rope, exact in zip(rotations(qwen().bfloat16()), rotations(qwen()), strict=True):
+        assert torch.equal(rope, exact)
+
+
+def rotations(model):
+    return [m.omega for m in adapt_rotary(model).modules() if isinstance(m, PresetRotate)]
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_recorded_states_and_names(name):
+    """transformers keys by a model's class what it records, and saves its name."""
+    model = qwen(name)
+    adapted = adapt_rotary(copy.deepcopy(model))
+    before = {path: type(part) for path, part in model.named_modules()}
+    changed = {path for path, part in adapted.named_modules() if type(part) is not before.get(path, type(part))}
+    assert changed == {path for path in before if path.endswith(("rotary_emb", "rotary_pos_emb"))}
+    x, grids = pixels(), prompt()["image_grid_thw"]
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    expected, found = (m.model.visual(x, grids, **flags) for m in (model, adapted))
+    for key in ("hidden_states", "attentions"):
+        assert len(found[key]) == len(expected[key]) >= 1
+        for one, other in zip(found[key], expected[key], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=BOUND)
+
+
+def test_a_saved_tower_has_its_own_name(tmp_path):
+    tower = qwen("Qwen2.5VL").model.visual
+    expected = type(tower).__name__
+    adapt_rotary(tower).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [expected]
+
+
+def test_a_rope_made_anew_of_the_class_is_the_original():
+    model = qwen("Qwen2.5VL")
+    expected = call_qwen(model, pixels())
+    adapt_rotary(model)
+    for owner, name in ((model.model.language_model, "rotary_emb"), (model.model.visual, "rotary_pos_emb")):
+        rope = getattr(owner, name)
+        setattr(owner, name, type(rope)(config=rope.config))
+    torch.testing.assert_close(call_qwen(model, pixels()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(call_qwen(adapt_rotary(model), pixels()), expected, rtol=0, atol=BOUND)
+
+
+def test_timms_and_diffusers_ropes_made_anew():
+    vit, model, x, video = timm_vit("eva02"), wan(), image(timm_vit("eva02")), torch.randn(VIDEO)
+    expected = vit(x), call_wan(model, video)
+    adapt_rotary(vit)
+    adapt_rotary(model)
+    vit.rope = type(vit.rope)(32, in_pixels=False, feat_shape=[5, 3], ref_feat_shape=vit.rope.ref_feat_shape)
+    model.rope = type(model.rope)(32, (1, 2, 2), 1024)
+    torch.testing.assert_close((vit(x), call_wan(model, video)), expected, rtol=0, atol=0)
+    adapt_rotary(vit)
+    adapt_rotary(model)
+    torch.testing.assert_close((vit(x), call_wan(model, video)), expected, rtol=0, atol=BOUND)
+
+
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
 def test_generation(name, calls):
     model = qwen(name)
@@ -576,6 +769,57 @@ def test_kernels(name, monkeypatch):
     monkeypatch.setattr(exchange, "rotate", lambda *xs, **kwargs: impls.append(kwargs["impl"]) or rotate(*xs, **kwargs))
     same(model, adapt_rotary(copy.deepcopy(model), impl="triton"), call, x())
     assert set(impls) == {"triton"}
+
+
+def wide_wan():
+    """Of Wan 1.3B's width."""
+    return wan(attention_head_dim=128, num_attention_heads=12, num_layers=1)
+
+
+COMPILED = {
+    **{name: ALL[name] for name in ("wan", "flux", "hunyuan video", "eva02", "mixed", "dinov3")},
+    "wan, wide": (wide_wan, call_wan, lambda: torch.randn(VIDEO)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiling_breaks_no_graph_that_the_original_keeps(name):
+    """Forward and training, and the gradients of the compiled model."""
+    build, call, x = COMPILED[name]
+    model, x = build(), x()
+    adapted = adapt_rotary(copy.deepcopy(model))
+    counted = torch._dynamo.utils.counters
+    breaks = []
+    for m in (model, adapted):
+        torch._dynamo.reset()
+        counted.clear()
+        with torch.no_grad():
+            call(torch.compile(m, backend="aot_eager"), x)
+        y, dy = gradients(m, call, x)
+        z, dz = gradients(m, lambda m, x: call(torch.compile(m, backend="aot_eager"), x), x)
+        breaks.append(dict(counted["graph_break"]))
+        torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
+        assert dz.keys() == dy.keys()
+        for key in dy:
+            torch.testing.assert_close(dz[key], dy[key], rtol=1e-4, atol=1e-4 * max(g.abs().max() for g in dy.values()))
+    assert counted["stats"]["unique_graphs"] >= 1
+    assert not breaks[1].keys() - breaks[0].keys()
+
+
+def test_exchanged_classes_have_no_super():
+    """Whose class, in an object that was not made of it, older dynamo can't follow."""
+    for name in ("timm_rotary", "diffusers", "transformers", "transformers_text"):
+        library(name.split("_")[0])
+        importlib.import_module(f"lrpe_md.integrations.{name}")
+    classes = [Adapted]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    ours = {cls for cls in classes[1:] if cls.__module__.startswith("lrpe_md")}
+    assert len(ours) > 30
+    for cls in ours:
+        for method in vars(cls).values():
+            code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+            assert code is None or "__class__" not in code.co_freevars, f"{cls.__name__}: {code}"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -708,7 +952,13 @@ REFUSED = {
     "another processor": (
         other_processor, ValueError, r"transformer_blocks\.0\.attn\.processor: .*got FluxIPAdapterAttnProcessor",
     ),
-    "another theta": (other_table, ValueError, "rope: expected Wan's theta"),
+    "another table": (other_table, ValueError, "rope: expected Wan's tables of one theta"),
+    "sections that don't sum to the pairs": (
+        lambda: qwen(mrope_section=[2, 3, 2]), ValueError, r"rotary_emb: .*sums to head_dim / 2 = 8, got \[2, 3, 2\]",
+    ),
+    "two sections": (
+        lambda: qwen("Qwen3VL", mrope_section=[8, 8]), ValueError, r"rotary_emb: .*height and width, got \[8, 8\]",
+    ),
     "frequencies by length": (
         lambda: qwen(rope_type="dynamic", factor=2.0), ValueError, r"rotary_emb: .*don't depend.*'dynamic'",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -154,6 +155,64 @@ def test_frequencies_by_hand_are_kept():
     model.model.rotary_emb.inv_freq.mul_(0.3)
     adapted = adapt_rotary(copy.deepcopy(model))
     same(model, adapted, logits, embeddings())
+
+
+def test_frequencies_of_a_16_bit_model_are_the_configurations():
+    def omega(model):
+        return next(part.rotation for part in adapt_rotary(model).modules() if hasattr(part, "rotation")).omega
+
+    assert torch.equal(omega(causal_lm().bfloat16()), omega(causal_lm()))
+
+
+def reference_rotary(q, k, cos, sin, unsqueeze_dim=1):
+    """Of another library."""
+    half = q.shape[-1] // 2
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+
+
+def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  # noqa: F811
+    """As Liger does: the model says what to do, and adapting again takes it."""
+    library("transformers")
+    from transformers.models.llama import modeling_llama
+
+    model = causal_lm()
+    expected = logits(model, embeddings())
+    adapted = adapt_rotary(copy.deepcopy(model))
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", reference_rotary)
+    with pytest.raises(AttributeError, match=r"unsqueeze: rotary: .*set after .*adapt_rotary\(model\) again"):
+        logits(adapted, embeddings())
+    torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
+    calls.clear()
+    torch.testing.assert_close(logits(adapt_rotary(adapted), embeddings()), expected, rtol=0, atol=BOUND)
+    assert len(calls) == 2
+    torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("bound", ["class", "instance"])
+def test_a_function_that_was_imported_by_name(bound, calls):  # noqa: F811
+    """An attention of another file, in the model or as a forward of its own."""
+    library("transformers")
+    from types import MethodType, ModuleType
+
+    from transformers.models.llama import modeling_llama
+
+    other = ModuleType("other_attention")
+    vars(other).update(vars(modeling_llama), apply_rotary_pos_emb=reference_rotary)
+    source = inspect.getsource(modeling_llama.LlamaAttention)
+    exec(source[source.index("class LlamaAttention") :], vars(other))
+    model = causal_lm()
+    expected = logits(model, embeddings())
+    for layer in model.model.layers:
+        if bound == "class":
+            layer.self_attn.__class__ = other.LlamaAttention
+        else:
+            layer.self_attn.forward = MethodType(other.LlamaAttention.forward, layer.self_attn)
+    torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
+    assert not calls
+    torch.testing.assert_close(logits(adapt_rotary(model), embeddings()), expected, rtol=0, atol=BOUND)
+    assert len(calls) == 2
 
 
 def test_restored_and_unadapted_models_are_as_they_were(calls):  # noqa: F811

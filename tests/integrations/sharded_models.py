@@ -1,0 +1,107 @@
+"""What each of two processes runs for test_sharded_models.py: adapted models under FSDP's mixed precision."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import test_rotary_models as models
+import test_text_models as text_models
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+from lrpe_md import Coordinates, Grid, adapt, adapt_rotary, rotate
+from lrpe_md.integrations import exchange, restore_rotary
+
+NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed"]
+BLOCKS = ("blocks", "layers", "transformer_blocks", "single_transformer_blocks")
+
+
+def run(rank: int, folder: str) -> None:
+    """A process: all models, and a file that says which failed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    mesh, failed = init_device_mesh("cpu", (2,)), ""
+    cases: list[Any] = [(name, rotary_model, kind) for name in NAMES for kind in (shard_2, shard_1)]
+    for name, check, kind in [*cases, ("vit", vit, shard_2)]:
+        try:
+            check(name, kind, mesh)
+        except (Exception, pytest.fail.Exception):
+            failed += f"--- {name}, {kind.__name__}, rank {rank}\n{traceback.format_exc()}\n"
+    with open(f"{folder}/failed{rank}", "w") as file:
+        file.write(failed)
+    dist.destroy_process_group()
+
+
+def shard_2(model: nn.Module, mesh: Any) -> nn.Module:
+    """FSDP2, a group a block."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for path, part in model.named_modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and path.split(".")[-1] in BLOCKS:
+            for block in part:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def shard_1(model: nn.Module, mesh: Any) -> nn.Module:
+    """FSDP1, buffers cast, too."""
+    half = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    return FullyShardedDataParallel(model, mixed_precision=half, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def rotary_model(name: str, shard: Any, mesh: Any) -> None:
+    """Frequencies and positions reach the encoding as they are, and the outputs are no worse than the original's."""
+    build, call, x = {**models.ALL, "llama": (text_models.causal_lm, text_models.logits, text_models.embeddings)}[name]
+    torch.manual_seed(0)
+    model, x = build(), x()
+    seen: list[Any] = []
+
+    def recorded(*xs: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["omega"].detach().clone(), kwargs["positions"]))
+        return rotate(*xs, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "rotate", recorded)
+        exact = call(adapt_rotary(copy.deepcopy(model)), x).detach()
+        plain, seen = seen, []
+        sharded = shard(adapt_rotary(copy.deepcopy(model)), mesh)
+        found = call(sharded, x)
+        found.float().square().sum().backward()
+    if shard is shard_2 and name in ("dinov3", "mixed"):  # the model's own class is exchanged
+        with pytest.raises(ValueError, match=r"model: .*got FSDPLrpeEva, .* before fully_shard"):
+            restore_rotary(sharded)
+        assert type(sharded).__name__ == "FSDPLrpeEva"
+    theirs = call(shard(model, mesh), x)
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).abs().max() < 1.5 * (theirs - exact).abs().max()
+    assert len(seen) == len(plain) > 0
+    for (omega, positions), (right, where) in zip(seen, plain, strict=True):
+        # What a model learns is gathered in 16 bits, as the original's.
+        torch.testing.assert_close(omega, right, rtol=2**-8 if name == "mixed" else 0, atol=0)
+        assert positions == where
+
+
+def vit(name: str, shard: Any, mesh: Any) -> None:
+    """``adapt``: tables of positions that 16 bits would round."""
+    torch.manual_seed(0)
+    model = models.library("timm").create_model(
+        "vit_tiny_patch16_224", img_size=(16, 16 * 300), depth=2, embed_dim=64, num_heads=2, patch_drop_rate=0.5
+    )
+    model = adapt(model, "rotate").train()
+    seen: list[Any] = []
+    model.encoding.register_forward_pre_hook(lambda m, xs, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
+    shard(model, mesh)(torch.randn(1, 3, 16, 16 * 300)).sum().backward()
+    for positions in seen:
+        assert isinstance(positions, (Coordinates, Grid))
+        columns = positions.coords[..., 1]
+        assert columns.dtype == torch.float32
+        assert columns.unique().numel() == 150  # every second, each where it was
+    assert len(seen) == 2
