@@ -119,8 +119,12 @@ class Coordinates(Rules):
         )
 
     def take(self, index: Tensor) -> Coordinates:
-        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay."""
-        check_index(index)
+        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
+
+        Raises:
+            IndexError: an index below 0 or beyond the last row; on a GPU a device-side assertion.
+        """
+        check_index(index, self.coords.shape[-2])
         if self.coords.ndim == 2:
             rotated = None if self.rotated is None else self.rotated[index]
             return replace(self, coords=self.coords[index], rotated=rotated)
@@ -197,6 +201,12 @@ def check_reach(position: float, where: str = "") -> None:
         )
 
 
-def check_index(index: Tensor) -> None:
+def check_index(index: Tensor, num: int) -> None:
+    """Indices of ``num`` tokens. Where looking at them would wait, the device does, or the compiled graph."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
+    outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
+    if torch.compiler.is_compiling() or index.is_cuda or torch._C._len_torch_dispatch_stack():
+        torch._assert_async(~outside.any(), text)
+    elif not (index.is_meta or torch._C._are_functorch_transforms_active()) and outside.any():
+        raise IndexError(f"{text}, got {int(index[outside][0])}")

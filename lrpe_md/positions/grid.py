@@ -219,10 +219,13 @@ class Grid(Rules):
         """The grid tokens with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
 
         For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). On the index's device.
+
+        Raises:
+            IndexError: an index below 0 or beyond the grid; on a GPU a device-side assertion.
         """
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
-        check_index(index)
+        check_index(index, self.num_grid_tokens)
         coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
         coords = coords if self.origin_row is None else coords + self.origin_row
         return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
