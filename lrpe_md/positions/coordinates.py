@@ -51,7 +51,8 @@ class Coordinates(Rules):
     """Explicit positions: packed, dropped, warped or arbitrary tokens.
 
     Args:
-        coords: (N, K), or (B, N, K) where each sample has its own; any real dtype, used at full precision.
+        coords: (N, K), or (B, N, K) where each sample has its own; integers, float32 or float64, used at full
+            precision. Floats of 16 bits or fewer are refused: they misplace far tokens.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
         suffix: number of unrotated tokens at the end, likewise.
         rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
@@ -70,6 +71,10 @@ class Coordinates(Rules):
             raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
+        if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"coords: expected integers, float32 or float64 (16 bits misplace far tokens), got {self.coords.dtype}"
+            )
         for name in ("prefix", "suffix"):
             value = getattr(self, name)
             if not isinstance(value, (int, torch.SymInt)) or value < 0:
