@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import check_dense
+
 __all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
 
 PerAxis = float | Sequence[float] | Tensor
@@ -67,6 +69,7 @@ class Coordinates(Rules):
     def __post_init__(self) -> None:
         if not isinstance(self.coords, Tensor):
             raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
+        check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
             raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
         if self.coords.dtype == torch.bool or self.coords.is_complex():
@@ -188,6 +191,7 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
+        check_dense(name, value, "(K,)")
         if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)):
             raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {tuple(value.shape)}")
         return value.expand(num_axes)
@@ -212,6 +216,6 @@ def check_index(index: Tensor, num: int) -> None:
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
     if torch.compiler.is_compiling() or index.is_cuda or torch._C._len_torch_dispatch_stack():
-        torch._assert_async(~outside.any(), text)
+        torch._assert_async(~outside.any(), text)  # pyright: ignore[reportPrivateImportUsage]
     elif not (index.is_meta or torch._C._are_functorch_transforms_active()) and outside.any():
         raise IndexError(f"{text}, got {int(index[outside][0])}")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_at_least
 from .coordinates import check_reach
 from .grid import Coordinates, Grid, offset_positions
 
@@ -112,6 +113,8 @@ def compose(
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+    if num_axes is not None:
+        check_at_least(1, num_axes=num_axes)
     num_axes = _num_axes(segments, num_axes)
     lengths = [_length(segment) for segment in segments]
     total = sum(lengths)
@@ -145,7 +148,7 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
         device: of the result; default: that of the first coordinates, else the CPU.
     """
     rows = _samples(samples, device)
-    ends = torch.tensor([0, *(part.num_tokens for part in rows)]).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *(part.num_tokens for part in rows)], device="cpu").cumsum(0, dtype=torch.int32)
     return Packed(_join(rows), ends.to(rows[0].coords.device))
 
 
@@ -169,6 +172,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         raise ValueError(
             f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
+    check_at_least(0, num_tokens=num_tokens)
     num, device = len(cu_seqlens) - 1, cu_seqlens.device
     index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
     sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)
