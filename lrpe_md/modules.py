@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .frequencies.axial import AxisOrder, sequence_omega
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
@@ -148,6 +149,8 @@ class Rotate1d(RotateMd):
         num_heads: int = 1,
         **kwargs: Any,
     ) -> None:
+        if theta is not None:
+            check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,)")
         self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
         if self.given is not None:
             sequence_omega(self.given, rotary_slice(rotary_dim, head_dim)[1] // 2, num_heads)

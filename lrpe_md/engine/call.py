@@ -70,7 +70,7 @@ class Layout(NamedTuple):
             return (coords.float() if plain and max(self.sizes) <= 2**24 else coords), rotated
         coords, rows = tables.coords, tables.rotated
         assert coords is not None
-        coords = coords.double() if coords.dtype in (torch.int32, torch.int64) else coords
+        coords = coords if coords.is_floating_point() else coords.double()
         suffix = self.num_tokens - self.prefix - self.num_grid_tokens
         if self.prefix == 0 and suffix == 0:
             return coords, rows

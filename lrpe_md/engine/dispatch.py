@@ -47,6 +47,7 @@ def run(
 
 
 _POSITIONS = (Grid, Coordinates, Tensor)
+_DENSE = torch.strided
 
 
 def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any) -> tuple | None:
@@ -54,12 +55,16 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     would find the same."""
     if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
         return None
-    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
+    if not 1 <= len(xs) <= 2 or any(t is None or t.is_nested or t.layout is not _DENSE for t in (omega, *xs)):
+        return None
+    if phase is not None and (phase.is_nested or phase.layout is not _DENSE):
         return None
     for option in options:
         if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
             return None
-    if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
+    if amplitude is not None and not (
+        isinstance(amplitude, Tensor) and amplitude.layout is _DENSE and not amplitude.is_nested and amplitude.ndim == 2
+    ):
         return None
     q, k = xs[0], xs[-1]
     where, origin = positions, positions.origin
@@ -158,7 +163,7 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     if impl == "reference":
         return False
     asked = impl == "triton"
-    if not xs[0].is_cuda and not (asked and INTERPRETING):
+    if not xs[0].is_cuda and not (asked and INTERPRETING and not xs[0].is_meta):
         if asked:
             raise ValueError(
                 f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before start), got "

@@ -28,6 +28,7 @@ softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
 INTERPRETING = not isinstance(lrpe_kernel, triton.JITFunction)
 
 MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
+MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as coordinates
 
 
 def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
@@ -104,7 +105,13 @@ def _make_readable(call: Call) -> Call:
     """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout = call.layout
-    if len(layout.sizes) > MAX_AXES:
+    if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
+        coords, rotated = grid_coordinates(
+            layout.num_tokens, layout.sizes, layout.prefix, layout.start, affine, origin, device=omega.device
+        )
+        rotated = rotated.expand(coords.shape[:-1])
+        affine, origin, layout = None, None, Layout(layout.num_tokens, 0, layout.num_tokens, 0, ())
+    elif len(layout.sizes) > MAX_AXES:
         coords, _ = grid_coordinates(
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, origin, device=omega.device, dtype=torch.float64
         )

@@ -21,6 +21,11 @@ __all__ = ["is_sharded", "run_shards"]
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
+_CUT = (  # what a message says of each, and what to do where it is cut otherwise
+    ("samples", "the positions of its samples"),
+    ("heads", "the frequencies, phase and amplitude of its heads"),
+    ("tokens", "Grid(start=, length=) or Coordinates.shard"),
+)
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
@@ -41,7 +46,7 @@ def run_shards(
     Raises:
         TypeError: plain tensors among DTensors.
         ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
-            that the ranks don't divide.
+            that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
     """
     spec, layout, tables, _ = call
     _check(spec, xs, tables.omega, tables.phase)
@@ -51,6 +56,8 @@ def run_shards(
         return run_shards(run, call, (q,)) + run_shards(run, call, (k,))
     from torch.distributed.tensor import DTensor
 
+    for x in xs:
+        _check_cut(tables, x)
     x = xs[0]
     local = Call(spec, *_local_positions(layout, tables, x))
     ys = run(local, tuple(x.to_local() for x in xs))
@@ -139,7 +146,7 @@ def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Ta
     phase = None if phase is None else _local_heads("phase", phase, x)
     affine = None if affine is None else _local(affine, x, {})
     amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
-    start, length = _local_tokens(x)
+    start, length = _local_part(x, TOKENS)
     by_sample = {BATCH: 0} if any(t is not None and t.ndim == 3 for t in (coords, origin)) else {}
     if layout.sizes:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
@@ -156,18 +163,29 @@ def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Ta
     return layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude)
 
 
-def _local_tokens(x: Any) -> tuple[int, int]:
-    """First token of this rank's shard, and their number: those of torch.chunk."""
-    start, length = 0, x.shape[TOKENS]
+def _check_cut(tables: Tables, x: Any) -> None:
+    """Other tensors are cut as torch.chunk does: x must be, where they have its samples, heads or tokens."""
+    omega, phase, coords, origin, _, _, amplitude = tables
+    if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
+        _local_part(x, HEADS)
+    if any(t is not None and t.ndim == 3 for t in (coords, origin)):
+        _local_part(x, BATCH)
+    _local_part(x, TOKENS)
+
+
+def _local_part(x: Any, dim: int) -> tuple[int, int]:
+    """First sample, head or token of this rank's shard, and their number: those of torch.chunk."""
+    start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
-        if p.is_shard(TOKENS):
+        if p.is_shard(dim):
             step = -(-length // x.device_mesh.size(i))
             first = min(x.device_mesh.get_local_rank(i) * step, length)
             start, length = start + first, min(step, length - first)
-    local = x.to_local().shape[TOKENS]
+    local = x.to_local().shape[dim]
     if local != length:
+        what, instead = _CUT[dim]
         raise ValueError(
-            f"x: expected shards as DTensor makes them, here {length} of {x.shape[TOKENS]} tokens, got {local}; call "
-            "on the local tensor with Grid(start=, length=) or Coordinates.shard"
+            f"x: expected shards as DTensor makes them, here {length} of {x.shape[dim]} {what}, got {local}; call "
+            f"on the local tensor with {instead}"
         )
     return start, length

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..checks import check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid, fleeting
 from ..reference import ACTIVATIONS, MAPS
@@ -39,7 +40,7 @@ def validate(
         check_input(name, t, x)
     spec = _specify(options, x.shape[-1])
     phase_name = "phase"
-    if isinstance(phase, Tensor) and phase.ndim == 3 and spec.map == "cosine":
+    if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
         phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
@@ -75,6 +76,8 @@ def _specify(options: Options, head_dim: int) -> Spec:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
     pairs, sections = "half", ()
     if options.map == "cosine":
+        if head_dim < 1:
+            raise ValueError(f"x: expected head_dim of at least 1, got {head_dim}")
         start, width = 0, head_dim
     else:
         start, width = rotary_slice(options.rotary_dim, head_dim)
@@ -108,6 +111,8 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
 
 def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
+        if value is not None:
+            check_dense("amplitude", value, "(H or 1, channels or pairs)")
         if value is None or value.ndim == 2:
             return value
         if value.ndim == 0:
@@ -134,8 +139,7 @@ def _filled(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a tensor (B, H, N, D), got {type(t).__name__}")
+    check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}")
     if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -152,8 +156,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> 
 
 
 def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, ...], form: str) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a tensor {form}, got {type(t).__name__}")
+    check_dense(name, t, form)
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "

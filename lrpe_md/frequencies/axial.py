@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..checks import check_at_least, check_dense
 
 __all__ = ["AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "sequence_omega", "split_channels"]
 
@@ -53,6 +55,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     Raises:
         ValueError: the shares don't divide ``num_channels`` and no axis takes the remainder.
     """
+    check_at_least(0, num_channels=num_channels)
     total = sum(shares)
     if total < 1 or min(shares) < 0:
         raise ValueError(f"shares: expected whole numbers of at least 0, not all 0, got {tuple(shares)}")
@@ -108,9 +111,11 @@ def axial_omega(
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
     if axis_map not in AXIS_MAPS:
         raise ValueError(f"axis_map: expected one of {AXIS_MAPS}, got {axis_map!r}")
-    if num_axes < 1:
-        raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
-    thetas = [theta] * num_axes if isinstance(theta, Tensor) else list(theta)
+    check_at_least(1, num_axes=num_axes)
+    check_at_least(0, num_channels=num_channels)
+    thetas: list[Any] = list(theta) if isinstance(theta, (tuple, list)) else [theta] * num_axes
+    for t in thetas:
+        check_dense("theta", t, "(E,) or (H, E), or one for each axis")
     if len(thetas) != num_axes:
         raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
     for t in thetas:
@@ -142,7 +147,8 @@ def axial_omega(
     num_heads = max(block.shape[0] for block in blocks)
     omega = torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
     if channels is not None:
-        omega = omega[:, torch.tensor([c for taken in channels for c in taken]).argsort().to(omega.device)]
+        order = torch.tensor([c for taken in channels for c in taken], device="cpu").argsort()
+        omega = omega[:, order.to(omega.device)]
     return omega if width == num_channels else F.pad(omega, (0, 0, 0, num_channels - width))
 
 
@@ -170,6 +176,8 @@ def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) 
         num_pairs: C. A theta of that length is (C,), also where H = C.
         num_heads: H; None: whatever theta says.
     """
+    check_dense("theta", theta, "(C,), (H, C) or (H,)")
+    check_at_least(1, num_pairs=num_pairs)
     shape = tuple(theta.shape)
     if shape == (num_pairs,):
         return theta[None, :, None]

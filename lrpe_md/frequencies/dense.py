@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import check_at_least, check_dense
 from .series import geometric_theta
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
 
 def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
     """Magnitudes times directions: theta (C,) or (H, C), directions (C, K) or (H, C, K) → omega (H or 1, C, K)."""
+    check_dense("theta", theta, "(C,) or (H, C)")
+    check_dense("directions", directions, "(C, K) or (H, C, K)")
     theta = theta if theta.ndim == 2 else theta[None]
     directions = directions if directions.ndim == 3 else directions[None]
     if theta.shape[1] != directions.shape[1]:
@@ -29,9 +32,9 @@ def random_directions(
     num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """A random orthonormal frame a head, its vectors taken by K blocks of channels: (H, C, K)."""
-    if num_axes < 1 or num_heads < 1:
-        raise ValueError(f"num_axes, num_heads: expected at least 1, got {num_axes}, {num_heads}")
-    normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator)
+    check_at_least(1, num_channels=num_channels, num_axes=num_axes, num_heads=num_heads)
+    device = None if generator is None else generator.device
+    normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator, device=device)
     frame, triangle = torch.linalg.qr(normal)
     # Signs from the triangle make the frame uniform over rotations and reflections.
     frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
@@ -43,6 +46,8 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 
     With a ~ U(0, 2π) a head this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """
+    check_at_least(1, num_channels=num_channels)
+    check_dense("angles", angles, "(H,)")
     turned = torch.stack([angles, angles + math.pi / 2], dim=-1)
     directions = torch.stack([turned.cos(), turned.sin()], dim=-1)
     return directions.repeat_interleave(math.ceil(num_channels / 2), dim=1)[:, :num_channels]
@@ -55,6 +60,7 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
     height and azimuth follow the sequence that generalises it (Roberts 2018; for RoPE: Xiong 2025, "On
     N-dimensional rotary positional embeddings"). Halves, since v and -v turn a pair alike but for the sense.
     """
+    check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
     if num_axes == 2:
         golden = (1 + math.sqrt(5)) / 2  # x^2 = x + 1
@@ -73,8 +79,7 @@ def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
 
     For K = 2 three directions 120° apart, as in the hexagonal codes of grid cells.
     """
-    if num_axes < 1:
-        raise ValueError(f"num_axes: expected at least 1, got {num_axes}")
+    check_at_least(1, num_channels=num_channels, num_axes=num_axes)
     # Along axis j corner j stands out, and those after it balance it.
     corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
     for j in range(num_axes):
@@ -103,5 +108,6 @@ def mixed_omega(
         omega (H, C, K).
     """
     directions = random_directions(num_channels, num_axes, num_heads, generator=generator)
-    magnitude = geometric_theta(math.ceil(num_channels / num_axes), base).repeat(num_axes)[:num_channels]
+    magnitude = geometric_theta(math.ceil(num_channels / num_axes), base, device=directions.device)
+    magnitude = magnitude.repeat(num_axes)[:num_channels]
     return dense_omega(magnitude, directions).to(dtype)

@@ -46,7 +46,9 @@ class _Model(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Given, or the ratio of the lengths."""
+        """Given, or the ratio of the lengths, which must then both be there."""
+        if self.fields.get("original_max_position_embeddings") is None:
+            return self.need("factor")
         return self.fields.get("factor") or self.maximum / self.original
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..checks import check_dense
+
 __all__ = [
     "dynamic_ntk_scaling", "linear_scaling", "llama3_scaling", "longrope_scaling", "ntk_scaling", "yarn_scaling",
 ]  # fmt: skip
@@ -19,6 +21,7 @@ __all__ = [
 
 def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """Position interpolation (Chen et al., arXiv 2306.15595): θ / factor, amplitude 1."""
+    check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
     return theta / factor, 1.0
 
@@ -29,6 +32,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     On a geometric series that is θ_i · factor^(-i / (E - 1)), which needs no base. Amplitude 1. Source: bloc97,
     "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
     """
+    check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
     num = theta.shape[-1]
     if num < 2:
@@ -57,6 +61,7 @@ def yarn_scaling(
     Between, a ramp over the index; its ends are rounded outwards with ``truncate``, as in the authors' code.
     Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
     """
+    check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
     num = theta.shape[-1]
     ends = theta.detach().double()
@@ -88,6 +93,7 @@ def longrope_scaling(
 
     Amplitude √(1 + ln factor / ln original_length).
     """
+    check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, length=length, original_length=original_length)
     divisors = torch.as_tensor(long if length > original_length else short, dtype=theta.dtype, device=theta.device)
     if divisors.shape != theta.shape[-1:]:
@@ -105,6 +111,7 @@ def llama3_scaling(
 
     Between, a blend that is linear in the turns made over L0 = ``original_length``. Amplitude 1.
     """
+    check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
     if not high > low:
         raise ValueError(f"high: expected more than low = {low}, got {high}")

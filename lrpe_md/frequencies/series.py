@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import check_at_least, check_dense
+
 __all__ = ["geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta"]
 
 
@@ -40,6 +42,7 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
 
 def period_theta(periods: Tensor) -> Tensor:
     """Frequencies 2π / periods, for series that are given as wavelengths; any shape, differentiable."""
+    check_dense("periods", periods, "of any shape")
     return 2 * math.pi / periods
 
 
@@ -48,4 +51,5 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
 
     TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
     """
+    check_at_least(1, num=num, num_heads=num_heads)
     return geometric_theta(num_heads * num, base, dtype=dtype).reshape(num_heads, num)

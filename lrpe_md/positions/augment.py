@@ -55,13 +55,14 @@ class AugmentPositions(nn.Module):
             if strength is not None and not all(least <= number < math.inf for number in numbers):
                 raise ValueError(f"{name}: expected numbers of at least {least}, got {strength}")
         self.shift, self.jitter, self.rescale, self.perturb = shift, jitter, rescale, perturb
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def forward(self, positions: Grid | Coordinates, device: torch.device | str = "cpu") -> Grid | Coordinates:
         if not self.training:
             return positions
         num_axes = positions.num_axes
-        scale, shift = torch.ones(num_axes, dtype=torch.float64), torch.zeros(num_axes, dtype=torch.float64)
+        scale = torch.ones(num_axes, dtype=torch.float64, device="cpu")
+        shift = torch.zeros_like(scale)
         if self.shift is not None:
             shift = shift + self._uniform("shift", num_axes)
         for name in ("jitter", "rescale"):
@@ -76,20 +77,21 @@ class AugmentPositions(nn.Module):
         """U(-a, a) a time ``num``, a the strength, or its logarithm where that is a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
-        return (2 * torch.rand(num, dtype=torch.float64, generator=self.generator) - 1) * bound
+        return (2 * torch.rand(num, dtype=torch.float64, generator=self.generator, device="cpu") - 1) * bound
 
     def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
         if isinstance(positions, Coordinates):
-            return self._moved(positions, torch.ones((), dtype=torch.float64))
+            return self._moved(positions, torch.ones((), dtype=torch.float64, device="cpu"))
         grid = replace(positions, start=0, length=None)  # a shard is moved as the whole sequence is
         affine = grid.affine(torch.device(device))
-        moved = self._moved(grid.explicit(device), torch.ones(()) if affine is None else affine[:, 0])
+        step = torch.ones((), device="cpu") if affine is None else affine[:, 0]
+        moved = self._moved(grid.explicit(device), step)
         return moved if positions.whole else moved.shard(positions.start, positions.length)
 
     def _moved(self, table: Coordinates, step: Tensor) -> Coordinates:
         strength = _per_axis("perturb", self.perturb, table.num_axes)
-        noise = torch.randn(table.coords.shape, dtype=torch.float64, generator=self.generator) * strength / 2
-        device = table.coords.device
+        size, device = table.coords.shape, table.coords.device
+        noise = torch.randn(size, dtype=torch.float64, generator=self.generator, device="cpu") * strength / 2
         return replace(table, coords=table.coords + noise.clamp(-0.5, 0.5).to(device) * step.to(device))
 
     def extra_repr(self) -> str:
@@ -100,4 +102,4 @@ class AugmentPositions(nn.Module):
 def _per_axis(name: str, strength: Any, num: int) -> Tensor:
     if isinstance(strength, Sequence) and len(strength) != num:
         raise ValueError(f"{name}: expected a number for each of {num} axes, got {strength}")
-    return torch.as_tensor(strength, dtype=torch.float64).expand(num)
+    return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)

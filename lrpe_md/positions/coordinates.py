@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import check_dense
+
 __all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
 
 PerAxis = float | Sequence[float] | Tensor
@@ -51,7 +53,8 @@ class Coordinates(Rules):
     """Explicit positions: packed, dropped, warped or arbitrary tokens.
 
     Args:
-        coords: (N, K), or (B, N, K) where each sample has its own; any real dtype, used at full precision.
+        coords: (N, K), or (B, N, K) where each sample has its own; integers, float32 or float64, used at full
+            precision. Floats of 16 bits or fewer are refused: they misplace far tokens.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
         suffix: number of unrotated tokens at the end, likewise.
         rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
@@ -66,10 +69,15 @@ class Coordinates(Rules):
     def __post_init__(self) -> None:
         if not isinstance(self.coords, Tensor):
             raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
+        check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
             raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
+        if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"coords: expected integers, float32 or float64 (16 bits misplace far tokens), got {self.coords.dtype}"
+            )
         for name in ("prefix", "suffix"):
             value = getattr(self, name)
             if not isinstance(value, (int, torch.SymInt)) or value < 0:
@@ -119,8 +127,12 @@ class Coordinates(Rules):
         )
 
     def take(self, index: Tensor) -> Coordinates:
-        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay."""
-        check_index(index)
+        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
+
+        Raises:
+            IndexError: an index below 0 or beyond the last row; on a GPU a device-side assertion.
+        """
+        check_index(index, self.coords.shape[-2])
         if self.coords.ndim == 2:
             rotated = None if self.rotated is None else self.rotated[index]
             return replace(self, coords=self.coords[index], rotated=rotated)
@@ -179,6 +191,7 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
+        check_dense(name, value, "(K,)")
         if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)):
             raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {tuple(value.shape)}")
         return value.expand(num_axes)
@@ -197,6 +210,12 @@ def check_reach(position: float, where: str = "") -> None:
         )
 
 
-def check_index(index: Tensor) -> None:
+def check_index(index: Tensor, num: int) -> None:
+    """Indices of ``num`` tokens. Where looking at them would wait, the device does, or the compiled graph."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
+    outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
+    if torch.compiler.is_compiling() or index.is_cuda or torch._C._len_torch_dispatch_stack():
+        torch._assert_async(~outside.any(), text)  # pyright: ignore[reportPrivateImportUsage]
+    elif not (index.is_meta or torch._C._are_functorch_transforms_active()) and outside.any():
+        raise IndexError(f"{text}, got {int(index[outside][0])}")

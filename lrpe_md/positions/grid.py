@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks import check_at_least, check_dense
 from .coordinates import Coordinates, PerAxis, Rules, check_index, check_reach, per_axis
 
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
@@ -219,10 +220,13 @@ class Grid(Rules):
         """The grid tokens with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
 
         For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). On the index's device.
+
+        Raises:
+            IndexError: an index below 0 or beyond the grid; on a GPU a device-side assertion.
         """
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
-        check_index(index)
+        check_index(index, self.num_grid_tokens)
         coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
         coords = coords if self.origin_row is None else coords + self.origin_row
         return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
@@ -247,6 +251,8 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
         raise ValueError(f"window: expected a size of at least 1 for each of {len(shape)} axes, got {window}")
+    for size in shape:
+        check_at_least(0, shape=size)
     index = torch.arange(math.prod(shape), device=device)
     number = torch.zeros_like(index)
     for i, n, w in zip(_unravel(index, shape).unbind(-1), shape, windows, strict=True):
@@ -329,6 +335,7 @@ def _alike(*values: Any) -> tuple[Any, ...]:
 def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
         raise TypeError(f"origin: expected a tensor of integers (K,) or (B, K), got {type(origin).__name__}")
+    check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; shift takes fractions")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_at_least
 from .coordinates import check_reach
 from .grid import Coordinates, Grid, offset_positions
 
@@ -55,12 +56,17 @@ class After:
     """A grid behind what came before it: the running position of the sequence is added to its positions.
 
     Args:
-        grid: a grid, its positions from 0 on.
+        grid: a grid, its positions from 0 on; or a table (N, K), such as a grid's tokens in another order, whose
+            largest positions are read, which waits for a GPU.
         axes: the axes on which it is behind; None: all.
     """
 
-    grid: Grid
+    grid: Grid | Coordinates
     axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, (Grid, Coordinates)):
+            raise TypeError(f"grid: expected a Grid or Coordinates, got {type(self.grid).__name__}")
 
 
 Segment = Tokens | Grid | After | Coordinates
@@ -107,6 +113,8 @@ def compose(
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+    if num_axes is not None:
+        check_at_least(1, num_axes=num_axes)
     num_axes = _num_axes(segments, num_axes)
     lengths = [_length(segment) for segment in segments]
     total = sum(lengths)
@@ -140,7 +148,7 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
         device: of the result; default: that of the first coordinates, else the CPU.
     """
     rows = _samples(samples, device)
-    ends = torch.tensor([0, *(part.num_tokens for part in rows)]).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *(part.num_tokens for part in rows)], device="cpu").cumsum(0, dtype=torch.int32)
     return Packed(_join(rows), ends.to(rows[0].coords.device))
 
 
@@ -164,6 +172,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         raise ValueError(
             f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
+    check_at_least(0, num_tokens=num_tokens)
     num, device = len(cu_seqlens) - 1, cu_seqlens.device
     index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
     sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)
@@ -221,8 +230,9 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
             raise TypeError(f"segments: expected Tokens, Grid, After or Coordinates, got {segment!r} as number {i}")
         if isinstance(segment, Tokens):
             continue
-        found = segment.grid.num_axes if isinstance(segment, After) else segment.num_axes
-        _check_known("segments", segment.grid if isinstance(segment, After) else segment, i)
+        part = segment.grid if isinstance(segment, After) else segment
+        found = part.num_axes
+        _check_known("segments", part, i)
         if num_axes is None:
             num_axes = found
         if found != num_axes:
@@ -237,8 +247,9 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
             axes = segment.axes or ()
         if any(not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} in number {i}")
-        if isinstance(segment, Coordinates) and segment.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords (N, K), got {tuple(segment.coords.shape)} in number {i}")
+        table = segment.grid if isinstance(segment, After) else segment
+        if isinstance(table, Coordinates) and table.coords.ndim != 2:
+            raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} in number {i}")
     return num_axes
 
 
@@ -266,8 +277,12 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
     return placed, reduce(torch.sym_max, behind) if behind else running
 
 
-def _ends(grid: Grid) -> list[tuple[float, float]]:
-    """First and last position on each axis; none for an empty grid."""
+def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
+    """First and last position on each axis, of a table the least and the largest; none for an empty one."""
+    if isinstance(grid, Coordinates):
+        rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
+        ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
+        return [(first, last) for first, last in ends]
     if not grid.num_grid_tokens:
         return []
     given = ([float(v) for v in t] if isinstance(t, Tensor) else t for t in grid._scale_and_shift)

@@ -275,6 +275,25 @@ def refused(mesh, impl):
     )
     with pytest.raises(ValueError, match=r"x: expected shards as DTensor makes them, .* Grid\(start=, length=\)"):
         rotate(uneven, omega=omega, positions=GRID)
+    one_and_three = x[:, :1] if dist.get_rank() == 0 else x[:, 1:4]
+    cut = DTensor.from_local(
+        one_and_three, mesh, [Shard(1)], run_check=False, shape=x[:, :4].shape, stride=x[:, :4].stride()
+    )
+    by_head = normal(mesh, 4, 4, 2)
+    for tables in ({"omega": by_head}, {"omega": by_head[:1], "phase": by_head[..., 0]}):
+        with pytest.raises(ValueError, match=r"x: expected shards .*, here 2 of 4 heads, got [13]; .* of its heads"):
+            rotate(cut, positions=GRID, **tables)
+    with pytest.raises(ValueError, match=r"x: expected shards .* heads"):  # q is cut well, k is not
+        rotate(distribute_tensor(x[:, :4], mesh, [Shard(1)]), cut, omega=by_head, positions=GRID)
+    assert rotate(cut, omega=by_head[:1], positions=GRID).to_local().shape == one_and_three.shape  # shared by all
+    cut = DTensor.from_local(
+        x[: 2 * dist.get_rank()], mesh, [Shard(0)], run_check=False, shape=x[:2].shape, stride=x.stride()
+    )
+    table = normal(mesh, 2, 7, 2)
+    origins = torch.tensor([[0, 0], [5, 5]], device=x.device)
+    for where in (table, Grid((2, 3), prefix=1, origin=origins)):
+        with pytest.raises(ValueError, match=r"x: expected shards .*, here 1 of 2 samples, got [02]; .* its samples"):
+            rotate(cut, omega=omega[:1], positions=where)
 
 
 @case

@@ -54,7 +54,7 @@ SHAPES = [
     {"shape": (4, 6), "coords": "by_sample", "prefix": 1, "phase": True},
     {"shape": (4, 6), "coords": "by_sample", "coords_dtype": torch.float64, "coords_scale": 1e4},
     {"shape": (30,), "coords": "shared", "coords_dtype": torch.int64, "coords_scale": 1e6, "prefix": 0},
-    {"shape": (30,), "coords": "shared", "coords_dtype": torch.float16, "prefix": 0},
+    {"shape": (30,), "coords": "shared", "coords_dtype": torch.int16, "prefix": 0},
     {"shape": (4, 6), "omega_dtype": torch.float64, "phase": True},
     {"shape": (4, 6), "heads": (6, 3), "omega_heads": 3, "act": "silu"},
     {"shape": (4, 6), "heads": (6, 1)},

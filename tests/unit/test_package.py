@@ -15,15 +15,16 @@ PACKAGE = ROOT / "lrpe_md"
 
 LAYERS = {  # a file or folder of ours, and what it may import
     "reference": set(),
-    "positions": set(),
-    "frequencies": set(),
-    "engine": {"positions", "reference"},
+    "checks": set(),
+    "positions": {"checks"},
+    "frequencies": {"checks"},
+    "engine": {"checks", "positions", "reference"},
     "functional": {"engine"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
     "module_base": {"engine", "frequencies", "functional"},
-    "modules": {"engine", "frequencies", "module_base", "positions", "presets"},
+    "modules": {"checks", "engine", "frequencies", "module_base", "positions", "presets"},
     "integrations": {
         "engine",
         "frequencies",

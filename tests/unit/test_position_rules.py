@@ -341,6 +341,30 @@ def test_a_mask_compiles():
         torch.testing.assert_close(compiled(*args), f(*args))
 
 
+@pytest.mark.parametrize("index", [[6, 7], [-1], [[0, 1], [2, 6]]], ids=str)
+@pytest.mark.parametrize("by_sample", [False, True])
+@pytest.mark.parametrize("table", [False, True])
+def test_an_index_beyond_the_tokens(index, by_sample, table):
+    """A grid's wrapped: 6 of 6 tokens was the first."""
+    positions, index = Grid((2, 3)), torch.tensor(index)
+    positions = positions.explicit() if table else positions
+    if by_sample and table:
+        positions = Coordinates(positions.coords.expand(2, -1, -1))
+    with pytest.raises(IndexError, match=r"index: expected tokens from 0 to 5, got (6|-1)$"):
+        positions.take(index)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_index_beyond_the_tokens_of_a_compiled_function(backend):
+    @torch.compile(fullgraph=True, backend=backend)
+    def take(index):
+        return Grid((2, 3)).take(index).coords
+
+    assert take(torch.tensor([5, 0])).tolist() == [[1, 2], [0, 0]]
+    with pytest.raises(RuntimeError, match="index: expected tokens from 0 to 5"):
+        take(torch.tensor([6, 0]))
+
+
 # --- errors ------------------------------------------------------------------------------------------------
 
 BAD = {

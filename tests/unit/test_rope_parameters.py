@@ -118,6 +118,8 @@ def test_yarn_amplitude():
         ({"rope_type": "linear"}, 64, r"expected 'factor' for rope_type 'linear', got \['rope_type'\]"),
         ({"rope_type": "dynamic", "factor": 2.0}, 64, "max_position_embeddings: .*'dynamic', got None"),
         ({"rope_type": "yarn", "factor": 2.0}, 64, "max_position_embeddings: .*'yarn'"),
+        ({"rope_type": "yarn"}, 64, "expected 'factor' for rope_type 'yarn'"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "expected 'factor' for"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),
         ({**LLAMA3, "high_freq_factor": None, "factor": 8.0}, 64, "'high_freq_factor'"),
         ({"partial_rotary_factor": 0.3}, 10, r"head_dim: expected an even number of rotated channels, got 3 of 10"),
@@ -126,6 +128,13 @@ def test_yarn_amplitude():
 def test_errors(fields, head_dim, message):
     with pytest.raises(ValueError, match=message):
         rope_frequencies(fields, head_dim)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_a_ratio_of_a_length_to_itself_is_no_factor(kind):
+    fields = {"rope_type": kind, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    with pytest.raises(ValueError, match=f"rope_parameters: expected 'factor' for rope_type '{kind}'"):
+        rope_frequencies(fields, 64, 4096)
 
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, pack, pad, rotate
+from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, pack, pad, rotate, window_order
 from lrpe_md.engine import launch
 
 
@@ -67,6 +67,25 @@ def test_coordinates_and_empty_sequences():
     assert compose(num_axes=3).coords.shape == (0, 3)
     assert compose(Tokens(2, "zero"), num_axes=2).coords.tolist() == [[0, 0], [0, 0]]
     assert compose(Grid((2,)), dtype=torch.float32).coords.dtype == torch.float32
+
+
+def test_a_table_behind():
+    """A grid in another order, and tokens that go on behind its largest position."""
+    image = Grid((1, 4, 4))
+    order = window_order((1, 4, 4), (1, 2, 2))
+    found = rows(compose(Tokens(3, "diagonal"), After(image.take(order)), Tokens(1, "diagonal")))
+    plain = rows(compose(Tokens(3, "diagonal"), After(image), Tokens(1, "diagonal")))
+    assert found == [*plain[:3], *(plain[3 + i] for i in order.tolist()), plain[-1]]
+    table = Coordinates(torch.tensor([[9.0, 2], [4, -1]]), prefix=1, rotated=torch.tensor([False, True]))
+    assert rows(compose(Tokens(2, "axis"), After(table, (1,)), Tokens(1, "axis"))) == [
+        (0, 0), (1, 0), None, None, (4, 1), (2, 0),
+    ]  # fmt: skip
+    empty = After(Grid((0, 4)).explicit())
+    assert rows(compose(Tokens(2, "diagonal"), empty, Tokens(1, "diagonal")))[-1] == (2, 2)
+    with pytest.raises(ValueError, match=r"segments: expected coords \(N, K\), got \(2, 1, 2\) in number 0"):
+        compose(After(Coordinates(torch.zeros(2, 1, 2))))
+    with pytest.raises(TypeError, match="grid: expected a Grid or Coordinates, got tuple"):
+        After((2, 3))
 
 
 def test_far_positions():

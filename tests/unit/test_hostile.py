@@ -1,0 +1,183 @@
+"""Inputs and settings that nobody means: a clear error, or the right result."""
+
+import pytest
+import torch
+
+from lrpe_md import (
+    AugmentPositions,
+    Coordinates,
+    CosineMd,
+    Grid,
+    Rotate1d,
+    RotateMd,
+    Tokens,
+    axial_omega,
+    compose,
+    cosine,
+    geometric_theta,
+    lrpe_cosine_md,
+    lrpe_rotate_1d,
+    lrpe_rotate_md,
+    pack,
+    pad,
+    rotate,
+    window_order,
+)  # fmt: skip
+from lrpe_md import frequencies as f
+from lrpe_md.positions.sequences import packed_positions
+
+GRID = Grid((2, 3))
+THETA = geometric_theta(8)
+OMEGA = axial_omega(THETA, 8, 2)
+X = torch.randn(1, 2, 6, 8)
+
+
+# --- torch.set_default_device ------------------------------------------------------------------------------
+
+
+def _layouts(device):
+    """Positions and frequencies that say where they are, or are where their arguments are."""
+    theta, table = geometric_theta(8, device=device), GRID.explicit(device)
+    for axis_map in f.AXIS_MAPS:
+        yield axial_omega(theta, 8, 2, axis_map=axis_map, sections=(4, 4))
+    for options in ({"shift": 1.0}, {"jitter": 2.0}, {"rescale": 2.0}, {"perturb": (0.5, 0.1), "shift": (1.0, 2.0)}):
+        for positions in (GRID, Grid((2, 3), start=1), table):
+            moved = AugmentPositions(**options)(positions, device)
+            yield moved.coords if isinstance(moved, Coordinates) else moved.coordinates(device)
+    packed = pack([GRID, table])
+    yield from (packed.positions.coords, packed.cu_seqlens, pad([GRID, table]).coords)
+    yield compose(Tokens(2, "diagonal"), GRID.take(window_order((2, 3), 2, device)), device=device).coords
+    yield packed_positions(packed.cu_seqlens, 12).coords
+    yield f.random_directions(4, 2, 3, generator=torch.Generator(device).manual_seed(0))
+    yield f.mixed_omega(4, 2, 3, generator=torch.Generator(device).manual_seed(0))
+    for module in (RotateMd(8, device=device), CosineMd(8, frequencies="mixed", learnable=True, device=device)):
+        yield module.get_omega()
+
+
+def test_another_default_device():
+    """What is asked for on the CPU is there, with the values that it has without."""
+    expected = list(_layouts("cpu"))
+    with torch.device("meta"):
+        found = list(_layouts("cpu"))
+    for a, b in zip(found, expected, strict=True):
+        assert a.device.type == "cpu"
+        assert torch.equal(a, b)
+
+
+# --- tensors that are not dense ----------------------------------------------------------------------------
+
+NOT_DENSE = {
+    "sparse": lambda t: t.to_sparse(),
+    "jagged": lambda t: torch.nested.nested_tensor([t[0], t[0]], layout=torch.jagged),
+    "nested": lambda t: torch.nested.nested_tensor([t[0], t[0]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_tensors_that_are_not_dense(kind, impl):
+    odd = NOT_DENSE[kind]
+    given = {"omega": OMEGA, "phase": torch.ones(1, 8), "amplitude": torch.ones(1, 8), "positions": GRID}
+    cosine(X, impl=impl, **given)  # what looks like this call must be looked at again
+    with pytest.raises(TypeError, match="x: expected a dense tensor"):
+        cosine(odd(X), impl=impl, **given)
+    for name in ("omega", "phase", "amplitude"):
+        with pytest.raises(TypeError, match=f"{name}: expected a dense tensor"):
+            cosine(X, impl=impl, **{**given, name: odd(given[name])})
+    with pytest.raises(TypeError, match="coords: expected a dense tensor"):
+        cosine(X, impl=impl, **{**given, "positions": odd(GRID.coordinates())})
+    with pytest.raises(TypeError, match="scale: expected a dense tensor"):
+        Grid((2, 3), scale=odd(torch.ones(2, 1)))
+    with pytest.raises(TypeError, match="origin: expected a dense tensor"):
+        Grid((2, 3), origin=odd(torch.ones(1, 2, dtype=torch.int64)))
+
+
+# --- lists, and numbers below zero -------------------------------------------------------------------------
+
+LIST = [1.0, 0.5, 0.25, 0.1]
+LISTS = {
+    "axial_omega": lambda: axial_omega(LIST, 4, 2),
+    "axial_omega by axis": lambda: axial_omega([LIST, LIST], 8, 2),
+    "sequence_omega": lambda: f.sequence_omega(LIST, 4),
+    "dense_omega": lambda: f.dense_omega(LIST, torch.ones(4, 2)),
+    "lrpe_rotate_1d": lambda: lrpe_rotate_1d(X, LIST),
+    "lrpe_cosine_md": lambda: lrpe_cosine_md(X, LIST, shape=(2, 3)),
+    "lrpe_rotate_md": lambda: lrpe_rotate_md(X, LIST, shape=(2, 3)),
+    "Rotate1d": lambda: Rotate1d(8, theta=LIST),
+    "set_frequencies": lambda: Rotate1d(8).set_frequencies(LIST),
+    "linear_scaling": lambda: f.linear_scaling(LIST, 2.0),
+    "ntk_scaling": lambda: f.ntk_scaling(LIST, 2.0),
+    "dynamic_ntk_scaling": lambda: f.dynamic_ntk_scaling(LIST, 2.0, length=4, original_length=2),
+    "yarn_scaling": lambda: f.yarn_scaling(LIST, 2.0, original_length=8),
+    "longrope_scaling": lambda: f.longrope_scaling(LIST, LIST, LIST, factor=2.0, length=4, original_length=2),
+    "llama3_scaling": lambda: f.llama3_scaling(LIST),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_as_theta(name):
+    with pytest.raises(TypeError, match=r"theta: expected a tensor.*, got (list|float)"):
+        LISTS[name]()
+
+
+NEGATIVE = {
+    "packed_positions": ("num_tokens", lambda: packed_positions(torch.tensor([0, 3]), -1)),
+    "axial_omega": ("num_channels", lambda: axial_omega(THETA, -4, 2)),
+    "sequence_omega": ("num_pairs", lambda: f.sequence_omega(THETA, -4)),
+    "mixed_omega": ("num_channels", lambda: f.mixed_omega(-4, 2)),
+    "head_bands_theta": ("num_heads", lambda: f.head_bands_theta(8, -2)),
+    "golden_directions": ("num_channels", lambda: f.golden_directions(-4, 2)),
+    "simplex_directions": ("num_channels", lambda: f.simplex_directions(-4, 2)),
+    "plane_directions": ("num_channels", lambda: f.plane_directions(-4, torch.ones(1))),
+    "split_channels": ("num_channels", lambda: f.split_channels(-4, (1, 1))),
+    "window_order": ("shape", lambda: window_order((-2, -3), 2)),
+    "compose": ("num_axes", lambda: compose(num_axes=-1)),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_numbers_below_zero(name):
+    argument, function = NEGATIVE[name]
+    with pytest.raises(ValueError, match=rf"{argument}: expected an integer of at least [01], got -\d"):
+        function()
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_no_channels(impl):
+    with pytest.raises(ValueError, match="x: expected head_dim of at least 1, got 0"):
+        cosine(X[..., :0], omega=OMEGA[:, :0], positions=GRID, impl=impl)
+
+
+def test_meta():
+    x, omega = X.to("meta"), OMEGA.to("meta")
+    assert cosine(x, omega=omega, positions=GRID).shape == (1, 2, 6, 16)
+    with pytest.raises(ValueError, match=r"impl: 'triton' needs tensors on a GPU .*, got meta"):
+        cosine(x, omega=omega, positions=GRID, impl="triton")
+
+
+# --- grids that 31 bits can't count ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("shape", [(2**16, 2**16), (2, 2, 2, 2**15, 2**15)], ids=str)
+@pytest.mark.parametrize("start", [0, 3, 2**31 - 2, 2**31 + 5])
+def test_a_shard_of_a_huge_grid(impl, shape, start):
+    num_axes = len(shape)
+    grid = Grid(shape, prefix=4, start=start, length=6)
+    omega = torch.rand(1, 4, num_axes, dtype=torch.float64) * 1e-2
+    w = omega.clone().requires_grad_()
+    x = X.double().requires_grad_()
+    phase = torch.rand(1, 4, dtype=torch.float64)
+    index = torch.arange(start, start + 6) - 4
+    s = torch.stack(torch.unravel_index(index.clamp_min(0), shape), -1).double()
+    mask = index >= 0
+    table = Coordinates(s, rotated=mask)
+    expected = rotate(x, omega=w, phase=phase, positions=table, impl="reference")
+    dy = torch.randn_like(expected)
+    found = rotate(x, omega=w, phase=phase, positions=grid, impl=impl)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for a, b in zip(
+        torch.autograd.grad(found, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
