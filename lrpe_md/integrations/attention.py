@@ -25,6 +25,8 @@ __all__ = [
 
 Normalizer = Literal["unrotated", "none"]
 
+torch.fx.wrap("softmax_attention")  # one step of a traced graph
+
 NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
 
 
@@ -73,6 +75,8 @@ def softmax_attention(
 
     ``scale`` is D**-0.5 of the head_dim before any map, so that zero frequencies are no encoding.
     """
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(q.dtype)  # a block's mixed precision casts q, but not what a Context holds
     backends = sdpa_backends(q, v)
     with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(

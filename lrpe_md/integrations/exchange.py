@@ -38,6 +38,8 @@ __all__ = [
     "parts", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
+torch.fx.wrap("rotate")  # one step of a traced graph
+
 Model = TypeVar("Model", bound=nn.Module)
 
 LIBRARIES = {  # the adapters of each, and what they take

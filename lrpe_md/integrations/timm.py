@@ -23,7 +23,6 @@ from .extras import require
 require("timm")
 
 import torch
-from einops import rearrange
 from timm.layers.attention import Attention
 from timm.layers.format import nchw_to
 from timm.layers.patch_dropout import PatchDropout, patch_dropout_forward
@@ -44,6 +43,12 @@ from .encoding import Encoding, EncodingStack, build_encoding
 __all__ = [
     "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
 ]  # fmt: skip
+
+# torch.fx, and so create_feature_extractor, takes each of these as one step.
+torch.fx.wrap("attend_linearly")
+torch.fx.wrap("encode")
+torch.fx.wrap("grid_size")
+torch.fx.wrap("lay_out_patches")
 
 BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  # those that pass attn_mask on
 
@@ -68,32 +73,23 @@ class LrpeAttention(Attention):
         """x (B, N, C) → (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
-        if context is attn_mask and mask is not None and mask.is_floating_point():
-            mask = mask.to(x.dtype)  # which a block's mixed precision may have cast
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
-            if mask is not None:
-                raise ValueError(
-                    "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
-                    f"got a mask of shape {tuple(mask.shape)}; use attention='softmax'"
-                )
-            x = linear_attention(
-                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, is_causal=is_causal
+            x = attend_linearly(
+                q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal
             )
         else:
             if encoding is not None:
-                if is_causal:
-                    check_causal(encoding)
-                q, k = encoding(q, k, positions=positions)
+                q, k = encode(encoding, q, k, positions, is_causal)
                 if self.copy_v:
                     v = v.clone()
                     del qkv
             x = attend(self, q, k, v, mask, is_causal)
-        x = self.norm(rearrange(x, "b h n d -> b n (h d)"))
+        x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
@@ -102,6 +98,44 @@ class LrpeAttention(Attention):
         return f"attention={self.attention!r}" + (
             f", normalizer={self.normalizer!r}" if self.attention == "linear" else ""
         )
+
+
+def encode(
+    encoding: nn.Module, q: Tensor, k: Tensor, positions: Grid | Coordinates | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    if is_causal:
+        check_causal(encoding)
+    return encoding(q, k, positions=positions)
+
+
+def attend_linearly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: nn.Module | None,
+    positions: Grid | Coordinates | None,
+    *,
+    normalizer: Normalizer,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
+            f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
+        )
+    return linear_attention(q, k, v, encoding=encoding, positions=positions, normalizer=normalizer, is_causal=is_causal)
+
+
+def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
+    """That of (B, H, W, C), as with any size, where some embeddings round up; else the expected one."""
+    return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
+
+
+def lay_out_patches(
+    encoding: nn.Module | None, height: int, width: int, num_prefix_tokens: int, reference: Sequence[int | None] | None
+) -> Grid | Coordinates:
+    return EncodingStack(encoding).lay_out((height, width), Tokens(num_prefix_tokens), reference=reference)
 
 
 class LrpePatchEmbed(PatchEmbed):
@@ -246,7 +280,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
         size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self.patch_embed(x)
-        size = tuple(x.shape[1:3] if x.ndim == 4 else size)  # with any size (B, H, W, C): some embeddings round up
+        size = grid_size(x, size[0], size[1])
         if self.absolute == "sincos":
             x = x + self._sincos(size, x).reshape(x.shape[1:])
         x = self._pos_embed(x)
@@ -256,7 +290,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        grid: Any = EncodingStack(self.encoding).lay_out(size, Tokens(self.num_prefix_tokens), reference=self.reference)
+        grid: Any = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference)
         if kept is None:
             return x, grid
         table = grid.take(kept)

@@ -323,6 +323,19 @@ def test_augmentation_in_training_alone(calls):
     assert not hasattr(restore_rotary(adapted).rope, "augment")
 
 
+@pytest.mark.parametrize("by", ["timm.models", "torchvision.models.feature_extraction"])
+@pytest.mark.parametrize("name", ["eva02", "axial", "dinov3"])
+def test_timm_feature_extraction_by_a_traced_graph(name, by):
+    create = pytest.importorskip(by).create_feature_extractor
+    vit = timm_vit(name, dynamic_img_size=False)
+    nodes = {"blocks.0": "first", "head": "last"}
+    adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
+    found, expected = (create(model, return_nodes=nodes)(x) for model in (adapted, vit))
+    for key in nodes.values():
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=BOUND)
+    torch.testing.assert_close(found["last"], adapted(x), rtol=0, atol=1e-6)
+
+
 def test_timm_compiles():
     vit = timm_vit("mixed", dynamic_img_size=True)
     x = image(vit, 4, 7)

@@ -1028,3 +1028,31 @@ def test_wide_attention_on_gpu(dtype, head_dim):
         bound = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-3}[dtype]
         for a, b in zip(results, references, strict=True):
             assert (a.double() - b).norm() < bound * b.norm()
+
+
+def extracted(by, model, x):
+    """The output of the first block by the graph that timm or torchvision traces, and by a hook."""
+    found = []
+    with model.blocks[0].register_forward_hook(lambda module, args, y: found.append(y)):
+        model(x)
+    library = "torchvision.models.feature_extraction" if by == "torchvision" else "timm.models"
+    create = pytest.importorskip(library).create_feature_extractor
+    graph = create(model, return_nodes={"blocks.0": "first", "head": "last"})
+    return graph(x), {"first": found[0], "last": model(x)}
+
+
+@pytest.mark.parametrize("by", ["timm", "torchvision"])
+@pytest.mark.parametrize("name", [None, "cosine", "rotate", "mixed", "eva02", "linear", "reference"])
+def test_feature_extraction_by_a_traced_graph(by, name):
+    options = {"linear": {"attention": "linear"}}.get(name, {})
+    encoding = {"linear": "cosine", "reference": "rotate"}.get(name, name)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(32, 48), depth=2, embed_dim=64, num_heads=2, num_classes=5
+    )
+    model = vit.adapt(model.eval(), encoding, **options)
+    if name == "reference":
+        model.reference = (5, 7)
+    found, expected = extracted(by, model, torch.randn(2, 3, 32, 48))
+    assert found.keys() == expected.keys()
+    for key in found:
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=1e-6)
