@@ -1,5 +1,7 @@
 """Inputs and settings that nobody means: a clear error, or the right result."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from lrpe_md import (
     Coordinates,
     CosineMd,
     Grid,
+    PresetMd,
     Rotate1d,
     RotateMd,
     Tokens,
@@ -20,6 +23,7 @@ from lrpe_md import (
     lrpe_rotate_md,
     pack,
     pad,
+    preset,
     rotate,
     window_order,
 )  # fmt: skip
@@ -80,16 +84,16 @@ def test_tensors_that_are_not_dense(kind, impl):
     odd = NOT_DENSE[kind]
     given = {"omega": OMEGA, "phase": torch.ones(1, 8), "amplitude": torch.ones(1, 8), "positions": GRID}
     cosine(X, impl=impl, **given)  # what looks like this call must be looked at again
-    with pytest.raises(TypeError, match="x: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"x: expected a dense tensor"):
         cosine(odd(X), impl=impl, **given)
     for name in ("omega", "phase", "amplitude"):
         with pytest.raises(TypeError, match=f"{name}: expected a dense tensor"):
             cosine(X, impl=impl, **{**given, name: odd(given[name])})
-    with pytest.raises(TypeError, match="coords: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"coords: expected a dense tensor"):
         cosine(X, impl=impl, **{**given, "positions": odd(GRID.coordinates())})
-    with pytest.raises(TypeError, match="scale: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"scale: expected a dense tensor"):
         Grid((2, 3), scale=odd(torch.ones(2, 1)))
-    with pytest.raises(TypeError, match="origin: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"origin: expected a dense tensor"):
         Grid((2, 3), origin=odd(torch.ones(1, 2, dtype=torch.int64)))
 
 
@@ -145,7 +149,7 @@ def test_numbers_below_zero(name):
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_no_channels(impl):
-    with pytest.raises(ValueError, match="x: expected head_dim of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"x: expected head_dim of at least 1, got 0"):
         cosine(X[..., :0], omega=OMEGA[:, :0], positions=GRID, impl=impl)
 
 
@@ -181,3 +185,83 @@ def test_a_shard_of_a_huge_grid(impl, shape, start):
         torch.autograd.grad(found, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
     ):  # fmt: skip
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# --- errors of the modules ---------------------------------------------------------------------------------
+
+MODULES = {
+    "CosineMd": lambda **k: CosineMd(8, 2, **k),
+    "RotateMd": lambda **k: RotateMd(8, 2, **k),
+    "RotateMd by head": lambda **k: RotateMd(8, 2, num_heads=2, frequencies="mixed", learnable=True, **k),
+    "PresetMd": lambda **k: PresetMd("eva02", head_dim=8, **k),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_errors_in_the_words_of_the_module(name):
+    module, cube = MODULES[name](), Grid((1, 2, 3))
+    module(X, X, positions=GRID)
+    for where in (cube, cube.explicit(), cube.coordinates(), (GRID, cube)):
+        with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 2, got 3 axes"):
+            module(X, X, positions=where)
+    wide = torch.zeros(1, 2, 6, 16)
+    with pytest.raises(ValueError, match=r"^x: expected the module's head_dim, 8, got 16 \(\(1, 2, 6, 16\)\)"):
+        module(wide, positions=GRID)
+    with pytest.raises(ValueError, match=r"^q: expected the module's head_dim, 8, got 16"):
+        module(wide, wide, positions=GRID)
+    with pytest.raises(ValueError, match=r"^x: expected it on the module's device cpu, got meta"):
+        module(X.to("meta"), positions=GRID)
+    with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):  # no fault of the module's
+        module(X, positions=Grid((2, 4)))
+    with pytest.raises(TypeError, match=r"^x: expected a dense tensor"):
+        module(X.to_sparse(), positions=GRID)
+
+
+def test_heads_that_are_not_the_modules():
+    module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
+    with pytest.raises(ValueError, match=r"^k: expected a multiple of the module's num_heads, 2 .*, got 3"):
+        module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
+    text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
+    with pytest.raises(ValueError, match=r"^x: expected a multiple of the module's num_heads, 2 .*, got 3"):
+        text(torch.zeros(1, 3, 6, 8))
+    with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes"):
+        text(X, positions=GRID)
+
+
+@pytest.mark.parametrize("kind", [CosineMd, RotateMd])
+def test_sizes_of_a_module(kind):
+    for name, arguments in {"head_dim": (0,), "num_axes": (8, 0)}.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected .*at least 1, got 0"):
+            kind(*arguments)
+
+
+@pytest.mark.parametrize("kind", [CosineMd, RotateMd, Rotate1d, PresetMd])
+def test_what_help_says(kind):
+    """The class's own text, and neither a note to its developers nor torch's."""
+    made, called = inspect.getdoc(kind.__init__), inspect.getdoc(kind.forward)
+    assert "Called last" not in made
+    assert "Initialize internal Module state" not in made
+    assert "(B, H, N, D)" in called
+    assert "Define the computation" not in called
+
+
+def test_a_preset_in_words():
+    assert repr(preset("wan")) == "Preset('wan', head_dim=128, num_axes=3, omega=(1, 64, 3))"
+    assert repr(preset("rope_vit_mixed", 64, 3)).startswith("Preset('rope_vit_mixed', head_dim=64, num_heads=3, ")
+
+
+def test_a_preset_by_its_name():
+    for by_name, made in (
+        (PresetMd("wan"), PresetMd(preset("wan"))),
+        (PresetMd("rope_vit_mixed", head_dim=32, num_heads=3), PresetMd(preset("rope_vit_mixed", 32, 3))),
+    ):
+        assert torch.equal(by_name.get_omega(), made.get_omega())
+        assert by_name.head_dim == made.head_dim
+    with pytest.raises(
+        ValueError, match=r"head_dim, num_heads: expected them with a preset's name alone.* got 64, None"
+    ):
+        PresetMd(preset("wan"), head_dim=64)
+    with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):
+        PresetMd("wann")
+    with pytest.raises(TypeError, match=r"preset: expected a name or what .*, got int"):
+        PresetMd(3)
