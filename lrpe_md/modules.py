@@ -137,8 +137,8 @@ class Rotate1d(RotateMd):
     Args as for :class:`RotateMd`, and
 
     Args:
-        theta: the frequencies instead of ``base``: (R/2,), (num_heads, R/2) or (num_heads,), one a head; learned in
-            that shape where ``learnable``.
+        theta: the frequencies instead of ``base``: (R/2,), (1 or num_heads, R/2) or (num_heads,), one a head; learned
+            in that shape where ``learnable``.
         amplitude: as there. Where it is given, be it 1, :meth:`set_frequencies` can change it.
     """
 

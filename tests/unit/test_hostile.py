@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -265,3 +266,94 @@ def test_a_preset_by_its_name():
         PresetMd("wann")
     with pytest.raises(TypeError, match=r"preset: expected a name or what .*, got int"):
         PresetMd(3)
+
+
+# --- sizes that are no ints --------------------------------------------------------------------------------
+
+
+def test_numpys_integers():
+    grid = Grid((np.int64(3), 4), prefix=np.int32(1), start=np.uint8(2), length=torch.tensor(5))
+    assert grid == Grid((3, 4), prefix=1, start=2, length=5)
+    assert all(type(n) is int for n in (*grid.shape, grid.prefix, grid.start, grid.length))
+    assert type(Coordinates(torch.zeros(1, 2), prefix=np.int64(1)).prefix) is int
+    for size in (3.0, "3", None, np.float32(3), torch.tensor(3.0), torch.tensor([3, 3])):
+        with pytest.raises(ValueError, match="shape: expected one integer"):
+            Grid((size, 4))
+        if size is not None:
+            with pytest.raises(ValueError, match="prefix: expected an integer"):
+                Grid((3, 4), prefix=size)
+
+
+class _Image(torch.nn.Module):
+    def __init__(self, rope):
+        super().__init__()
+        self.rope = rope
+
+    def forward(self, x):
+        _, _, height, width = x.shape
+        return self.rope(x.flatten(2).mT[:, None], positions=Grid((height, width)))
+
+
+IMAGE = torch.randn(2, 8, 3, 5)
+ROPES = {
+    "rotate": lambda: RotateMd(8, 2),
+    "cosine": lambda: CosineMd(8, 2, learnable=True, act="silu"),
+    "phase": lambda: RotateMd(8, 2, phase=True, amplitude=1.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", ROPES)
+def test_traced_at_a_fixed_size(name):
+    """Sizes are tensors there. What is traced has none of the first image's values in it."""
+    model, other = _Image(ROPES[name]()), torch.randn_like(IMAGE)
+    traced = torch.jit.trace(model, IMAGE)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_exported_for_any_size(name):
+    """Without a remainder by a size, which ONNX's exporter has not."""
+    model = _Image(ROPES[name]())
+    dynamic = torch.export.Dim.DYNAMIC
+    program = torch.export.export(model, (IMAGE,), dynamic_shapes=({2: dynamic, 3: dynamic},)).run_decompositions()
+    other = torch.randn(2, 8, 7, 4)
+    torch.testing.assert_close(program.module()(other), model(other))
+    assert not [node for node in program.graph.nodes if "remainder" in str(node.target)]
+
+
+# --- frequencies of one head, the inverse, and frequencies for k --------------------------------------------
+
+
+def test_theta_with_an_axis_of_one_head():
+    theta = geometric_theta(4, dtype=torch.float32)
+    assert torch.equal(lrpe_rotate_1d(X, theta[None]), lrpe_rotate_1d(X, theta))
+    for learnable in (False, True):
+        rope = Rotate1d(8, theta=theta[None], num_heads=2, learnable=learnable)
+        assert torch.equal(rope(X), lrpe_rotate_1d(X, theta))
+        rope.set_frequencies(2 * theta[None])
+        assert torch.equal(rope(X), lrpe_rotate_1d(X, 2 * theta))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_inverse(impl):
+    x, k = X.double().requires_grad_(), torch.randn(1, 4, 6, 8, dtype=torch.float64)
+    omega, phase = torch.rand(2, 4, 2, dtype=torch.float64, requires_grad=True), torch.rand(2, 4, dtype=torch.float64)
+    options = {"omega": omega, "positions": GRID, "impl": impl}
+    for phi in (None, phase, (None, phase)):
+        turned = rotate(x, k, phase=phi, **options)
+        for back, t in zip(rotate(*turned, phase=phi, inverse=True, **options), (x, k), strict=True):
+            torch.testing.assert_close(back, t)
+    found = rotate(x, phase=phase, amplitude=1.5, act="silu", inverse=True, **options)
+    expected = rotate(x, phase=-phase, amplitude=1.5, act="silu", **{**options, "omega": -omega})
+    torch.testing.assert_close(found, expected)
+    dy = torch.randn_like(found)
+    for a, b in zip(*(torch.autograd.grad(y, (x, omega), dy) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_frequencies_of_their_own_for_k():
+    with pytest.raises(TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode each in a call"):
+        cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
+    with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):
+        rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)
