@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_at_least", "check_dense"]
+__all__ = ["as_integer", "check_at_least", "check_dense"]
+
+
+def as_integer(value: Any) -> Any:
+    """An int of whatever counts as one (NumPy's integers, sizes in a trace), a SymInt as it is; None for others."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_dense(name: str, value: Any, form: str) -> None:

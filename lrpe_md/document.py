@@ -132,8 +132,8 @@ def lrpe_rotate_1d(
 
     Args:
         x: one tensor, or (q, k) in one launch, whose head counts may differ (GQA).
-        theta: (H, R/2), (R/2,) or (H,), one frequency a head; R the rotated width, H the heads of x, or of k. A theta
-            of length R/2 is (R/2,) also where H = R/2.
+        theta: (H, R/2), (1, R/2), (R/2,) or (H,), one frequency a head; R the rotated width, H the heads of x, or
+            of k. A theta of length R/2 is (R/2,) also where H = R/2.
         offset: position of the first token: an int, or integers (), (1,) or (B,), one for each sample, read on the
             device: the same kernel for every value, and no synchronisation. Below zero for tokens that pad on the left.
         cu_seqlens: sequences packed end to end in x (1, H, N, D), (S + 1,) integers; positions begin again in each,

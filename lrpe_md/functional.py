@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -85,14 +85,14 @@ def cosine(
 def rotate(
     x: Tensor, /, *, omega: Tensor, positions: Positions, pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
-    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
     q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | tuple[Positions, Positions], pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    impl: Impl = ...,
+    inverse: bool = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def rotate(
     dim: int | None = None,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     amplitude: float | Tensor | None = None,
+    inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
@@ -119,6 +120,8 @@ def rotate(
         rotary_dim: rotate the first R channels (an int) or a slice of them; the rest pass as x̄. Default: all.
         phase: φ, (H or 1, R/2), or one for q and one for k.
         amplitude: a number, or (R/2,), or (H or 1, R/2): of YaRN and LongRoPE.
+        inverse: rotate by -Θ, phase included, which undoes a rotation that had neither activation nor amplitude; both
+            stay what they are. Negates omega and phase.
 
     Returns:
         (B, H, N, D) for each input, in x's dtype and memory order.
@@ -127,5 +130,12 @@ def rotate(
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
+    if inverse:
+        turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
+        omega, phase = _negated(omega), turned
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
     return run(options, xs, omega, positions, phase, amplitude)
+
+
+def _negated(t: Any) -> Any:
+    return -t if isinstance(t, Tensor) else t

@@ -33,6 +33,7 @@ class FrequencyModule(nn.Module):
     """
 
     map: str
+    head_dim: int
     theta: Tensor
     omega: Tensor
     phase: nn.Parameter | None
@@ -59,12 +60,13 @@ class FrequencyModule(nn.Module):
         phase_groups: int = 1,
         amplitude: float | Tensor | None = None,
     ) -> None:
-        """Called last, since it asks for the initial values."""
-        super().__init__()
+        """Frequencies and phase at their initial values; the arguments are those that the class says."""
+        super().__init__()  # a module's own calls this last, since it asks for the initial values
         check_act(act, dim)
         check_impl(impl)
-        if num_heads < 1:
-            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+        for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
         if phase not in (True, False, "k"):
@@ -173,6 +175,52 @@ class FrequencyModule(nn.Module):
         raise NotImplementedError  # of the modules that learn one
 
     def forward(self, *xs: Tensor, positions: Positions | tuple[Positions, Positions]) -> Any:
+        """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
+
+        Args:
+            positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair for q and for k.
+
+        Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
+
+        Raises:
+            ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
+        """
+        try:
+            return self._encode(xs, positions)
+        except (ValueError, TypeError):
+            self._check_call(xs, positions)
+            raise
+
+    def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
+        """Say what does not fit in the words of the module, whose frequencies nobody passed."""
+        own = next(iter(self._owned().values()))
+        for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
+            if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
+                return
+            if x.shape[3] != self.head_dim:
+                raise ValueError(
+                    f"{name}: expected the module's head_dim, {self.head_dim}, got {x.shape[3]} ({tuple(x.shape)})"
+                ) from None
+            if x.shape[1] % self.num_heads:
+                raise ValueError(
+                    f"{name}: expected a multiple of the module's num_heads, {self.num_heads} (the heads of k), got "
+                    f"{x.shape[1]} ({tuple(x.shape)})"
+                ) from None
+            if x.device != own.device:
+                raise ValueError(
+                    f"{name}: expected it on the module's device {own.device}, got {x.device}; move one of them"
+                ) from None
+        for where in positions if type(positions) is tuple else (positions,):
+            if isinstance(where, Tensor):
+                found = where.shape[-1] if where.ndim > 1 else self.num_axes
+            else:
+                found = getattr(where, "num_axes", self.num_axes)
+            if found != self.num_axes:
+                raise ValueError(
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                ) from None
+
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any) -> Any:
         phase: Any = self.phase
         if phase is not None:
             if self.phase_range is not None:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_dense
+from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .frequencies.axial import AxisOrder, sequence_omega
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
 from .positions.sequences import text_positions
+from .presets.registry import preset as make_preset
 from .presets.scheme import Axial, Preset
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -62,6 +63,7 @@ class CosineMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_at_least(1, head_dim=head_dim)
         self.head_dim = head_dim
         super().__init__(
             head_dim, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
@@ -107,6 +109,7 @@ class RotateMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_at_least(1, head_dim=head_dim)
         _, width = rotary_slice(rotary_dim, head_dim)
         check_pairs(pairs, width // 2)
         self.head_dim, self.rotary_dim = head_dim, rotary_dim
@@ -134,8 +137,8 @@ class Rotate1d(RotateMd):
     Args as for :class:`RotateMd`, and
 
     Args:
-        theta: the frequencies instead of ``base``: (R/2,), (num_heads, R/2) or (num_heads,), one a head; learned in
-            that shape where ``learnable``.
+        theta: the frequencies instead of ``base``: (R/2,), (1 or num_heads, R/2) or (num_heads,), one a head; learned
+            in that shape where ``learnable``.
         amplitude: as there. Where it is given, be it 1, :meth:`set_frequencies` can change it.
     """
 
@@ -218,6 +221,17 @@ class Rotate1d(RotateMd):
         cu_seqlens: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Any:
+        """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
+
+        Args:
+            offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
+            positions: instead of both: a :class:`Grid` or coordinates on one axis, or a pair for q and for k.
+
+        Differentiable with respect to xs and a learned theta.
+
+        Raises:
+            ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
+        """
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
         if positions is None:
@@ -233,7 +247,8 @@ class PresetMd(FrequencyModule):
 
     Args:
         preset: what :func:`lrpe_md.preset` gives: its frequencies, amplitude, pairs, activation and order, and a phase
-            where the scheme has one.
+            where the scheme has one. Or its name, made for ``head_dim`` and ``num_heads``.
+        head_dim, num_heads: of a preset by its name; default: the original's, and 1.
         learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
             default: where the scheme does.
         act, phase: instead of the scheme's; see :class:`CosineMd`.
@@ -247,8 +262,10 @@ class PresetMd(FrequencyModule):
 
     def __init__(
         self,
-        preset: Preset,
+        preset: Preset | str,
         *,
+        head_dim: int | None = None,
+        num_heads: int | None = None,
         learnable: bool | None = None,
         act: Act | None = None,
         dim: int | None = None,
@@ -257,8 +274,17 @@ class PresetMd(FrequencyModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(preset, Preset):
-            raise TypeError(f"preset: expected what lrpe_md.preset(name, head_dim) gives, got {type(preset).__name__}")
+        if isinstance(preset, str):
+            preset = make_preset(preset, head_dim, 1 if num_heads is None else num_heads)
+        elif not isinstance(preset, Preset):
+            raise TypeError(
+                f"preset: expected a name or what lrpe_md.preset(name, head_dim) gives, got {type(preset).__name__}"
+            )
+        elif head_dim is not None or num_heads is not None:
+            raise ValueError(
+                f"head_dim, num_heads: expected them with a preset's name alone, since {preset!r} has its own, got "
+                f"{head_dim}, {num_heads}"
+            )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable
         own: Any = scheme.act if act is None else act

@@ -264,4 +264,4 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 def is_direct(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the launcher may be called past the dispatcher."""
-    return not torch.compiler.is_compiling() and is_plain(tensors)
+    return not (torch.compiler.is_compiling() or torch._C._is_tracing()) and is_plain(tensors)

@@ -52,6 +52,11 @@ def validate(
         size = () if place.coords is None else tuple(place.coords.shape)
         raise ValueError(f"positions: expected at least one axis, got coords {size}")
     channels = spec.num_channels
+    if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
+        raise TypeError(
+            f"omega: expected one tensor for q and k, got {len(omega)}; q·k depends on the relative position alone "
+            "where both turn alike. For frequencies of its own, encode each in a call"
+        )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
     amplitude = _lay_amplitude(amplitude, channels, x.device)
     for name, t in ((phase_name, phase), ("amplitude", amplitude)):

@@ -113,9 +113,10 @@ def axial_omega(
         raise ValueError(f"axis_map: expected one of {AXIS_MAPS}, got {axis_map!r}")
     check_at_least(1, num_axes=num_axes)
     check_at_least(0, num_channels=num_channels)
-    thetas: list[Any] = list(theta) if isinstance(theta, (tuple, list)) else [theta] * num_axes
+    thetas: list[Any] = list(theta) if isinstance(theta, (tuple, list)) else [theta]
     for t in thetas:
         check_dense("theta", t, "(E,) or (H, E), or one for each axis")
+    thetas = thetas if isinstance(theta, (tuple, list)) else thetas * num_axes
     if len(thetas) != num_axes:
         raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
     for t in thetas:
@@ -170,7 +171,7 @@ def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
 
 
 def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) -> Tensor:
-    """theta (C,), (H, C) or (H,), one frequency a head, on one axis: omega (H or 1, C, 1), a view.
+    """theta (C,), (1, C), (H, C) or (H,), one frequency a head, on one axis: omega (H or 1, C, 1), a view.
 
     Args:
         num_pairs: C. A theta of that length is (C,), also where H = C.
@@ -184,7 +185,7 @@ def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) 
     heads = shape[0] if num_heads is None and shape else num_heads
     if heads and shape == (heads,):
         return theta[:, None, None].expand(heads, num_pairs, 1)
-    if heads and shape == (heads, num_pairs):
+    if heads and shape in ((heads, num_pairs), (1, num_pairs)):
         return theta[:, :, None]
     heads = "H" if num_heads is None else num_heads
     raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import as_integer, check_dense
 
 __all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
 
@@ -80,8 +80,10 @@ class Coordinates(Rules):
             )
         for name in ("prefix", "suffix"):
             value = getattr(self, name)
-            if not isinstance(value, (int, torch.SymInt)) or value < 0:
+            number = as_integer(value)
+            if number is None or number < 0:
                 raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+            object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
                 raise TypeError(f"rotated: expected a tensor of bools, got {type(self.rotated).__name__}")

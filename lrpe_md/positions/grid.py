@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense
+from ..checks import as_integer, check_at_least, check_dense
 from .coordinates import Coordinates, PerAxis, Rules, check_index, check_reach, per_axis
 
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
@@ -47,8 +47,8 @@ class Grid(Rules):
             costs no synchronisation, no copy and no other kernel (decoding at the length of a cache).
 
     Raises:
-        ValueError: a size below zero, a scale, shift or origin that does not fit the number of axes, a shard beyond
-            the end.
+        ValueError: a size below zero or no integer, a scale, shift or origin that does not fit the number of axes, a
+            shard beyond the end.
         TypeError: an origin that is not a tensor of integers.
     """
 
@@ -64,15 +64,18 @@ class Grid(Rules):
     def __post_init__(self) -> None:
         given: Any = self.shape
         shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
-        if len(shape) == 0 or any(not isinstance(n, (int, torch.SymInt)) or n < 0 for n in shape):
+        sizes = tuple(map(as_integer, shape))
+        if len(sizes) == 0 or any(n is None or n < 0 for n in sizes):
             raise ValueError(f"shape: expected one integer of at least 0 for each axis, got {shape}")
-        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "shape", sizes)
         for name in ("prefix", "suffix", "start", "length"):
             value = getattr(self, name)
             if value is None and name == "length":
                 continue
-            if not isinstance(value, (int, torch.SymInt)) or (value < 0 and name != "length"):
+            number = as_integer(value)
+            if number is None or (number < 0 and name != "length"):
                 raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+            object.__setattr__(self, name, number)
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
         if self.start > self.total or (self.length is not None and not 0 <= self.length <= self.total - self.start):
@@ -292,8 +295,9 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
     """Coordinates (.., K) of flat indices, the last axis fastest."""
     columns = []
     for size in reversed(sizes):
-        columns.append(index % max(size, 1))
-        index = index // max(size, 1)
+        rest = index // max(size, 1)
+        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a size that varies
+        index = rest
     return torch.stack(columns[::-1], dim=-1)
 
 

@@ -174,6 +174,13 @@ class Preset:
     amplitude: float | Tensor
     phase: tuple[int, int] | None
 
+    def __repr__(self) -> str:
+        heads = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
+        return (
+            f"{type(self).__name__}({self.name!r}, head_dim={self.head_dim}{heads}, num_axes={self.num_axes}, "
+            f"omega={tuple(self.omega.shape)})"
+        )
+
     @property
     def num_axes(self) -> int:
         return self.scheme.frequencies.num_axes

