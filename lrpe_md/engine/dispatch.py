@@ -55,17 +55,16 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     would find the same."""
     if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
         return None
-    if not 1 <= len(xs) <= 2 or any(t is None or t.is_nested or t.layout is not _DENSE for t in (omega, *xs)):
-        return None
-    if phase is not None and (phase.is_nested or phase.layout is not _DENSE):
+    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
         return None
     for option in options:
         if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
             return None
-    if amplitude is not None and not (
-        isinstance(amplitude, Tensor) and amplitude.layout is _DENSE and not amplitude.is_nested and amplitude.ndim == 2
-    ):
+    if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
+    for t in (omega, phase, amplitude, *xs):
+        if t is not None and (t.is_nested or t.layout is not _DENSE):  # nested ones have no shape for a key
+            return None
     q, k = xs[0], xs[-1]
     where, origin = positions, positions.origin
     if origin is not None:

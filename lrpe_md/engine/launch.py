@@ -63,7 +63,7 @@ def backward(
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
         load = xs if need_dangles or inner.spec.act != "none" else []
-        dxs, partial = _run(inner, Rows(load, grads, stats, angles, angles is not None), need_dangles)
+        dxs, partial = _run(inner, Rows(load, grads, stats, angles), need_dangles)
         if over_sequence:
             dx_bars = dxs
             dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
@@ -80,8 +80,7 @@ class Rows(NamedTuple):
     xs: list[Tensor]  # none where the backward needs none
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
-    angles: Tensor | None = None  # the angles: to be kept, or
-    load_angles: bool = False  # to be read
+    angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
 
 
 class Launch:
@@ -106,9 +105,7 @@ def _make_readable(call: Call) -> Call:
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout = call.layout
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
-        coords, rotated = grid_coordinates(
-            layout.num_tokens, layout.sizes, layout.prefix, layout.start, affine, origin, device=omega.device
-        )
+        coords, rotated = layout.positions(call.tables, omega.device)
         rotated = rotated.expand(coords.shape[:-1])
         affine, origin, layout = None, None, Layout(layout.num_tokens, 0, layout.num_tokens, 0, ())
     elif len(layout.sizes) > MAX_AXES:
@@ -135,7 +132,7 @@ def _materialise(t: Tensor) -> Tensor:
 def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tensor | None]:
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     spec, layout, tables, launches = call
-    xs, dys, stats, angles, load_angles = rows
+    xs, dys, stats, angles = rows
     source = (dys or xs)[0]
     dtype, device = source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
@@ -153,7 +150,7 @@ def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tens
     aligned = address % 16 == 0
     if launches is None:
         launches = _recall_launches(call, rows)
-    key = spec.act, bool(xs), bool(dys), need_dangles, angles is None, load_angles, aligned, *geometry
+    key = spec.act, bool(xs), bool(dys), need_dangles, angles is None, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
         launch = launches[key] = _make_launch(call, rows, dtype, aligned, need_dangles)
@@ -253,7 +250,7 @@ def _describe(
     """The variant, but for how the work is cut."""
     spec, layout, tables, _ = call
     positions = tables.coords if tables.coords is not None else tables.origin
-    rotating = spec.map == "rotate"
+    rotating, cached = spec.map == "rotate", rows.angles is not None
     block_c = triton.next_power_of_2(spec.num_channels)
     begins, widths, blocks = [0], [spec.num_channels], [block_c]
     if rotating:
@@ -269,7 +266,7 @@ def _describe(
     return Variant(
         *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
         backward=bool(rows.dys), need_dangles=need_dangles, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
-        load_angles=rows.load_angles, store_angles=rows.angles is not None and not rows.load_angles,
+        load_angles=cached and bool(rows.dys), store_angles=cached and not rows.dys,
         explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
         wide=wide, fast=fast,
