@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..engine.boundary import transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from ..reference import activate
+from ..reference import ACTIVATIONS, activate
 
 __all__ = [
     "Context", "Normalizer", "attend", "check_causal", "check_linear", "linear_attention", "sdpa_backends",
@@ -27,7 +27,7 @@ Normalizer = Literal["unrotated", "none"]
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph
 
-NON_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
+NON_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
 
 class Context:
