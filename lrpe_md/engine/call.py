@@ -148,6 +148,25 @@ class Variant(NamedTuple):
     stages: int = 1
     early: bool = False  # the second pass of dω may be launched as soon as all programs of this one run
     rows_first: bool = False  # frequencies are read after the rows
+    # Linear attention.
+    turned_products: bool = False  # with few tokens, which matrix units take for columns alone
+    prefetch: bool = False  # what is read last is asked for first
+    keeps_zero: bool = False  # act(0) is 0
+    normalizer: str = "none"
+    gated: bool = False
+    need_dgate: bool = False
+    operand: str = "same"  # what matrix units multiply | "bfloat16" | "rounded" to that, for an interpreter that can't
+    v_dim: int = 0
+    block_v: int = 0
+    num_features: int = 0  # of q̂ and k̂
+    feature_begins: tuple[int, ...] = ()  # of their tiles, in the order of the tiles
+    feature_widths: tuple[int, ...] = ()
+    feature_blocks: tuple[int, ...] = ()
+    sum_blocks: tuple[int, ...] = ()  # of the tiles of what the normaliser sums up over tokens
+    num_sums: int = 0
+    state_size: int = 0  # of S and these, of a head
+    causal: bool = False
+    weight_rows: int = 16  # of positions that weigh dΘ: upper bits, then lower bits
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

@@ -11,7 +11,24 @@ Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks
 """
 
 from .encode import lrpe_kernel
+from .linear import (
+    linear_backward_kernel,
+    linear_forward_kernel,
+    linear_key_gradient_kernel,
+    linear_output_kernel,
+    linear_query_gradient_kernel,
+    linear_query_state_kernel,
+    linear_scan_kernel,
+    linear_state_kernel,
+)
+from .linear_causal import linear_causal_forward_kernel, linear_causal_key_kernel, linear_causal_query_kernel
 from .reduce import reduce_partial_kernel
 from .softmax import softmax_sequence_kernel
 
-__all__ = ["lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel"]
+__all__ = [
+    "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel", "linear_causal_query_kernel",
+    "linear_forward_kernel", "linear_key_gradient_kernel", "linear_output_kernel",
+    "linear_query_gradient_kernel", "linear_query_state_kernel",
+    "linear_scan_kernel", "linear_state_kernel", "lrpe_kernel",
+    "reduce_partial_kernel", "softmax_sequence_kernel",
+]  # fmt: skip

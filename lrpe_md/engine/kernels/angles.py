@@ -196,7 +196,10 @@ def form_angles(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
     elif V.wide:
         return form_wide_angles(omega, positions, o_g, m_g, V)
     elif V.fixed:
-        return form_fixed_angles(omega, positions, o_g, m_g, V)
+        if V.fast:
+            return count_angles(omega, positions, o_g, m_g, V)
+        else:
+            return form_fixed_angles(omega, positions, o_g, m_g, V)
     else:
         return form_float_angles(omega, positions, o_g, m_g, V)
 
@@ -252,6 +255,25 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     marked = (bits << 31).to(tl.int32, bitcast=True) >> 31
     angles = (angles.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
     return angles, half
+
+
+@triton.jit
+def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
+    """As :func:`form_fixed_angles`, less what is below 2^-32 of a turn an index, in radians from one turn to two: the
+    count's bits become a float32's, which costs no conversion."""
+    K: tl.constexpr = V.num_axes
+    _, _, _, grid = positions
+    _, bits = omega[0]
+    one = ((bits << 31).to(tl.int32, bitcast=True) >> 31) | 0x3F800000  # or a NaN
+    turn = zeros(V, dtype=tl.int32)
+    for j in tl.static_range(K):
+        w_hi, w_lo = omega[j]
+        turn += find_index(o_g, grid, j, V)[:, None] * (w_hi + (w_lo >> 31).to(tl.int32))
+    if V.has_phase:
+        phase, _ = omega[K]
+        turn += m_g.to(tl.int32)[:, None] * phase
+    turn = (turn.to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True) | one
+    return turn.to(tl.float32, bitcast=True) * TAU, zeros(V, dtype=tl.int32)
 
 
 @triton.jit

@@ -51,6 +51,24 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
 
 
 @triton.jit
+def move_row(row, count, stride, V: tl.constexpr):
+    """A row's place so many strides on."""
+    UNIT: tl.constexpr = 8 if V.aligned else 1
+    p, stride_n, stride_d = row
+    p += _step(count, stride, V) * UNIT
+    if V.aligned:
+        p = tl.multiple_of(p, 16)
+    return p, stride_n, stride_d
+
+
+@triton.jit
+def move_tokens(row, n0, V: tl.constexpr):
+    """A row's place n0 tokens on."""
+    _, stride_n, _ = row
+    return move_row(row, n0, stride_n, V)
+
+
+@triton.jit
 def _pointers(row, o_n, o_d, V: tl.constexpr):
     p, stride_n, stride_d = row
     tokens = _step(o_n, stride_n, V)
@@ -58,6 +76,20 @@ def _pointers(row, o_n, o_d, V: tl.constexpr):
         return (p + tokens * 8)[:, None] + o_d
     else:
         return (p + tokens)[:, None] + _step(o_d, stride_d, V)
+
+
+@triton.jit
+def prefetch_tokens(row, N, width: tl.constexpr, V: tl.constexpr):
+    """Ask for tokens 0 .. N of a row, which the L2 cache then has when they are loaded."""
+    p, stride_n, _ = row
+    LINE: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
+    o_n = tl.arange(0, 128)
+    for n0 in range(0, N, 128):
+        at = move_row((p, stride_n, stride_n), tl.minimum(n0 + o_n, N - 1), stride_n, V)
+        for first in tl.static_range(0, width, LINE):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at[0] + first], tl.int32, False, 1
+            )
 
 
 @triton.jit

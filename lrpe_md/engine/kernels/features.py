@@ -1,0 +1,221 @@
+"""q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
+
+A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
+(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables; that of q and that of k are often the
+same.
+"""
+
+import triton
+import triton.language as tl
+
+from .angles import load_frequencies
+from .encode import (
+    activate_row_backward,
+    apply_map,
+    apply_map_backward,
+    form_angle_gradient,
+    load_inputs,
+    load_passing,
+    store_input_gradients,
+    turn_tokens,
+)
+from .tiles import first_channel, load_at, move_row, split_pairs, store_at, store_tile, upcast
+
+
+@triton.jit
+def multiply(a, b, acc, V: tl.constexpr):
+    """a b + acc, of 16-bit operands on the matrix units, of others in their own precision."""
+    if V.wide:
+        return tl.dot(a, b, acc, out_dtype=tl.float64)
+    elif V.operand == "bfloat16":
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def to_operand(x, V: tl.constexpr):
+    """What matrix units multiply: 16-bit inputs as bfloat16, whose range a sum over tokens does not leave."""
+    if V.operand == "bfloat16":
+        return x.to(tl.bfloat16)
+    elif V.operand == "rounded":
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def locate_tensor(tensor, b, h, V: tl.constexpr):
+    """Token 0 of a head of a sample: pointer, strides of a token and of a channel."""
+    p, strides = tensor
+    stride_b, stride_h, stride_n, stride_d = strides
+    row = (p, stride_n, stride_d)
+    return move_row(move_row(row, b, stride_b, V), h, stride_h, V)
+
+
+@triton.jit
+def load_side(side, b, h, V: tl.constexpr):
+    """Of a head of a sample: its frequencies in registers, and where its amplitude, its positions and which of its tokens
+    are rotated begin in their tables. (A function can't return pointers that may be None.)"""
+    if V.map == "none":
+        return 0
+    else:
+        p_omega, p_phase, _, _, _, _, _, numbers = side
+        _, _, _, steps, _ = numbers
+        omega_h, phase_h, amplitude_h, positions_b, rotated_b = steps
+        o_c = tl.arange(0, V.block_c)
+        m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+        if V.has_phase:
+            p_phase += h * phase_h
+        omega = load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V)
+        sample = tl.cast(b, tl.int64)
+        return omega, h * amplitude_h, sample * positions_b, sample * rotated_b
+
+
+@triton.jit
+def load_row(row, o_n, m_n, V: tl.constexpr):
+    """A block of tokens: what the map turns, as two tiles or twice the same, then what passes."""
+    if V.map == "none":
+        return load_passing(row, o_n, m_n, V)
+    else:
+        return load_inputs(row, o_n, m_n, first_channel(), V) + load_passing(row, o_n, m_n, V)
+
+
+@triton.jit
+def load_values(row, o_n, m_n, V: tl.constexpr):
+    """A block of tokens of v, o or do."""
+    o_v = tl.arange(0, V.block_v)[None, :]
+    mask = m_n[:, None]
+    if V.v_dim % V.block_v != 0:
+        mask = mask & (o_v < V.v_dim)
+    return load_at(row, o_n, o_v, mask, V)
+
+
+@triton.jit
+def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
+    """β of a block of tokens."""
+    p, strides = gate
+    stride_b, stride_h, stride_n = strides
+    p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    beta = tl.load(p + o_n.to(tl.int64) * stride_n, mask=m_n, other=0)
+    return beta.to(tl.float64 if V.wide else tl.float32)
+
+
+@triton.jit
+def take_out(x, beta, V: tl.constexpr):
+    """Zeros where β is 0, whatever is there."""
+    return tl.where((beta == 0.0)[:, None], 0.0, x)
+
+
+@triton.jit
+def to_tiles(loaded, V: tl.constexpr):
+    """x of what :func:`load_row` has loaded: a tile for what the map turns as one, or two, then what passes."""
+    if V.map == "none":
+        return loaded
+    elif V.map == "cosine":
+        return (upcast(loaded[0], V),)
+    else:
+        x = split_pairs(upcast(loaded[0], V), upcast(loaded[1], V), V)
+        for i in tl.static_range(2, len(loaded)):
+            x += (loaded[i],)
+        return x
+
+
+@triton.jit
+def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
+    """x̄ with zeros for the channels, with TOKENS also for the tokens, that are not there."""
+    if V.keeps_zero:
+        return x_bar
+    else:
+        filled = ()
+        for i in tl.static_range(len(x_bar)):
+            x = x_bar[i]
+            if TOKENS:
+                x = tl.where(m_n[:, None], x, 0.0)
+            if V.widths[i] < V.blocks[i]:
+                x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, 0.0)
+            filled += (x,)
+        return filled
+
+
+@triton.jit
+def turn_block(side, n0, o_n, V: tl.constexpr):
+    """cos Θ and sin Θ of tokens n0 + o_n, their indices on the grid, and which of them are on it."""
+    if V.map == "none":
+        return 0, 0, 0, 0
+    else:
+        pointers, loaded = side
+        _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = pointers
+        num_tokens, first_index, num_grid, _, grid = numbers
+        omega, amplitude, coords, rotated = loaded
+        if p_amplitude is not None:
+            p_amplitude += amplitude
+        if V.by_sample:
+            if V.explicit:
+                p_coords += coords
+            else:
+                p_origin += coords
+            if p_rotated is not None:
+                p_rotated += rotated
+        positions = (p_coords, p_origin, p_affine, grid)
+        tables = (p_rotated, p_amplitude, None, 0, False, num_tokens, first_index, num_grid)
+        o_c = tl.arange(0, V.block_c)
+        m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
+
+
+@triton.jit
+def map_features(x_bar, turned, V: tl.constexpr):
+    """x̂ of x̄."""
+    if V.map == "none":
+        return x_bar
+    else:
+        cos, sin, _, _ = turned
+        first, second = apply_map(x_bar, cos, sin, V)
+        BLOCK_N: tl.constexpr = V.block_n
+        WIDTH: tl.constexpr = 2 * V.block_c
+        x_hat = (tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH]),)
+        TURNED: tl.constexpr = V.num_turned
+        for i in tl.static_range(TURNED, len(V.begins)):
+            x_hat += (x_bar[i],)
+        return x_hat
+
+
+@triton.jit
+def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
+    """dx̄ of dx̂, and dΘ."""
+    if V.map == "none":
+        return dx_hat, 0
+    else:
+        cos, sin, _, _ = turned
+        BLOCK_N: tl.constexpr = V.block_n
+        BLOCK_C: tl.constexpr = V.block_c
+        dy = tl.split(tl.reshape(dx_hat[0], [BLOCK_N, BLOCK_C, 2]))
+        dx_bar = apply_map_backward(dy, cos, sin, V)
+        dangles = 0
+        if V.need_dangles:
+            dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
+        for i in tl.static_range(1, len(dx_hat)):
+            dx_bar += (dx_hat[i],)
+        return dx_bar, dangles
+
+
+@triton.jit
+def store_row_gradient(row, x, x_bar, dx_bar, o_n, m_n, V: tl.constexpr):
+    """dx of a block of tokens."""
+    dx = activate_row_backward(x, x_bar, dx_bar, V)
+    if V.map != "none":
+        store_input_gradients(row, dx, o_n, m_n, first_channel(), V)
+    TURNED: tl.constexpr = V.num_turned
+    for i in tl.static_range(TURNED, len(V.begins)):
+        store_tile(row, dx[i], o_n, m_n, i, V)
+
+
+@triton.jit
+def store_values(row, value, o_n, m_n, V: tl.constexpr):
+    """The inverse of :func:`load_values`."""
+    o_v = tl.arange(0, V.block_v)[None, :]
+    mask = m_n[:, None]
+    if V.v_dim % V.block_v != 0:
+        mask = mask & (o_v < V.v_dim)
+    store_at(row, value, o_n, o_v, mask, V)

@@ -1,0 +1,745 @@
+"""Linear attention, all tokens seeing all: S = Σ β k̂ vᵀ, then o = q̂ S / z. Forward and backward.
+
+S is held transposed, Sᵀ (D_v, Ê), a tile of it for each tile of features, so that v goes to the matrix units as it was
+loaded. In one pass a program forms the state of a key head of a sample and goes on to the tokens of its query heads;
+in two, programs sum the states of pieces of the tokens, which another kernel adds up, and others take the sums. Both
+are made of the same loops: over keys and values for S, over queries for o, over queries and do for dq and dS, over keys
+and values for dk and dv.
+
+Names: S, dS transposed states, Z, dZ the sums Σ β k̄ (Σ β k̂ where V.normalizer is "encoded") and their gradients.
+"""
+
+import triton
+import triton.language as tl
+
+from .encode import activate_row, find_channels, weigh_tokens
+from .features import (
+    fill_rest,
+    load_gate,
+    load_row,
+    load_side,
+    load_values,
+    locate_tensor,
+    map_features,
+    map_features_backward,
+    multiply,
+    store_row_gradient,
+    store_values,
+    take_out,
+    to_operand,
+    to_tiles,
+    turn_block,
+)
+from .signature import kernel
+from .tiles import move_tokens, prefetch_tokens
+
+# --- tiles of a state ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr):
+    """Zeros to add to."""
+    return tl.zeros([ROWS, COLUMNS], dtype=tl.float64 if V.wide else tl.float32)
+
+
+@triton.jit
+def empty_state(V: tl.constexpr):
+    """Zeros for S: a tile (D_v, features) for each tile of features."""
+    S = ()
+    for i in tl.static_range(len(V.feature_blocks)):
+        S += (empty(V.block_v, V.feature_blocks[i], V),)
+    return S
+
+
+@triton.jit
+def empty_sums(V: tl.constexpr):
+    """Zeros to be summed up over tokens: a tile (tokens, channels) for each that Z has."""
+    Z = ()
+    for i in tl.static_range(len(V.sum_blocks)):
+        Z += (empty(V.block_n, V.sum_blocks[i], V),)
+    return Z
+
+
+@triton.jit
+def add_tiles(total, added):
+    """Tile by tile."""
+    result = ()
+    for i in tl.static_range(len(total)):
+        result += (total[i] + added[i],)
+    return result
+
+
+@triton.jit
+def scale_tokens(x, weight):
+    """Tile by tile."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        result += (x[i] * weight[:, None],)
+    return result
+
+
+@triton.jit
+def sum_tokens(Z):
+    """(tokens, channels) to (channels), tile by tile."""
+    result = ()
+    for i in tl.static_range(len(Z)):
+        result += (tl.sum(Z[i], axis=0),)
+    return result
+
+
+@triton.jit
+def weigh(x, Z):
+    """x · Z of each token."""
+    total = tl.sum(x[0] * Z[0][None, :], axis=1)
+    for i in tl.static_range(1, len(x)):
+        total += tl.sum(x[i] * Z[i][None, :], axis=1)
+    return total
+
+
+@triton.jit
+def to_operands(S, V: tl.constexpr):
+    result = ()
+    for i in tl.static_range(len(S)):
+        result += (to_operand(S[i], V),)
+    return result
+
+
+@triton.jit
+def multiply_tiles(values, S, V: tl.constexpr):
+    """values (tokens, D_v) times S, tile by tile."""
+    products = ()
+    for i in tl.static_range(len(S)):
+        if V.turned_products:
+            product = multiply(tl.trans(S[i]), tl.trans(values), empty(V.feature_blocks[i], V.block_n, V), V)
+            products += (tl.trans(product),)
+        else:
+            products += (multiply(values, S[i], empty(V.block_n, V.feature_blocks[i], V), V),)
+    return products
+
+
+@triton.jit
+def sum_products(x, S, V: tl.constexpr):
+    """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
+    if V.turned_products:
+        total = empty(V.block_v, V.block_n, V)
+        for i in tl.static_range(len(S)):
+            total = multiply(S[i], tl.trans(to_operand(x[i], V)), total, V)
+        return tl.trans(total)
+    else:
+        total = empty(V.block_n, V.block_v, V)
+        for i in tl.static_range(len(S)):
+            total = multiply(to_operand(x[i], V), tl.trans(S[i]), total, V)
+        return total
+
+
+@triton.jit
+def counted(x_bar, x_hat, V: tl.constexpr):
+    """What the normaliser counts: x̄ or x̂."""
+    if V.normalizer == "encoded":
+        return x_hat
+    else:
+        return x_bar
+
+
+# --- a block of tokens -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
+    """Of tokens n0 + o_n: k and k̄ without β, v, β, and what was turned.
+
+    place: sample, head, first token, offsets, and which tokens there are.
+    """
+    b, h, n0, o_n, m_n = place
+    k = to_tiles(load_row(k_row, o_n, m_n, V), V)
+    v = load_values(v_row, o_n, m_n, V)
+    turned = turn_block(side, n0, o_n, V)
+    beta = 0.0
+    if V.gated:
+        beta = load_gate(gate, b, h, n0 + o_n, m_n, V)
+        v = take_out(v, beta, V)
+        kept = ()
+        for i in tl.static_range(len(k)):
+            kept += (take_out(k[i], beta, V),)
+        k = kept
+    return k, fill_rest(activate_tokens(k, V), m_n, True, V), v, beta, turned
+
+
+@triton.jit
+def activate_tokens(x, V: tl.constexpr):
+    return activate_row(x, (0, 0), V)
+
+
+@triton.jit
+def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
+    """S and the tiles of Z of tokens begin .. end of a head.
+
+    k, v: their tensors. walk: sample, head, first token and the one behind the last.
+    """
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, h, V)
+    v_head = locate_tensor(v, b, h, V)
+    S = empty_state(V)
+    Z = empty_sums(V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V)
+        v_row = move_tokens(v_head, n0, V)
+        raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V)
+        if V.gated:
+            k_bar = scale_tokens(k_bar, beta)
+        k_hat = map_features(k_bar, turned, V)
+        S = add_products(S, v_block, k_hat, V)
+        if V.normalizer != "none":
+            Z = add_tiles(Z, counted(k_bar, k_hat, V))
+    return S, sum_tokens(Z)
+
+
+@triton.jit
+def normalise(z, eps, V: tl.constexpr):
+    """1/z of each token, and whether z is not clamped."""
+    if V.normalizer == "encoded":
+        free = tl.abs(z) >= eps
+        return tl.where(free, 1.0 / tl.where(free, z, 1.0), 0.0), free
+    else:
+        return 1.0 / tl.maximum(z, eps), z > eps
+
+
+@triton.jit
+def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
+    """o of tokens begin .. end of a head, from operands S and sums Z."""
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    q_head = locate_tensor(q, b, h, V)
+    o_head = locate_tensor(o, b, h, V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
+        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
+        x_hat = map_features(x_bar, turn_block(side, n0, o_n, V), V)
+        out = sum_products(x_hat, S, V)
+        if V.normalizer != "none":
+            scale, free = normalise(weigh(counted(x_bar, x_hat, V), Z), eps, V)
+            out *= scale[:, None]
+        store_values(move_tokens(o_head, n0, V), out, o_n, m_n, V)
+
+
+# --- states in memory ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def find_counted(i: tl.constexpr, V: tl.constexpr):
+    """Channels (1, channels) of tile i of what the normaliser counts, and which of them there are."""
+    if V.normalizer == "encoded":
+        o_e = tl.arange(0, V.feature_blocks[i])[None, :]
+        return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
+    else:
+        return find_channels(i, V)
+
+
+@triton.jit
+def point_to_state(p, i: tl.constexpr, V: tl.constexpr):
+    """Tile i of S (D_v, Ê) in memory, and which of it there is."""
+    o_e = tl.arange(0, V.feature_blocks[i])[None, :]
+    o_v = tl.arange(0, V.block_v)[:, None]
+    mask = (o_v < V.v_dim) & (o_e < V.feature_widths[i])
+    return p + o_v * V.num_features + V.feature_begins[i] + o_e, mask
+
+
+@triton.jit
+def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
+    for i in tl.static_range(len(S)):
+        p, mask = point_to_state(p_state, i, V)
+        tl.store(p, S[i], mask=mask)
+    for i in tl.static_range(len(Z)):
+        o_e, m_e = find_counted(i, V)
+        tl.store(p_sums + o_e, Z[i][None, :], mask=m_e)
+
+
+@triton.jit
+def load_state(p_state, V: tl.constexpr):
+    """S as operands."""
+    S = ()
+    for i in tl.static_range(len(V.feature_blocks)):
+        p, mask = point_to_state(p_state, i, V)
+        S += (to_operand(tl.load(p, mask=mask, other=0.0), V),)
+    return S
+
+
+@triton.jit
+def load_sums(p_sums, V: tl.constexpr):
+    """Z."""
+    Z = ()
+    for i in tl.static_range(len(V.sum_blocks)):
+        o_e, m_e = find_counted(i, V)
+        Z += (tl.sum(tl.load(p_sums + o_e, mask=m_e, other=0.0), axis=0),)
+    return Z
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def empty_total(V: tl.constexpr):
+    """Zeros for the sums of s_j dΘ: (rows, channels) on the matrix units, or a float64 vector for each axis."""
+    BLOCK_C: tl.constexpr = V.block_c
+    if V.need_dangles:
+        if V.operand != "same":
+            ROWS: tl.constexpr = V.weight_rows
+            return tl.zeros([ROWS, BLOCK_C], dtype=tl.float32)
+        else:
+            total = ()
+            J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+            for _ in tl.static_range(J):
+                total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
+            return total
+    else:
+        return tl.zeros([], dtype=tl.float32)
+
+
+@triton.jit
+def split_weights(weights, V: tl.constexpr):
+    """(rows, tokens): of each axis the 11 upper bits of a position, which matrix units multiply, and the next ones."""
+    o_r = tl.arange(0, V.weight_rows)[:, None]
+    BLOCK_N: tl.constexpr = V.block_n
+    ROWS: tl.constexpr = V.weight_rows
+    split = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for j in tl.static_range(len(weights)):
+        s = weights[j].to(tl.float32)
+        upper = (s.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        split = tl.where(o_r == j, upper[None, :], split)
+        split = tl.where(o_r == ROWS // 2 + j, (s - upper)[None, :], split)
+    return split
+
+
+@triton.jit
+def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
+    """Σ s_j dΘ and, where there is a phase, Σ dΘ of a block of tokens."""
+    if V.need_dangles:
+        pointers, loaded = side
+        _, _, p_coords, p_origin, p_affine, _, _, numbers = pointers
+        _, _, _, _, grid = numbers
+        _, _, coords, _ = loaded
+        if V.by_sample:
+            if V.explicit:
+                p_coords += coords
+            else:
+                p_origin += coords
+        positions = (p_coords, p_origin, p_affine, grid)
+        _, _, o_g, m_g = turned
+        weights = weigh_tokens(o_g, m_g, positions, V)
+        if V.operand != "same":
+            return tl.dot(split_weights(weights, V), dangles, total, input_precision="tf32")
+        else:
+            added = ()
+            for j in tl.static_range(len(weights)):
+                added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
+            return added
+    else:
+        return total
+
+
+@triton.jit
+def store_total(p_partial, total, V: tl.constexpr):
+    """A program's sums, (J, C)."""
+    o_c = tl.arange(0, V.block_c)
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+    for j in tl.static_range(J):
+        if V.operand != "same":
+            o_r = tl.arange(0, V.weight_rows)[:, None]
+            mine = (o_r == j) | (o_r == V.weight_rows // 2 + j)
+            value = tl.sum(tl.where(mine, total, 0.0), axis=0)
+        else:
+            value = total[j]
+        tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
+
+
+@triton.jit
+def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
+    """dq of tokens begin .. end of a head; dZ and the sums for dω with theirs added.
+
+    tensors: q, do, dq. state: operands S, sums Z. grads: the tiles of dZ, the sums.
+    """
+    q, do, dq = tensors
+    S, Z = state
+    dZ, total = grads
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    q_head = locate_tensor(q, b, h, V)
+    do_head = locate_tensor(do, b, h, V)
+    dq_head = locate_tensor(dq, b, h, V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
+        do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
+        turned = turn_block(side, n0, o_n, V)
+        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
+        dx_hat = multiply_tiles(do_block, S, V)  # of o z
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        if V.normalizer != "none":
+            counts = map_features(x_bar, turned, V) if V.normalizer == "encoded" else x_bar
+            scale, free = normalise(weigh(counts, Z), eps, V)
+            dz = tl.where(free, -scale * scale * weigh_tiles(x_bar, dx_bar), 0.0)
+            dZ = add_tiles(dZ, scale_tokens(counts, dz))
+            if V.normalizer == "encoded":
+                dx_hat = add_outer(scale_tokens(dx_hat, scale), dz, Z)
+                dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+            else:
+                dx_bar = add_outer(scale_tokens(dx_bar, scale), dz, Z)
+                if V.need_dangles:
+                    dangles *= scale[:, None]
+        store_row_gradient(move_tokens(dq_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
+        total = add_angle_gradients(total, dangles, side, turned, V)
+    return dZ, total
+
+
+@triton.jit
+def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
+    """dS with that of tokens begin .. end of a head added: Σ q̂ doᵀ / z.
+
+    tensors: q, do and, with a causal mask, a pointer to 1/z of the head's tokens.
+    """
+    q, do, p_scale = tensors
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    q_head = locate_tensor(q, b, h, V)
+    do_head = locate_tensor(do, b, h, V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
+        do_block = load_values(move_tokens(do_head, n0, V), o_n, m_n, V)
+        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
+        turned = turn_block(side, n0, o_n, V)
+        if V.normalizer != "none":
+            if V.causal:
+                scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
+            else:
+                counts = map_features(x_bar, turned, V) if V.normalizer == "encoded" else x_bar
+                scale, free = normalise(weigh(counts, Z), eps, V)
+            x_bar = scale_tokens(x_bar, scale)
+        dS = add_products(dS, do_block, map_features(x_bar, turned, V), V)
+    return dS
+
+
+@triton.jit
+def add_products(S, values, features, V: tl.constexpr):
+    """S + valuesᵀ features, tile by tile."""
+    values = tl.trans(to_operand(values, V))
+    added = ()
+    for i in tl.static_range(len(S)):
+        added += (multiply(values, to_operand(features[i], V), S[i], V),)
+    return added
+
+
+@triton.jit
+def weigh_tiles(x, y):
+    """x · y of each token."""
+    total = tl.sum(x[0] * y[0], axis=1)
+    for i in tl.static_range(1, len(x)):
+        total += tl.sum(x[i] * y[i], axis=1)
+    return total
+
+
+@triton.jit
+def add_outer(x, weight, Z):
+    """x + weight ⊗ Z, tile by tile."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        result += (x[i] + weight[:, None] * Z[i][None, :],)
+    return result
+
+
+@triton.jit
+def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexpr):
+    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω with theirs added.
+
+    tensors: k, v, dk, dv. gates: β and dβ. state: operands dS, sums dZ.
+    """
+    k, v, dk, dv = tensors
+    gate, dgate = gates
+    dS, dZ = state
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, h, V)
+    v_head = locate_tensor(v, b, h, V)
+    dk_head = locate_tensor(dk, b, h, V)
+    dv_head = locate_tensor(dv, b, h, V)
+    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V)
+        v_row = move_tokens(v_head, n0, V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V)
+        weight = m_n.to(ACC)  # of tokens that are not there 0
+        if V.gated:
+            weight *= beta
+        dx_hat = multiply_tiles(to_operand(v_block, V), dS, V)
+        gated = scale_tokens(x_bar, weight) if V.gated else x_bar
+        store_values(move_tokens(dv_head, n0, V), sum_products(map_features(gated, turned, V), dS, V), o_n, m_n, V)
+        if V.normalizer == "encoded":
+            dx_hat = add_outer(dx_hat, m_n.to(ACC), dZ)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        if V.normalizer == "unrotated":
+            dx_bar = add_outer(dx_bar, m_n.to(ACC), dZ)
+        if V.gated:
+            if V.need_dgate:
+                store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
+            dx_bar = scale_tokens(dx_bar, weight)
+            if V.need_dangles:
+                dangles *= weight[:, None]
+        store_row_gradient(move_tokens(dk_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
+        total = add_angle_gradients(total, dangles, side, turned, V)
+    return total
+
+
+@triton.jit
+def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
+    """dβ (B, H, N) of a block of tokens: 0 where β is."""
+    p, strides = dgate
+    stride_b, stride_h, stride_n = strides
+    p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    dbeta = tl.where(beta == 0.0, 0.0, dbeta)
+    tl.store(p + o_n.to(tl.int64) * stride_n, dbeta.to(p.dtype.element_ty), mask=m_n)
+
+
+# --- kernels in one pass ---------------------------------------------------------------------------------------------
+
+
+@kernel
+def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", V: tl.constexpr):
+    """o (B, H, N, D_v) of q (B, H, N, D), k and v (B, G, M, ..): a program for a key head of a sample.
+
+    A tensor comes with its strides (b, h, n, d), the gate (B, G, M) with three. sizes: G, H / G, N, M, eps.
+    """
+    G, R, N, M, eps = sizes
+    pid = tl.program_id(0)
+    b = pid // G
+    g = pid - b * G
+    if V.prefetch:
+        for r in range(R):
+            prefetch_tokens(locate_tensor(q, b, g * R + r, V), N, V.head_dim, V)
+    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, V)), (b, g, 0, M), V)
+    S = to_operands(S, V)
+    side = (q_side, load_side(q_side, b, g, V))
+    for r in range(R):
+        write_outputs(q, o, side, S, Z, (b, g * R + r, 0, N), eps, V)
+
+
+@kernel
+def linear_backward_kernel(
+    q, k, v, do, dq, dk, dv, gates, sides, p_partial, sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dq, dk, dv, dβ and, in partial (2 B or B, G, J, C), sums for dω of each program's tokens."""
+    G, R, N, M, eps = sizes
+    q_side, k_side = sides
+    gate, _dgate = gates
+    pid = tl.program_id(0)
+    b = pid // G
+    g = pid - b * G
+    if V.prefetch:
+        for r in range(R):
+            prefetch_tokens(locate_tensor(q, b, g * R + r, V), N, V.head_dim, V)
+            prefetch_tokens(locate_tensor(do, b, g * R + r, V), N, V.v_dim, V)
+    k_side = (k_side, load_side(k_side, b, g, V))
+    S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V)
+    S = to_operands(S, V)
+    grads = (empty_sums(V), empty_total(V))
+    q_side = (q_side, load_side(q_side, b, g, V))
+    for r in range(R):
+        grads = write_query_gradients((q, do, dq), q_side, (S, Z), grads, (b, g * R + r, 0, N), eps, V)
+    dZ, total = grads
+    dS = empty_state(V)
+    for r in range(R):
+        dS = sum_queries((q, do, None), q_side, Z, dS, (b, g * R + r, 0, N), eps, V)
+    state = (to_operands(dS, V), sum_tokens(dZ))
+    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, total, (b, g, 0, M), V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        store_total(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, V)
+
+
+# --- kernels in two passes -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate_piece(pieces, p, heads):
+    """Of program p: its piece, sample, head, first token and the one behind the last, and the slot of its state.
+
+    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of as many tokens; tokens a piece, and
+    tokens in all. heads: of a sample.
+    """
+    p_table, length, N = pieces
+    H, P = heads
+    # Pieces of a head side by side.
+    row = p // P
+    piece = p - row * P
+    b = row // H
+    h = row - b * H
+    if p_table is None:
+        begin = piece * length
+        end = tl.minimum(begin + length, N)
+        slot = 0
+    else:
+        begin = tl.load(p_table + piece * 4)
+        end = tl.load(p_table + piece * 4 + 1)
+        slot = tl.load(p_table + piece * 4 + 2)
+    return piece, b, h, begin, end, slot
+
+
+@triton.jit
+def find_state(p_state, index, row, rows, V: tl.constexpr):
+    """State of a row (a head of a sample) in piece or slot number ``index``."""
+    return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
+
+
+@kernel
+def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """The state of each piece of the tokens: states (P, B G, D_v Ê + sums) float32."""
+    G, P, B = sizes
+    piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
+    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, V)), (b, g, begin, end), V)
+    p_state = find_state(p_states, piece, b * G + g, B * G, V)
+    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V)
+
+
+@kernel
+def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """o from the summed states of :func:`linear_scan_kernel`."""
+    p_slots, p_slot_sums = slots
+    G, R, P, B, eps = sizes
+    _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    write_outputs(q, o, (side, load_side(side, b, g, V)), S, Z, (b, h, begin, end), eps, V)
+
+
+@triton.jit
+def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
+    return load_state(p_slots + row * (V.v_dim * V.num_features), V), load_sums(p_slot_sums + row * V.num_sums, V)
+
+
+@kernel
+def linear_query_gradient_kernel(
+    q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dq, dZ behind dS by piece and query head (P, B H, D_v Ê + sums), and sums for dω."""
+    p_slots, p_slot_sums = slots
+    G, R, P, B, eps = sizes
+    pid = tl.program_id(0)
+    piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
+    g = h // R
+    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    grads = (empty_sums(V), empty_total(V))
+    side = (side, load_side(side, b, g, V))
+    dZ, total = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
+    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
+        store_total(p_partial + row * (J * V.num_channels), total, V)
+
+
+@kernel
+def linear_query_state_kernel(
+    q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dS by piece and query head, in front of dZ. scales (2, B, H, N): 1/z, with a causal mask alone."""
+    p_slots, p_slot_sums = slots
+    G, R, P, B, eps = sizes
+    piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V)
+    side = (side, load_side(side, b, g, V))
+    _table, _length, N = pieces
+    if V.causal:
+        p_scales += tl.cast(b * G * R + h, tl.int64) * N
+    dS = sum_queries((q, do, p_scales), side, Z, empty_state(V), (b, h, begin, end), eps, V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
+    store_state(p_dstate, p_dstate, dS, (), V)
+
+
+@kernel
+def linear_key_gradient_kernel(
+    k, v, dk, dv, gates, side, slots, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dk, dv, dβ from the summed gradients of the state, and sums for dω."""
+    p_slots, p_slot_sums = slots
+    G, P, B = sizes
+    piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
+    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    side = (side, load_side(side, b, g, V))
+    total = write_key_gradients((k, v, dk, dv), gates, side, state, empty_total(V), (b, g, begin, end), V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        row = tl.cast(piece, tl.int64) * B * G + b * G + g
+        store_total(p_partial + row * (J * V.num_channels), total, V)
+
+
+@kernel
+def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
+    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+
+    states (P, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the operands' dtype and their
+    sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal: of those before it. ends:
+    the states to begin with and to end with (B or sequences, G, size) float32, either None. table: that of
+    :func:`locate_piece`.
+    """
+    p_slots, p_slot_sums = slots
+    p_first, p_last = ends
+    G, R, P, B, backward = sizes
+    SIZE: tl.constexpr = V.state_size
+    BLOCK: tl.constexpr = V.block_c
+    NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    STATE: tl.constexpr = V.v_dim * V.num_features
+    row = tl.program_id(0) // NUM
+    o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
+    mask = o < SIZE
+    b = row // G
+    g = row - b * G
+    rows = tl.cast(B * G, tl.int64)
+    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
+    total = tl.zeros([BLOCK], dtype=ACC)
+    before = -1
+    for i in range(P):
+        p = tl.where(backward != 0, P - 1 - i, i)
+        after = tl.where(backward != 0, p - 1, p + 1)
+        if p_table is None:
+            slot = 0
+            sequence = b
+            next_slot = tl.where(i == P - 1, -1, 0)
+            next_sequence = next_slot
+        else:
+            there = (after >= 0) & (after < P)
+            slot = tl.load(p_table + p * 4 + 2)
+            next_slot = tl.load(p_table + after * 4 + 2, mask=there, other=-1)
+            sequence = tl.load(p_table + p * 4 + 3)
+            next_sequence = tl.load(p_table + after * 4 + 3, mask=there, other=-1)
+            if V.by_sample:
+                sequence = b
+        at = tl.cast(sequence, tl.int64) * G + g
+        if before != sequence:
+            total = tl.zeros([BLOCK], dtype=ACC)
+            if p_first is not None:
+                total += tl.load(p_first + at * SIZE + o, mask=mask & (sequence >= 0), other=0.0)
+        before = sequence
+        write = next_slot != slot
+        if V.causal:
+            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, STATE, V)
+        for r in range(R):
+            index = (tl.cast(p, tl.int64) * rows + row) * R + r
+            total += tl.load(p_states + index * SIZE + o, mask=mask, other=0.0)
+        if not V.causal:
+            if write:
+                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, STATE, V)
+        if p_last is not None:
+            if next_sequence != sequence:
+                tl.store(p_last + at * SIZE + o, total, mask=mask & (sequence >= 0))
+
+
+@triton.jit
+def store_slot(p_slots, p_slot_sums, total, row, o, STATE: tl.constexpr, V: tl.constexpr):
+    tl.store(p_slots + row * STATE + o, total.to(p_slots.dtype.element_ty), mask=o < STATE)
+    if V.num_sums > 0:
+        tl.store(p_slot_sums + row * V.num_sums + o - STATE, total, mask=(o >= STATE) & (o < V.state_size))

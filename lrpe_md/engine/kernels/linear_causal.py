@@ -1,0 +1,317 @@
+"""Linear attention where a token sees itself and those before it: forward and backward.
+
+A program walks along the tokens of its piece with the state of all before in registers; within a block of tokens it
+multiplies those that see each other, as softmax attention does. The state before a piece comes from the kernels of
+linear.py. Names as there; P are products of tokens (rows see columns, or are seen by them), tri their mask.
+"""
+
+import triton
+import triton.language as tl
+
+from .features import (
+    fill_rest,
+    load_row,
+    load_side,
+    load_values,
+    locate_tensor,
+    map_features,
+    map_features_backward,
+    multiply,
+    store_row_gradient,
+    store_values,
+    to_operand,
+    to_tiles,
+    turn_block,
+)
+from .linear import (
+    activate_tokens,
+    add_angle_gradients,
+    add_products,
+    add_tiles,
+    counted,
+    empty,
+    empty_sums,
+    empty_total,
+    find_state,
+    form_keys,
+    load_slot,
+    locate_piece,
+    multiply_tiles,
+    normalise,
+    scale_tokens,
+    store_gate,
+    store_state,
+    store_total,
+    sum_products,
+    sum_tokens,
+    to_operands,
+    weigh_tiles,
+)
+from .signature import kernel
+from .tiles import move_tokens
+
+
+@triton.jit
+def multiply_tokens(x, y, V: tl.constexpr):
+    """x yᵀ (tokens, tokens), summed over the tiles."""
+    products = empty(V.block_n, V.block_n, V)
+    for i in tl.static_range(len(x)):
+        products = multiply(to_operand(x[i], V), tl.trans(to_operand(y[i], V)), products, V)
+    return products
+
+
+@triton.jit
+def mix_tokens(P, y, V: tl.constexpr):
+    """P y (tokens, channels), tile by tile."""
+    P = to_operand(P, V)
+    mixed = ()
+    for i in tl.static_range(len(y)):
+        y_i = to_operand(y[i], V)
+        mixed += (multiply(P, y_i, empty(V.block_n, y_i.shape[1], V), V),)
+    return mixed
+
+
+@triton.jit
+def see(V: tl.constexpr):
+    """Whether a token (row) sees another (column) of its block."""
+    o_n = tl.arange(0, V.block_n)
+    return o_n[:, None] >= o_n[None, :]
+
+
+@triton.jit
+def sum_seen(counts, Z, tri, V: tl.constexpr):
+    """Z of each token (tokens, channels): that of the blocks before and what it sees of its own."""
+    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
+    seen = mix_tokens(tri.to(ACC), counts, V)
+    result = ()
+    for i in tl.static_range(len(seen)):
+        result += (seen[i] + Z[i][None, :],)
+    return result
+
+
+@triton.jit
+def form_queries(q_head, side, n0, o_n, m_n, V: tl.constexpr):
+    """Of tokens n0 + o_n: q, q̄, q̂ and what was turned."""
+    x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
+    x_bar = fill_rest(activate_tokens(x, V), m_n, True, V)
+    turned = turn_block(side, n0, o_n, V)
+    return x, x_bar, map_features(x_bar, turned, V), turned
+
+
+@triton.jit
+def gate_keys(k_bar, beta, V: tl.constexpr):
+    """β k̄."""
+    if V.gated:
+        return scale_tokens(k_bar, beta)
+    else:
+        return k_bar
+
+
+@kernel
+def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """o of each piece of the tokens of a query head."""
+    p_slots, p_slot_sums = slots
+    q_side, k_side = sides
+    G, R, P, B, eps = sizes
+    piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    S = widen(S, V)
+    q_side = (q_side, load_side(q_side, b, g, V))
+    k_side = (k_side, load_side(k_side, b, g, V))
+    o_n = tl.arange(0, V.block_n)
+    tri = see(V)
+    q_head = locate_tensor(q, b, h, V)
+    k_head = locate_tensor(k, b, g, V)
+    v_head = locate_tensor(v, b, g, V)
+    o_head = locate_tensor(o, b, h, V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V)
+        v_row = move_tokens(v_head, n0, V)
+        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
+        k_bar = gate_keys(k_bar, beta, V)
+        k_hat = map_features(k_bar, k_turned, V)
+        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+        products = tl.where(tri, multiply_tokens(q_hat, k_hat, V), 0.0)
+        out = sum_products(q_hat, to_operands(S, V), V)
+        out += multiply(to_operand(products, V), to_operand(v_block, V), empty(V.block_n, V.block_v, V), V)
+        if V.normalizer != "none":
+            k_counts = counted(k_bar, k_hat, V)
+            q_counts = counted(q_bar, q_hat, V)
+            scale, free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V)), eps, V)
+            out *= scale[:, None]
+            Z = add_tiles(Z, sum_tokens(k_counts))
+        S = add_products(S, v_block, k_hat, V)
+        store_values(move_tokens(o_head, n0, V), out, o_n, m_n, V)
+
+
+@triton.jit
+def widen(S, V: tl.constexpr):
+    """A state to be added to."""
+    wide = ()
+    for i in tl.static_range(len(S)):
+        wide += (S[i].to(tl.float64 if V.wide else tl.float32),)
+    return wide
+
+
+@triton.jit
+def point_to_scales(p_scales, b, h, heads, N):
+    """1/z of the tokens of a head, and from there on their dz: scales (2, B, H, N)."""
+    batch, num_heads = heads
+    return p_scales + (tl.cast(b, tl.int64) * num_heads + h) * N, tl.cast(batch, tl.int64) * num_heads * N
+
+
+@kernel
+def linear_causal_query_kernel(
+    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dq, dZ behind dS by piece and query head, and what the gradients of keys need of each query: 1/z and dz.
+
+    tensors: q, k, v, do, dq. scales (2, B, H, N).
+    """
+    q, k, v, do, dq = tensors
+    p_slots, p_slot_sums = slots
+    q_side, k_side = sides
+    G, R, P, B, eps = sizes
+    _table, _length, N = pieces
+    piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    S = widen(S, V)
+    q_side = (q_side, load_side(q_side, b, g, V))
+    k_side = (k_side, load_side(k_side, b, g, V))
+    total = empty_total(V)
+    dZ = empty_sums(V)
+    o_n = tl.arange(0, V.block_n)
+    tri = see(V)
+    q_head = locate_tensor(q, b, h, V)
+    k_head = locate_tensor(k, b, g, V)
+    v_head = locate_tensor(v, b, g, V)
+    do_head = locate_tensor(do, b, h, V)
+    dq_head = locate_tensor(dq, b, h, V)
+    p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V)
+        v_row = move_tokens(v_head, n0, V)
+        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
+        k_bar = gate_keys(k_bar, beta, V)
+        k_hat = map_features(k_bar, k_turned, V)
+        v_block = to_operand(v_block, V)
+        x, q_bar, q_hat, turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+        do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
+        products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V), 0.0)
+        dx_hat = multiply_tiles(do_block, to_operands(S, V), V)  # of o z
+        dx_hat = add_tiles(dx_hat, mix_tokens(products, k_hat, V))
+        dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V)
+        if V.normalizer != "none":
+            k_counts = counted(k_bar, k_hat, V)
+            seen = sum_seen(k_counts, Z, tri, V)
+            scale, free = normalise(weigh_tiles(counted(q_bar, q_hat, V), seen), eps, V)
+            dz = tl.where(free, -scale * scale * weigh_tiles(q_bar, dx_bar), 0.0)
+            dZ = add_tiles(dZ, scale_tokens(counted(q_bar, q_hat, V), dz))
+            tl.store(p_scale + n0 + o_n, scale, mask=m_n)
+            tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
+            if V.normalizer == "encoded":
+                dx_hat = add_tiles(scale_tokens(dx_hat, scale), scale_tokens(seen, dz))
+                dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V)
+            else:
+                dx_bar = add_tiles(scale_tokens(dx_bar, scale), scale_tokens(seen, dz))
+                if V.need_dangles:
+                    dangles *= scale[:, None]
+            Z = add_tiles(Z, sum_tokens(k_counts))
+        store_row_gradient(move_tokens(dq_head, n0, V), x, q_bar, dx_bar, o_n, m_n, V)
+        total = add_angle_gradients(total, dangles, q_side, turned, V)
+        S = add_products(S, v_block, k_hat, V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
+    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
+        store_total(p_partial + row * (J * V.num_channels), total, V)
+
+
+@kernel
+def linear_causal_key_kernel(
+    tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv."""
+    q, k, v, do, dk, dv = tensors
+    gate, dgate = gates
+    p_slots, p_slot_sums = slots
+    q_side, k_side = sides
+    G, R, P, B = sizes
+    _table, _length, N = pieces
+    piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
+    dS, dZ = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
+    dS = widen(dS, V)
+    q_side = (q_side, load_side(q_side, b, g, V))
+    k_side = (k_side, load_side(k_side, b, g, V))
+    total = empty_total(V)
+    o_n = tl.arange(0, V.block_n)
+    seen_by = tl.trans(see(V))
+    k_head = locate_tensor(k, b, g, V)
+    v_head = locate_tensor(v, b, g, V)
+    dk_head = locate_tensor(dk, b, g, V)
+    dv_head = locate_tensor(dv, b, g, V)
+    for i in range(tl.cdiv(end - begin, V.block_n)):
+        n0 = begin + (tl.cdiv(end - begin, V.block_n) - 1 - i) * V.block_n
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V)
+        v_row = move_tokens(v_head, n0, V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
+        k_hat = map_features(gate_keys(x_bar, beta, V), turned, V)
+        v_block = to_operand(v_block, V)
+        operands = to_operands(dS, V)
+        dx_hat = multiply_tiles(v_block, operands, V)
+        dv_block = sum_products(k_hat, operands, V)
+        counts = counted(x_bar, k_hat, V)
+        dcounts = spread_sums(counts, dZ, V)
+        for r in range(R):
+            h = g * R + r
+            q_head = locate_tensor(q, b, h, V)
+            do_head = locate_tensor(do, b, h, V)
+            raw, q_bar, q_hat, q_turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+            do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
+            if V.normalizer != "none":
+                p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
+                scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
+                dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
+                q_counts = scale_tokens(counted(q_bar, q_hat, V), dz)
+                dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V))
+                dZ = add_tiles(dZ, sum_tokens(q_counts))
+            if V.normalizer != "none":
+                q_hat = scale_tokens(q_hat, scale)
+            products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V), 0.0)
+            weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V), 0.0)
+            dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V))
+            dv_block = multiply(to_operand(weights, V), do_block, dv_block, V)
+            dS = add_products(dS, do_block, q_hat, V)
+        store_values(move_tokens(dv_head, n0, V), dv_block, o_n, m_n, V)
+        if V.normalizer == "encoded":
+            dx_hat = add_tiles(dx_hat, dcounts)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        if V.normalizer == "unrotated":
+            dx_bar = add_tiles(dx_bar, dcounts)
+        if V.gated:
+            if V.need_dgate:
+                store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
+            dx_bar = scale_tokens(dx_bar, beta)
+            if V.need_dangles:
+                dangles *= beta[:, None]
+        store_row_gradient(move_tokens(dk_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
+        total = add_angle_gradients(total, dangles, k_side, turned, V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        row = tl.cast(piece, tl.int64) * B * G + b * G + g
+        store_total(p_partial + row * (J * V.num_channels), total, V)
+
+
+@triton.jit
+def spread_sums(like, Z, V: tl.constexpr):
+    """Z for each token, tile by tile."""
+    result = ()
+    for i in tl.static_range(len(Z)):
+        result += (tl.broadcast_to(Z[i][None, :], [like[i].shape[0], like[i].shape[1]]).to(like[i].dtype),)
+    return result

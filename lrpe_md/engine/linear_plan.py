@@ -1,0 +1,66 @@
+"""How the work of linear attention is cut: tiles, one pass or two, and the pieces of the tokens."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import triton
+
+__all__ = ["SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_one_pass"]
+
+
+class LinearPass(Enum):
+    FORWARD = "forward"  # one pass
+    BACKWARD = "backward"
+    STATE = "state"  # two passes: k, v to the state
+    OUTPUT = "output"  # q to o
+    QUERIES = "queries"  # q, do to dq
+    QUERY_STATE = "query_state"  # and to the gradient of the state
+    KEYS = "keys"  # to dk and dv
+
+
+class LinearTile(NamedTuple):
+    block_n: int  # tokens
+    num_warps: int
+    stages: int  # of a loop: so many less one blocks of tokens are on their way
+    max_registers: int | None = None
+    prefetch: bool = False  # of one pass: what is read last is asked for first
+
+
+# Pass -> tiles for states of up to 4,096 elements, 8,192, 16,384, more. How they were found: docs/tuning.md.
+_FEW, _MORE = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
+TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
+    LinearPass.FORWARD: (_FEW, _FEW, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.BACKWARD: (_FEW, LinearTile(16, 4, 3), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.STATE: (_FEW, _MORE, LinearTile(32, 4, 2), LinearTile(64, 8, 2)),
+    LinearPass.OUTPUT: (_FEW, _MORE, LinearTile(64, 4, 2), LinearTile(32, 8, 1)),
+    LinearPass.QUERIES: (_MORE, _FEW, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.QUERY_STATE: (_FEW, _MORE, LinearTile(32, 4, 2), LinearTile(64, 8, 2)),
+    LinearPass.KEYS: (_FEW, _FEW, LinearTile(32, 4, 2), LinearTile(32, 8, 2)),
+}
+BOUNDS = (4096, 8192, 16384)
+SCAN_BLOCK = 1024  # elements of a state a program sums up
+ONE_PASS = 1024  # tokens that one program goes through
+PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
+
+
+def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool) -> LinearTile:
+    """Sizes never choose another compiled kernel."""
+    if interpreting:
+        return LinearTile(64, 4, 1)
+    if itemsize > 2:  # not tuned
+        return LinearTile(16, 8, 1)
+    return TILES[stage][sum(state > bound for bound in BOUNDS)]
+
+
+def fits_one_pass(num_queries: int, num_keys: int) -> bool:
+    return max(num_queries, num_keys) <= ONE_PASS
+
+
+def cut_pieces(num_tokens: int, rows: int, block_n: int) -> tuple[int, int]:
+    """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go."""
+    wanted = max(1, PROGRAMS // max(1, rows))
+    blocks = triton.cdiv(num_tokens, block_n)
+    length = max(8, triton.cdiv(blocks, wanted)) * block_n
+    return max(1, triton.cdiv(num_tokens, length)), length
