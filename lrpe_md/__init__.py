@@ -10,6 +10,7 @@ from .frequencies.rope_parameters import rope_frequencies as rope_frequencies
 from .frequencies.series import geometric_theta as geometric_theta
 from .functional import cosine as cosine
 from .functional import rotate as rotate
+from .functional_linear import linear_attention as linear_attention
 from .modules import CosineMd as CosineMd
 from .modules import PresetMd as PresetMd
 from .modules import Rotate1d as Rotate1d

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "ACTIVATIONS", "MAPS", "Act", "Activation", "Map", "MapName", "Spec", "activate", "activate_backward", "angles",
-    "cos_sin", "cosine", "encode", "encode_backward", "fold", "join_pairs", "rotate", "split_pairs",
+    "ACTIVATIONS", "MAPS", "Act", "Activation", "Map", "MapName", "Spec", "activate", "activate_and_map",
+    "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward", "fold", "join_pairs",
+    "no_autocast", "rotate", "split_pairs",
 ]  # fmt: skip
 
 
-MapName = Literal["cosine", "rotate"]
+MapName = Literal["cosine", "rotate", "none"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
 
 
@@ -206,10 +207,17 @@ MAPS: dict[str, Map] = {
         apply=lambda x_bar, cos, sin, spec: rotate(x_bar, cos, sin, spec.pairs, spec.rotary_start, spec.sections),
         backward=_rotate_backward,
     ),
+    "none": Map(  # of linear attention alone: there are no angles
+        channels=lambda width: 0,
+        out_dim=lambda head_dim: head_dim,
+        head_dim=lambda out_dim: out_dim,
+        apply=lambda x_bar, cos, sin, spec: x_bar,
+        backward=lambda dy, x_bar, cos, sin, spec: (dy, torch.zeros_like(cos)),
+    ),
 }
 
 
-def _no_autocast(x: Tensor):
+def no_autocast(x: Tensor):
     kind = x.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
@@ -224,14 +232,27 @@ def encode(
     amplitude: Tensor | None = None,
 ) -> Tensor:
     """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
-    with _no_autocast(x):
+    return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude)[1].to(x.dtype)
+
+
+def activate_and_map(
+    spec: Spec,
+    x: Tensor,
+    coords: Tensor,
+    rotated: Tensor | None,
+    omega: Tensor,
+    phase: Tensor | None = None,
+    amplitude: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x̄ and y in the dtype of the arithmetic; arguments as of :func:`encode`."""
+    with no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         # Query head h takes the frequencies of head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
         x_bar = activate(x.to(dtype), spec.act, spec.dim or None)
-        return MAPS[spec.map].apply(x_bar, cos, sin, spec).to(x.dtype)
+        return x_bar, MAPS[spec.map].apply(x_bar, cos, sin, spec)
 
 
 def encode_backward(
@@ -252,7 +273,7 @@ def encode_backward(
 
     x may be None for act "none": dx needs none, and dω and dφ are then zero.
     """
-    with _no_autocast(dy):
+    with no_autocast(dy):
         dtype = torch.promote_types(dy.dtype, torch.float32)
         theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
         groups = theta.shape[-3]

@@ -15,13 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .engine import linear_boundary
+from .engine.linear_call import LinearOptions, Sides
+from .engine.linear_validate import Given, validate_linear
 from .engine.validate import Positions
 from .functional import cosine, rotate
+from .functional_linear import linear_attention
 from .positions.grid import Coordinates, Grid
 
 __all__ = [
-    "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation",
-    "check", "make_inputs", "run",
+    "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "LinearCase", "LinearInputs", "Violation", "Workload", "as_tuple",
+    "bind", "bind_linear", "budget_violation", "check", "check_linear", "make_inputs", "make_linear_inputs", "run",
+    "run_linear",
 ]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
@@ -248,7 +253,7 @@ class Violation:
     rms_budget: float
     max: float
     max_budget: float
-    case: Case
+    case: Case | LinearCase
 
     def __str__(self) -> str:
         return (
@@ -270,7 +275,7 @@ def budget_violation(
 
 
 def _judge(
-    name: str, actual: Tensor, reference_error: Tensor, exact: Tensor, case: Case | None, ulps: float
+    name: str, actual: Tensor, reference_error: Tensor, exact: Tensor, case: Case | LinearCase | None, ulps: float
 ) -> Violation | None:
     assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
     assert exact.dtype == torch.float64
@@ -301,10 +306,14 @@ def check(
     The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five
     draws together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
     """
-    draw = _draw(case, impl, device, frequencies)
+    return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
+
+
+def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: float) -> list[Violation]:
+    draw = draw_from(case.seed)
     found = _violations(draw, case, ulps)
     if found and all(v.name in _SUMS and v.rms <= 1.5 * v.rms_budget for v in found):
-        draws = [draw] + [_draw(replace(case, seed=case.seed + i), impl, device, frequencies) for i in range(1, 5)]
+        draws = [draw] + [draw_from(case.seed + i) for i in range(1, 5)]
         pooled = {
             name: tuple(torch.cat([d[name][i].flatten() for d in draws]) for i in range(3)) for name in draw
         }  # fmt: skip
@@ -313,9 +322,10 @@ def check(
 
 
 _SUMS = ("domega", "dphase")
+Draw = dict[str, tuple[Tensor, ...]]
 
 
-def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> dict[str, tuple[Tensor, ...]]:
+def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
     """For each result: what ``impl`` gives, the reference's error, the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
@@ -334,9 +344,256 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
     return {name: (actual[name], scale * (same[name].double() - judge[name]).abs(), exact[name]) for name in exact}
 
 
-def _violations(draw: dict[str, tuple[Tensor, ...]], case: Case, ulps: float) -> list[Violation]:
+def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violation]:
     judged = [
         _judge(name, actual, error, exact, case, 0.0 if name in _SUMS else ulps)
         for name, (actual, error, exact) in draw.items()
     ]
     return [violation for violation in judged if violation is not None]
+
+
+# --- linear attention ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One call of linear attention: everything that the result depends on, small enough to print."""
+
+    map: Literal["cosine", "rotate"] | None = "cosine"
+    shape: tuple[int, ...] = (3, 5)
+    prefix: int = 1
+    suffix: int = 0
+    k_shape: tuple[int, ...] | None = None  # of the keys in cross-attention
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)  # of q, and of k and v
+    head_dim: int = 16
+    v_dim: int | None = None  # None: head_dim
+    dtype: torch.dtype = torch.float32
+    act: str = "relu"
+    dim: int | None = None
+    pairs: Any = "half"
+    rotary_dim: int | slice | None = None
+    order: str = "cos_sin"
+    phase: Literal["none", "both", "k"] = "none"
+    amplitude_heads: int = 0  # 0: none
+    omega_heads: int = 1
+    omega_dtype: torch.dtype = torch.float32
+    coords: Literal["grid", "shared", "by_sample"] = "grid"
+    origin: Literal["none", "shared", "by_sample"] = "none"
+    masked: bool = False  # some rows of coords are not rotated
+    normalizer: Literal["unrotated", "encoded", "none"] = "unrotated"
+    gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: keys and values are NaN where the gate is 0
+    gate_heads: int = 1
+    mask: Literal["full", "causal", "block"] = "full"
+    block: int = 0  # for mask "block"
+    cu_seqlens: tuple[int, ...] | None = None  # lengths
+    state: bool = False
+    return_state: bool = False
+    layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
+    grad_layout: Literal["bhnd", "bnhd", "odd", "expanded"] = "bhnd"
+    eps: float = 1e-6
+    base: float = 100.0
+    seed: int = 0
+
+    @property
+    def encoding(self) -> Case:
+        """Of q's positions and frequencies."""
+        return Case(
+            self.map or "cosine", self.shape, self.prefix, self.suffix, coords=self.coords, origin=self.origin,
+            masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
+            head_dim=self.head_dim, rotary_dim=self.rotary_dim, base=self.base, seed=self.seed,
+        )  # fmt: skip
+
+    @property
+    def out_dim(self) -> int:
+        """Of a head of q̂ and k̂."""
+        return 2 * self.head_dim if self.map == "cosine" else self.head_dim
+
+    def __str__(self) -> str:
+        default = LinearCase()
+        changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ", ".join(f"{k}={v}" for k, v in changed.items()) or "default"
+
+
+@dataclass
+class LinearInputs:
+    qkv: tuple[Tensor, Tensor, Tensor]
+    grad: Tensor
+    omega: Tensor | None
+    phase: Tensor | None
+    positions: Any  # of q, or a pair
+    gate: Tensor | None
+    cu_seqlens: Tensor | None
+    state: tuple[Tensor, ...]
+    grad_state: tuple[Tensor, ...]
+    case: LinearCase = field(default_factory=LinearCase)
+    amplitude: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> LinearInputs:
+        """The same inputs with every floating-point tensor in another dtype."""
+
+        def cast(t: Any) -> Any:
+            if isinstance(t, tuple):
+                return tuple(map(cast, t))
+            if isinstance(t, Coordinates):
+                return replace(t, coords=cast(t.coords))
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+        changed = {name: cast(value) for name, value in vars(self).items() if name != "case"}
+        return replace(self, **changed)
+
+
+def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> LinearInputs:
+    """Random inputs; the same on every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32)
+
+    positions: Any = make_positions(case.encoding, device)
+    num_q = num_k = positions.num_tokens
+    if case.k_shape is not None:
+        keys: Any = make_positions(replace(case.encoding, shape=case.k_shape, seed=case.seed + 7), device)
+        positions, num_k = (positions, keys), keys.num_tokens
+    (h_q, h_k), v_dim = case.heads, case.v_dim or case.head_dim
+    q, k, v = (
+        randn(case.batch, heads, num, width).to(case.dtype)
+        for heads, num, width in ((h_q, num_q, case.head_dim), (h_k, num_k, case.head_dim), (h_k, num_k, v_dim))
+    )
+    grad = randn(case.batch, h_q, num_q, v_dim).to(device, case.dtype)
+    gate = None
+    if case.gate != "none":
+        gate = torch.rand(case.batch, case.gate_heads, num_k, generator=generator).add(0.25)
+        gate = torch.where(torch.rand(gate.shape, generator=generator) < 0.3, 0, gate)
+        if case.gate == "nan":
+            out = (gate == 0).expand(-1, h_k, -1)[..., None]
+            k, v = (torch.where(out, float("nan"), t) for t in (k, v))
+        gate = (gate > 0 if case.gate == "bool" else gate).to(device)
+    qkv: Any = tuple(_strided(t.to(device), case.layout, i) for i, t in enumerate((q, k, v)))
+    num_seqs = case.batch if case.cu_seqlens is None else len(case.cu_seqlens)
+    sums: list[tuple[int, ...]] = [(num_seqs, h_k, case.out_dim, v_dim)]
+    if case.normalizer != "none":
+        sums.append((num_seqs, h_k, case.head_dim if case.normalizer == "unrotated" else case.out_dim))
+    wide = torch.promote_types(case.dtype, torch.float32)
+    before, after = (
+        tuple(randn(*size).mul(scale).to(device, wide) for size, scale in zip(sums, scales, strict=False))
+        for scales in ((3.0, 3.0), (0.1, 0.1))
+    )
+    before = tuple(t.abs() if i else t for i, t in enumerate(before)) if case.normalizer == "unrotated" else before
+    cu_seqlens = None
+    if case.cu_seqlens is not None:
+        cu_seqlens = torch.tensor([0, *case.cu_seqlens]).cumsum(0).to(device, torch.int32)
+    omega, phase, amplitude = _make_frequencies(case, randn, device)
+    return LinearInputs(
+        qkv, _strided(grad, case.grad_layout), omega, phase, positions if case.map or case.mask == "block" else None,
+        gate, cu_seqlens, before if case.state else (), after if case.return_state else (), case, amplitude,
+    )  # fmt: skip
+
+
+def _make_frequencies(
+    case: LinearCase, randn: Callable[..., Tensor], device: torch.device | str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """omega, phase and amplitude."""
+    if case.map is None:
+        return None, None, None
+    channels = case.encoding.channels
+    exponent = torch.arange(channels, dtype=torch.float64) / max(channels, 1)
+    direction = randn(case.omega_heads, channels, len(case.shape)).double()
+    omega = (direction * case.base ** -exponent[:, None]).to(device, case.omega_dtype)
+    phase = randn(case.omega_heads, channels).mul(3).to(device) if case.phase != "none" else None
+    amplitude = randn(case.amplitude_heads, channels).mul(0.5).add(1.5).to(device) if case.amplitude_heads else None
+    return omega, phase, amplitude
+
+
+def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
+    """(q, k, v, omega, phase, gate, state) -> (o, state): what the case asks for, at its positions.
+
+    operands: what the reference rounds both sides of its products to, as the kernels do for inputs of 16 bits.
+    """
+    case = inputs.case
+
+    def forward(
+        qkv: Sequence[Tensor], omega: Any = None, phase: Any = None, gate: Any = None, state: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        phases = (None, phase) if case.phase == "k" else phase
+        options: dict[str, Any] = {
+            "map": case.map, "act": case.act, "dim": case.dim, "pairs": case.pairs, "rotary_dim": case.rotary_dim,
+            "order": case.order, "normalizer": case.normalizer, "is_causal": case.mask == "causal",
+            "block": case.block if case.mask == "block" else None, "eps": case.eps, "impl": impl,
+        }  # fmt: skip
+        if operands is not None:
+            q, k, v = qkv
+            given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state))
+            sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
+            call = validate_linear(LinearOptions(**options), given, sides)
+            return linear_boundary.run_reference(call, q, k, v, gate, state, operands)
+        before: Any = tuple(state) or None
+        found: Any = linear_attention(
+            *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,
+            cu_seqlens=inputs.cu_seqlens, state=before, return_state=case.return_state, **options,
+        )  # fmt: skip
+        o, after = found if case.return_state else (found, ())
+        return o, tuple(t for t in after if t is not None)
+
+    return forward
+
+
+def run_linear(
+    inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Forward and backward: o, dq, dk, dv; dgate of a float gate, domega, dphase; S, sums, dS, dsums of the states."""
+    names = ("S", "sums")
+    qkv = [t.detach().requires_grad_() for t in inputs.qkv]
+    wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
+
+    def learn(name: str, t: Tensor | None, learned: bool = True) -> Tensor | None:
+        if t is None or not learned or not t.is_floating_point():
+            return t
+        wanted[name] = t.detach().requires_grad_()
+        return wanted[name]
+
+    gate = learn("dgate", inputs.gate)
+    omega, phase = learn("domega", inputs.omega, frequencies), learn("dphase", inputs.phase, frequencies)
+    state = [learn(f"d{name}", t) for name, t in zip(names, inputs.state, strict=False)]
+    o, after = bind_linear(inputs, impl, operands)(qkv, omega, phase, gate, state)
+    after = after[: len(inputs.grad_state)]
+    outputs = {"o": o, **dict(zip(names, after, strict=False))}
+    grads = [inputs.grad, *inputs.grad_state]
+    found = torch.autograd.grad(list(outputs.values()), list(wanted.values()), grads)
+    return {**{name: t.detach() for name, t in outputs.items()}, **dict(zip(wanted, found, strict=True))}
+
+
+def check_linear(
+    case: LinearCase,
+    impl: str = "triton",
+    device: torch.device | str = "cpu",
+    *,
+    frequencies: bool = True,
+    ulps: float = 0.0,
+) -> list[Violation]:
+    """Run a case of linear attention by ``impl`` and say where it leaves the budget.
+
+    Of 16-bit inputs the kernels multiply operands in bfloat16. o, dq, dk and dv, which are of 16 bits themselves, are
+    judged by the plain reference nevertheless; what is float32 (the state, the gradients of the gate, the frequencies
+    and the state) by the reference with products of such operands.
+    """
+    return _check(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
+
+
+def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
+    """For each result: what ``impl`` gives, the reference's error, the exact value."""
+    inputs = make_linear_inputs(case, device)
+    actual = run_linear(inputs, impl, frequencies=frequencies)
+    exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)
+    scale, judged, judge = 1.0, inputs, exact
+    if case.dtype == torch.float64:
+        scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
+        judge = run_linear(judged.to(torch.float64), "reference", frequencies=frequencies)
+    same = run_linear(judged, "reference", frequencies=frequencies)
+    if case.dtype.itemsize == 2:
+        rounded = run_linear(judged, "reference", frequencies=frequencies, operands=torch.bfloat16)
+        same |= {name: rounded[name] for name in same.keys() - {"o", "dq", "dk", "dv"}}
+    for name in exact:
+        assert actual[name].shape == exact[name].shape, (name, actual[name].shape, exact[name].shape)
+        assert scale != 1 or actual[name].dtype == same[name].dtype, name
+    return {name: (actual[name], scale * (same[name].double() - judge[name]).abs(), exact[name]) for name in exact}

@@ -16,8 +16,8 @@ from ..reference import ACTIVATIONS, MAPS
 from .call import Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables
 
 __all__ = [
-    "IMPLS", "Act", "Impl", "Order", "Pairs", "Positions", "check_act", "check_impl", "check_input", "check_pairs",
-    "rotary_slice", "validate",
+    "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
+    "check_pairs", "locate", "rotary_slice", "validate",
 ]  # fmt: skip
 
 IMPLS, ORDERS = get_args(Impl), get_args(Order)
@@ -44,7 +44,7 @@ def validate(
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
         phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
-    place = _locate(positions, x)
+    place = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
     num_axes = len(place.layout.sizes) if place.coords is None else place.coords.shape[-1]
@@ -197,7 +197,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, in
     return start, stop - start
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Positions as a layout and tables."""
 
     layout: Layout
@@ -207,7 +207,7 @@ class _Place(NamedTuple):
     rotated: Tensor | None = None
 
 
-def _locate(positions: Any, x: Tensor) -> _Place:
+def locate(positions: Any, x: Tensor) -> Place:
     if isinstance(positions, Grid):
         return _locate_grid(positions, x)
     if isinstance(positions, Tensor):
@@ -227,10 +227,10 @@ def _locate(positions: Any, x: Tensor) -> _Place:
     if coords.device != x.device:
         raise ValueError(f"positions: expected coords on x's device {x.device}, got {coords.device}")
     layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
-    return _Place(layout, coords, rotated=positions.rotated)
+    return Place(layout, coords, rotated=positions.rotated)
 
 
-def _locate_grid(grid: Grid, x: Tensor) -> _Place:
+def _locate_grid(grid: Grid, x: Tensor) -> Place:
     num_tokens = x.shape[2]
     if grid.num_tokens != num_tokens:
         raise ValueError(
@@ -247,7 +247,7 @@ def _locate_grid(grid: Grid, x: Tensor) -> _Place:
         if origin.device != x.device:
             raise ValueError(f"positions: expected the origin on x's device {x.device}, got {origin.device}")
     layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
-    return _Place(layout, origin=origin, affine=grid.affine(x.device))
+    return Place(layout, origin=origin, affine=grid.affine(x.device))
 
 
 def check_impl(impl: Any) -> None:

@@ -16,11 +16,13 @@ PACKAGE = ROOT / "lrpe_md"
 
 LAYERS = {  # a file or folder of ours, and what it may import
     "reference": set(),
+    "reference_linear": {"reference"},
     "checks": set(),
     "positions": {"checks"},
     "frequencies": {"checks"},
-    "engine": {"checks", "positions", "reference"},
+    "engine": {"checks", "positions", "reference", "reference_linear"},
     "functional": {"engine"},
+    "functional_linear": {"engine"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
@@ -36,7 +38,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
         "presets",
         "reference",
     },
-    "testing": {"engine", "functional", "positions"},
+    "testing": {"engine", "functional", "functional_linear", "positions"},
 }
 
 
@@ -79,6 +81,10 @@ def test_the_layer_test_can_fail():
 
 ENGINE = {  # within the engine, from top to bottom
     "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
+    "linear_dispatch": {"boundary", "linear_boundary", "linear_call", "linear_validate"},
+    "linear_boundary": {"linear_call", "memory"},
+    "linear_validate": {"call", "linear_call", "validate"},
+    "linear_call": {"call"},
     "boundary": {"call", "launch", "memory"},
     "sharding": {"call", "memory"},
     "validate": {"call"},
@@ -172,6 +178,7 @@ def test_public_names():
     expected = {"cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d", "PresetMd", "Grid", "Coordinates", "Tokens"}
     expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
     expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
+    expected |= {"linear_attention"}
     assert expected == public - modules - {"Any", "Path"}
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):

@@ -1,0 +1,260 @@
+"""Arguments of :func:`lrpe_md.linear_attention`: checked before anything runs, and made into a :class:`LinearCall`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..checks import check_dense
+from ..positions.grid import Grid
+from ..reference import ACTIVATIONS
+from ..reference_linear import Attention
+from .call import Layout, Spec, Tables
+from .linear_call import LinearCall, LinearOptions, NormalizerName, Side, Sides
+from .validate import check_act, check_impl, check_input, locate, validate
+
+__all__ = ["NEVER_NEGATIVE", "Given", "check_normalizer", "check_sequence_softmax", "validate_linear"]
+
+NORMALIZER_NAMES = get_args(NormalizerName)
+NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
+
+
+class Given(NamedTuple):
+    """The tensors that attention takes beside the frequencies."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state: tuple[Tensor, ...] = ()  # S, or S and Σ
+
+
+def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> LinearCall:
+    """Check every argument; what remains to be said to an operator."""
+    attention = _attend_how(options)
+    q, k, v = given.q, given.k, given.v
+    apart = type(sides.positions) is tuple
+    check_input("q", q, q)
+    check_input("k", k, q, other_length=apart or (options.map is None and sides.positions is None))
+    _check_values(v, q, k)
+    _check_gate(given.gate, k)
+    if apart and attention.mask != "full":
+        which = "block" if attention.mask == "block" else "is_causal"
+        raise ValueError(f"positions: expected one for q and k with {which}, whose order they share, got a pair")
+    if q.shape[2] != k.shape[2] and attention.mask != "full":
+        raise ValueError(
+            f"k: expected as many tokens as q's {q.shape[2]} with a causal or block mask, got {k.shape[2]}"
+        )
+    cu_seqlens = _check_cu_seqlens(given.cu_seqlens, q, attention.mask, apart)
+    spec, q_side, k_side = _place(options, given, sides)
+    if attention.mask == "block":
+        _check_blocks(q_side.layout, sides.positions, attention.block)
+    _check_state(given, spec, attention.normalizer)
+    return LinearCall(
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens
+    )  # fmt: skip
+
+
+def _attend_how(options: LinearOptions) -> Attention:
+    check_impl(options.impl)
+    if options.map not in ("cosine", "rotate", None):
+        raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
+    check_act(options.act, options.dim)
+    check_normalizer(options.normalizer, options.act)
+    if not isinstance(options.eps, (int, float)) or isinstance(options.eps, bool) or not options.eps > 0:
+        raise ValueError(f"eps: expected a number above 0, got {options.eps!r}")
+    block = options.block
+    if block is not None:
+        if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
+            raise ValueError(f"block: expected an integer of at least 1, the tokens of a block, got {block!r}")
+        if options.is_causal:
+            raise ValueError(
+                "is_causal: expected False with block, which is causal between blocks and full within each, got True"
+            )
+    mask = "causal" if options.is_causal else "full" if block is None else "block"
+    return Attention(options.normalizer, mask, block or 0, float(options.eps))
+
+
+def check_normalizer(normalizer: Any, act: str) -> None:
+    """ "unrotated" divides by a sum that must not be negative."""
+    if normalizer not in NORMALIZER_NAMES:
+        raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
+    if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
+        raise ValueError(
+            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
+            f"one of {NEVER_NEGATIVE}, got act={act!r}; choose one, or normalizer='none' or 'encoded'"
+        )
+
+
+def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
+    """Softmax over the sequence needs all tokens, and counts each."""
+    reasons = {
+        "is_causal": (options.is_causal, "lets a token see later ones"),
+        "block": (options.block is not None, "lets a token see later ones"),
+        "cu_seqlens": (given.cu_seqlens is not None, "would run over all sequences at once"),
+        "state": (bool(given.state) or options.return_state, "needs the whole sequence at once"),
+        "gate": (given.gate is not None, "counts the tokens that a gate takes out"),
+    }
+    for name, (is_given, why) in reasons.items():
+        if is_given:
+            raise ValueError(f"{name}: a softmax over the sequence (dim=-2) {why}; use dim=-1")
+    positions = sides.positions if type(sides.positions) is tuple else (sides.positions,)
+    if any(isinstance(where, Grid) and not where.whole for where in positions):
+        raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
+
+
+def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
+    check_dense("v", v, "(B, H, N, D_v)")
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and a head_dim of its own, got "
+            f"{tuple(v.shape)}"
+        )
+    if v.shape[3] < 1:
+        raise ValueError(f"v: expected a head_dim of at least 1, got {tuple(v.shape)}")
+    if v.dtype != q.dtype or v.device != q.device:
+        raise ValueError(f"v: expected q's dtype and device, {q.dtype} on {q.device}, got {v.dtype} on {v.device}")
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"k: expected a number of heads that divides q's {q.shape[1]} (GQA), got {k.shape[1]} ({tuple(k.shape)})"
+        )
+
+
+def _check_gate(gate: Any, k: Tensor) -> None:
+    if gate is None:
+        return
+    batch, heads, num_tokens, _ = k.shape
+    check_dense("gate", gate, "(B, H_k or 1, N)")
+    if not (gate.dtype == torch.bool or gate.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+        raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
+    if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
+        raise ValueError(
+            f"gate: expected (B, H_k or 1, N) = ({batch}, {heads} or 1, {num_tokens}), a factor of each key, got "
+            f"{tuple(gate.shape)}"
+        )
+    if gate.device != k.device:
+        raise ValueError(f"gate: expected it on k's device {k.device}, got {gate.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: expected it on q's device {q.device}, got {cu_seqlens.device}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
+    if mask == "block":
+        raise ValueError("block: expected None with cu_seqlens, got both; give each sequence a call")
+    if apart:
+        raise ValueError("positions: expected one for q and k with cu_seqlens, whose sequences they share, got a pair")
+    return cu_seqlens.to(torch.int32)
+
+
+def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
+    num_tokens, prefix, num_grid, start, _ = layout
+    if num_grid % block:
+        raise ValueError(
+            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (of a video the tokens of a "
+            f"frame), got {block}"
+        )
+    total = positions.total if isinstance(positions, Grid) else num_tokens
+    for edge in (start, start + num_tokens):
+        inside = edge - prefix
+        if not (edge == 0 or edge == total or (0 <= inside <= num_grid and inside % block == 0)):
+            raise ValueError(
+                f"block: expected a shard of whole blocks of {block} tokens, prefix and suffix being blocks of their "
+                f"own, got tokens {start} to {start + num_tokens} behind a prefix of {prefix}"
+            )
+
+
+def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
+    state = given.state
+    if not state:
+        return
+    q, k, v = given.q, given.k, given.v
+    width = spec.out_dim(k.shape[3])
+    batch = k.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    expected: list[tuple[int, ...]] = [(batch, k.shape[1], width, v.shape[3])]
+    if normalizer != "none":
+        expected.append((batch, k.shape[1], k.shape[3] if normalizer == "unrotated" else width))
+    form = "(S, Σ)" if len(expected) == 2 else "(S, None)"
+    if len(state) != len(expected):
+        raise ValueError(
+            f"state: expected {form} of shapes {expected} with normalizer={normalizer!r}, got {len(state)} tensors"
+        )
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for t, shape in zip(state, expected, strict=True):
+        check_dense("state", t, form)
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"state: expected {form} of shapes {expected}, as a call with these sizes and return_state=True gives, "
+                f"got {[tuple(t.shape) for t in state]}"
+            )
+        if t.dtype != dtype or t.device != q.device:
+            raise ValueError(f"state: expected {dtype} on {q.device}, got {t.dtype} on {t.device}")
+
+
+# --- where q and k are ----------------------------------------------------------------------------------------------
+
+
+def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+    q, k = given.q, given.k
+    for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
+        if isinstance(phi, Tensor) and phi.ndim == 3:
+            raise ValueError(f"phase: expected one group, (H or 1, channels or pairs), got {tuple(phi.shape)}")
+    if options.map is None:
+        return _place_without_map(options, given, sides)
+    if sides.omega is None:
+        raise ValueError(
+            f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
+        )
+    if sides.positions is None:
+        raise ValueError(f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None")
+    omega: Any = sides.omega
+    _, positions, phase, amplitude = sides
+    if type(positions) is not tuple and type(phase) is not tuple:
+        spec, layout, tables, _ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
+        side = Side(layout, tables)
+        return spec, side, side
+    both = _pair("positions", positions), _pair("phase", phase)
+    (spec, q_layout, q_tables, _), (_, k_layout, k_tables, _) = (
+        validate(options.encoding, (x,), omega, where, phi, amplitude)
+        for x, where, phi in zip((q, k), *both, strict=True)
+    )
+    # One tensor for both sides, where a number was laid out.
+    return spec, Side(q_layout, q_tables), Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    """A value for each of q and k."""
+    if type(value) is not tuple:
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name}: a tuple is one for q and one for k, got {len(value)}")
+    return value
+
+
+def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+    """Of a grid the prefix and suffix matter, for the blocks."""
+    for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
+        if value is not None:
+            raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")
+    for name, x in (("q", given.q), ("k", given.k)):
+        if x.shape[3] < 1:
+            raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
+    spec = Spec("none", options.act, options.dim or 0)
+    tables = Tables(given.q.new_empty((1, 0, 0), dtype=torch.float32))
+    layouts = []
+    for x, where in zip((given.q, given.k), _pair("positions", sides.positions), strict=True):
+        num_tokens = x.shape[2]
+        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if where is None else locate(where, x).layout
+        layouts.append(layout._replace(sizes=()))
+    return spec, Side(layouts[0], tables), Side(layouts[1], tables)

@@ -1,0 +1,90 @@
+"""The public function of linear attention: its contract only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .engine.call import Act, Impl, Order, Pairs, Positions
+from .engine.linear_call import LinearOptions, MapOrNone, NormalizerName, Sides, State
+from .engine.linear_dispatch import run_linear
+from .engine.linear_validate import Given
+
+__all__ = ["linear_attention"]
+
+OnePosition = Positions | None
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    map: MapOrNone = "cosine",
+    omega: Tensor | None = None,
+    positions: OnePosition | tuple[OnePosition, OnePosition] = None,
+    act: Act = "relu",
+    dim: int | None = None,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    pairs: Pairs = "half",
+    rotary_dim: int | slice | None = None,
+    amplitude: float | Tensor | None = None,
+    order: Order = "cos_sin",
+    normalizer: NormalizerName = "unrotated",
+    gate: Tensor | None = None,
+    is_causal: bool = False,
+    block: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: State | tuple[Tensor] | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> Any:
+    """Linear attention with positions: o_n = q̂_n · (Σ_m β_m k̂_m v_mᵀ) / z_n, q̂ the map of q̄ = act(q), k̂ alike.
+
+    The cost grows with the tokens, not with their square, and q̂ and k̂ are never in memory.
+
+    Args:
+        q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v) with any strides; H_k divides H_q (GQA): query
+            head h reads key head h // (H_q / H_k). N_q and N_k differ with a pair of positions, or without a map.
+        map: "cosine" (:func:`lrpe_md.cosine`), "rotate" (:func:`lrpe_md.rotate`) or None: no positions.
+        omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
+            of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are
+            not needed; with ``block`` a grid's prefix and suffix count.
+        normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the
+            activation must be; no gradient passes the bound. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps.
+            "none": 1; put a norm behind it.
+        gate: β, (B, H_k or 1, N_k), floats or bools: factors of the keys. 0 takes a token out, whatever it holds, NaN
+            included, and has no gradient itself.
+        is_causal: token n sees tokens up to n.
+        block: token n sees all blocks of so many tokens up to its own, which it sees whole (the frames of a video).
+            Prefix tokens are a block of their own that all see, suffix tokens one that sees all.
+        cu_seqlens: where each of the sequences in q (1, H, N, D) starts, and where the last ends: (num_seqs + 1,)
+            int32 or int64, from 0 to N. A sequence sees itself alone, and may be empty.
+        state: what was summed before: (S, Σ), as ``return_state`` gives it: S (B, H_k, Ê, D_v), Ê the width of k̂, and
+            Σ (B, H_k, D) of "unrotated", (B, H_k, Ê) of "encoded", None of "none"; float32, float64 where q is; with
+            cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
+            whole: give each its positions (``Grid(start=, length=)``, or an origin).
+        return_state: return (o, state) with the sums behind the last token.
+        eps: of the normalizer.
+        impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
+
+    Returns:
+        (B, H_q, N_q, D_v) in q's dtype (also under autocast) and memory order, or (o, (S, Σ)). Sums are float32, or
+        float64 where q is. A row that sees nothing is 0.
+
+    Differentiable with respect to q, k, v, gate, omega, phase and state: fused, deterministic, in first-order reverse
+    mode; other derivatives, and those of coordinates and amplitude, are the reference's, as for :func:`lrpe_md.cosine`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, before anything is launched.
+
+    Source: Katharopoulos et al., Transformers are RNNs (arXiv 2006.16236); positions: RoFormer (arXiv 2104.09864,
+    eq. 19), LRPE (arXiv 2307.09270).
+    """
+    options = LinearOptions(
+        map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl
+    )  # fmt: skip
+    tensors: Any = () if state is None else tuple(t for t in state if t is not None)
+    return run_linear(options, Given(q, k, v, gate, cu_seqlens, tensors), Sides(omega, positions, phase, amplitude))
