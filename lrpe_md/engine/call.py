@@ -166,6 +166,8 @@ class Variant(NamedTuple):
     num_sums: int = 0
     state_size: int = 0  # of S and these, of a head
     causal: bool = False
+    one_side: bool = False  # of q and k, which have positions and phase in common
+    has_state: bool = False  # of tokens before these
     weight_rows: int = 16  # of positions that weigh dΘ: upper bits, then lower bits
 
     def __repr__(self) -> str:

@@ -19,7 +19,10 @@ from .call import Call, Layout, Needs, Tables, Variant, remember, remembered
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
 
-__all__ = ["INTERPRETING", "backward", "forward"]
+__all__ = [
+    "INTERPRETING", "backward", "count_grid", "count_tables", "current_device", "forward", "has_ptx", "limit_registers",
+    "make_readable", "materialise", "reduce_partial", "strides_in_eights",
+]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
 reduce_partial_kernel: Any = kernels.reduce_partial_kernel
@@ -33,10 +36,10 @@ MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as c
 
 def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
-    xs = [_materialise(x) for x in xs]
-    ready = _make_readable(call)
+    xs = [materialise(x) for x in xs]
+    ready = make_readable(call)
     stats, angles = [], None
-    with _current_device(xs[0]):
+    with current_device(xs[0]):
         if call.spec.dim == -2:
             for x in xs:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
@@ -53,12 +56,12 @@ def backward(
     call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs
 ) -> list[Tensor]:
     """dx for each gradient, then dω and dφ where needed."""
-    grads, xs = [_materialise(g) for g in grads], [_materialise(x) for x in xs]
+    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     angles = None if angles is None else angles.contiguous()
-    ready = _make_readable(call)
+    ready = make_readable(call)
     over_sequence = call.spec.dim == -2
     need_dangles = needs.omega or needs.phase
-    with _current_device(grads[0]):
+    with current_device(grads[0]):
         inner = ready
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
@@ -70,7 +73,7 @@ def backward(
             for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
                 _launch_softmax(x, stat, dx_bar, dx)
         if partial is not None:
-            dxs += _reduce(partial, ready, needs)
+            dxs += reduce_partial(partial, ready, needs)
     return dxs
 
 
@@ -100,7 +103,7 @@ class Launch:
         self.compiled: Any = None
 
 
-def _make_readable(call: Call) -> Call:
+def make_readable(call: Call) -> Call:
     """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout = call.layout
@@ -118,13 +121,13 @@ def _make_readable(call: Call) -> Call:
     if rotated is not None:
         rotated = rotated.contiguous().view(torch.uint8)
     phase, coords, origin, amplitude = (
-        None if t is None else _materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
+        None if t is None else materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
     )
-    tables = Tables(_materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
+    tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
     return Call(call.spec, layout, tables, call.launches)
 
 
-def _materialise(t: Tensor) -> Tensor:
+def materialise(t: Tensor) -> Tensor:
     """A kernel reads memory, which a lazily negated view has not changed."""
     return t.resolve_neg() if t.is_neg() else t
 
@@ -227,7 +230,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     if not tokens_first:
         first, second = second, first
     numbers = {
-        **_count_strides(strides, 8 if aligned else 1), **_count_tables(call, variant), **_count_grid(layout),
+        **_count_strides(strides, 8 if aligned else 1), **count_tables(call, variant), **count_grid(layout),
         "B": batch, "N": num_tokens, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
         "first": first, "second": second, "G": groups, "M": in_sample, "P": outer, "span": span, "per": chosen.per,
         "group0": group0, "group1": group1,
@@ -262,7 +265,7 @@ def _describe(
                 widths.append(end - begin)
                 blocks.append(triton.next_power_of_2(end - begin))
     explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
-    fast, ptx, unit = _is_fast(dtype, need_dangles), _has_ptx(dtype), 8 if aligned else 1
+    fast, ptx, unit = _is_fast(dtype, need_dangles), has_ptx(dtype), 8 if aligned else 1
     return Variant(
         *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
         backward=bool(rows.dys), need_dangles=need_dangles, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
@@ -306,7 +309,7 @@ def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
     return numbers
 
 
-def _count_tables(call: Call, variant: Variant) -> dict[str, int]:
+def count_tables(call: Call, variant: Variant) -> dict[str, int]:
     """Steps from one sample's, or one head's, part of a table to the next."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
@@ -323,7 +326,7 @@ def _count_tables(call: Call, variant: Variant) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _count_grid(layout: Layout) -> dict[str, int]:
+def count_grid(layout: Layout) -> dict[str, int]:
     n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest first
     sizes = {"n1": n1, "n2": n2, "n3": n3, **_magic("1", n1), **_magic("2", n2), **_magic("3", n3)}
     return {"first_index": layout.start - layout.prefix, "num_grid": layout.num_grid_tokens, **sizes}
@@ -342,10 +345,10 @@ def _divide_by(n: int) -> tuple[int, int]:
 
 
 def _compiler_options(chosen: Plan) -> dict[str, Any]:
-    return {"num_warps": chosen.num_warps, **_registers(chosen.max_registers)}
+    return {"num_warps": chosen.num_warps, **limit_registers(chosen.max_registers)}
 
 
-def _registers(most: int | None) -> dict[str, int]:
+def limit_registers(most: int | None) -> dict[str, int]:
     """An option of Triton's CUDA compiler alone."""
     return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
 
@@ -356,12 +359,18 @@ def _is_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
 
 
 def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
-    return head_dim % 8 == 0 and all(d == 1 and (b | h | n) % 8 == 0 for b, h, n, d in strides)
+    return head_dim % 8 == 0 and all(map(strides_in_eights, strides))
+
+
+def strides_in_eights(stride: tuple[int, ...]) -> bool:
+    """Of (B, H, N, D): channels side by side, all other steps multiples of 8."""
+    b, h, n, d = stride
+    return d == 1 and (b | h | n) % 8 == 0
 
 
 def _is_fast(dtype: torch.dtype, need_dangles: bool) -> bool:
     """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
-    return dtype.itemsize == 2 and not need_dangles and _has_ptx(dtype)
+    return dtype.itemsize == 2 and not need_dangles and has_ptx(dtype)
 
 
 @cache
@@ -381,7 +390,7 @@ def _can_launch_early() -> bool:
     return driver.value >= 12030 and min(capabilities) >= (9, 0)
 
 
-def _has_ptx(dtype: torch.dtype) -> bool:
+def has_ptx(dtype: torch.dtype) -> bool:
     """CUDA's approximations of 2^x and 1/x can be used."""
     return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
 
@@ -399,7 +408,7 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     x_strides, g_strides, dx_strides = (_stride_in(t, unit) for t in (x, g, dx))
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
-        wide=x.dtype == torch.float64, functions=int(_has_ptx(x.dtype)), aligned=aligned,
+        wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
         long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
     )  # fmt: skip
     softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
@@ -413,7 +422,7 @@ def _stride_in(t: Tensor | None, unit: int) -> tuple[int, int, int, int]:
     return b // unit, h // unit, n // unit, d
 
 
-def _reduce(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
+def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
     """dω and dφ, those that are needed, from partial sums."""
     omega, phase = call.tables.omega, call.tables.phase
     domega = torch.empty_like(omega) if needs.omega else None
@@ -436,7 +445,7 @@ def _reduce(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
     return [t for t in (domega, dphase) if t is not None]
 
 
-def _current_device(x: Tensor):
+def current_device(x: Tensor):
     """Triton launches on the current device: make it x's."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if elsewhere else nullcontext()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,36 +14,45 @@ from torch import Tensor
 from ..positions.grid import affine_on
 from ..reference import ACTIVATIONS, split_pairs
 from . import kernels
-from .call import Call, Needs, Variant
+from .call import Call, Layout, Needs, Spec, Tables, Variant
 from .launch import (
     INTERPRETING,
-    _count_grid,
-    _count_tables,
-    _current_device,
-    _has_ptx,
-    _in_eights,
-    _make_readable,
-    _materialise,
-    _reduce,
-    _registers,
+    count_grid,
+    count_tables,
+    current_device,
+    has_ptx,
+    limit_registers,
+    make_readable,
+    materialise,
+    reduce_partial,
+    strides_in_eights,
 )
+from .linear_call import LinearCall, LinearNeeds, ends_of
 from .linear_plan import SCAN_BLOCK, LinearPass, choose_tile, cut_pieces, fits_one_pass
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
 
+NONE = LinearNeeds()
+FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
+
 
 class Sizes(NamedTuple):
-    """Of a call: B, H_q / H_k, H_k, tokens, channels of v and of q̂."""
+    """Of a call."""
 
     batch: int
-    groups: int
-    repeats: int
+    groups: int  # H_k
+    repeats: int  # H_q / H_k
     num_queries: int
     num_keys: int
+    head_dim: int
     v_dim: int
     num_features: int
-    num_sums: int
+    num_sums: int  # channels that the normaliser sums up over tokens
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.groups
 
     @property
     def state(self) -> int:
@@ -51,110 +60,218 @@ class Sizes(NamedTuple):
         return self.v_dim * self.num_features + self.num_sums
 
 
-def measure(call: Any, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    batch, heads, num_queries, head_dim = q.shape
-    groups, num_keys = k.shape[1:3]
+def measure(call: LinearCall, q: Any, k: Any, v: Any) -> Sizes:
+    """From shapes."""
+    batch, heads, num_queries, head_dim = q
+    groups, num_keys = k[1:3]
     features = call.spec.out_dim(head_dim)
     sums = {"unrotated": head_dim, "encoded": features, "none": 0}[call.attention.normalizer]
-    return Sizes(batch, groups, heads // groups, num_queries, num_keys, v.shape[3], features, sums)
+    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v[3], features, sums)
+
+
+# --- pieces of the tokens --------------------------------------------------------------------------------------------
+
+
+class Pieces(NamedTuple):
+    """What each program goes through, and how many states that leaves."""
+
+    table: Tensor | None  # (P, 4) of begin, end, slot and sequence; None: as many tokens each, and one slot
+    length: int
+    count: int
+    num_slots: int
+    num_tokens: int
+
+    @property
+    def numbers(self) -> tuple:
+        return self.table, self.length, self.num_tokens
+
+
+def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout) -> Pieces:
+    """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece."""
+    mask = call.attention.mask
+    count, length = cut_pieces(num_tokens, rows)
+    if call.cu_seqlens is not None:
+        count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
+        table = _cut_sequences(call.cu_seqlens, count, length, mask == "causal")
+        num_slots = count if mask == "causal" else len(call.cu_seqlens)
+        return Pieces(table, length, count, num_slots, num_tokens)
+    if mask == "full":
+        return Pieces(None, length, count, 1, num_tokens)
+    device = call.q_tables.omega.device
+    if mask == "causal":
+        table = _cut_range(num_tokens, length, device)
+        return Pieces(table, length, count, count, num_tokens)
+    table, num_slots = _cut_blocks(num_tokens, ends_of(layout), call.attention.block, length, device)
+    return Pieces(table, length, len(table), num_slots, num_tokens)
+
+
+def _cut_sequences(cu_seqlens: Tensor, count: int, length: int, by_piece: bool) -> Tensor:
+    """Without a wait for the lengths: a table of as many pieces as there can be, of which some are empty."""
+    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    parts = ((ends - begins + length - 1) // length).clamp_min(1)
+    last = parts.cumsum(0)
+    piece = torch.arange(count, device=cu_seqlens.device)
+    sequence = torch.searchsorted(last, piece, right=True)
+    there = sequence < len(parts)
+    at = sequence.clamp_max(len(parts) - 1)
+    begin = begins[at] + (piece - (last - parts)[at]) * length
+    end = torch.minimum(begin + length, ends[at])
+    begin, end = torch.where(there, begin, 0), torch.where(there, end, 0)
+    slot = piece if by_piece else sequence
+    return torch.stack([begin, end, slot, torch.where(there, sequence, -1)], dim=1).to(torch.int32)
+
+
+# Tables for good: a CUDA graph may hold their addresses.
+@cache
+def _cut_range(num_tokens: int, length: int, device: torch.device) -> Tensor:
+    rows = [[n, min(n + length, num_tokens), i, 0] for i, n in enumerate(range(0, max(num_tokens, 1), length))]
+    return _as_table(rows, device)
+
+
+@cache
+def _cut_blocks(
+    num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """And the number of blocks: prefix and suffix tokens are one each."""
+    prefix, suffix = ends
+    bounds = [0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens]
+    bounds = sorted(set(bounds))
+    rows = [
+        [n, min(n + length, end), slot, 0]
+        for slot, (begin, end) in enumerate(pairwise(bounds))
+        for n in range(begin, end, length)
+    ]
+    return _as_table(rows or [[0, 0, 0, 0]], device), max(1, len(bounds) - 1)
+
+
+def _as_table(rows: list[list[int]], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+# --- a call on its way -----------------------------------------------------------------------------------------------
 
 
 class Work:
-    """One call on its way: readable inputs, the variant that all its kernels begin from, and the sides."""
+    """Readable inputs, and what all kernels of a call have in common."""
 
-    def __init__(self, call: Any, tensors: Sequence[Tensor], gate: Tensor | None, needs: Any = None) -> None:
-        self.q, self.k, self.v, *self.do = [_materialise(t) for t in tensors]
-        self.call, self.sizes = call, measure(call, self.q, self.k, self.v)
+    def __init__(self, call: LinearCall, tensors: Sequence[Tensor], gate: Tensor | None, needs: LinearNeeds) -> None:
+        self.call, self.needs = call, needs
+        self.q, self.k, self.v, *others = [materialise(t) for t in tensors]
+        self.do = others[0] if others else None
+        self.sizes = measure(call, self.q.shape, self.k.shape, self.v.shape)
         self.dtype, self.device = self.q.dtype, self.q.device
         self.acc = accumulator(self.dtype)
-        self.gate = None if gate is None else _materialise(gate)
+        self.narrow = self.dtype.itemsize == 2
+        self.operand = _operand_dtype(self.dtype)
+        self.gate = None if gate is None else materialise(gate)
         if self.gate is not None and self.gate.dtype == torch.bool:
             self.gate = self.gate.view(torch.uint8)
-        q_call = _make_far_readable(call.spec, call.q_layout, call.q_tables, self.narrow)
-        k_call = _make_far_readable(call.spec, call.k_layout, call.k_tables, self.narrow)
-        if call.spec.map != "none" and (q_call.tables.phase is None) != (k_call.tables.phase is None):
-            q_call, k_call = _with_phase(q_call), _with_phase(k_call)
-        self.q_call, self.k_call = q_call, k_call
-        self.needs = needs
+        self.q_side = _make_side(call.spec, call.q_layout, call.q_tables, self.narrow)
+        same = call.k_layout == call.q_layout and call.k_tables is call.q_tables
+        self.k_side = self.q_side if same else _make_side(call.spec, call.k_layout, call.k_tables, self.narrow)
+        if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
+            self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
+        self.sides = (self.q_side, self.k_side)
+        self.need_dangles = needs.omega or needs.q_phase or needs.k_phase
 
-    @property
-    def narrow(self) -> bool:
-        return self.dtype.itemsize == 2
-
-    @property
-    def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.narrow else self.dtype
-
-    def describe(self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any) -> tuple[Variant, dict]:
-        spec, sizes = self.call.spec, self.sizes
-        head_dim = self.q.shape[3]
-        layout, tables = side.layout, side.tables
+    def describe(
+        self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
+    ) -> tuple[Variant, dict[str, Any]]:
+        """The variant of a kernel and the options of its compiler."""
+        spec, sizes, tables = self.call.spec, self.sizes, side.tables
         positions = tables.coords if tables.coords is not None else tables.origin
-        tensors = [self.q, self.k, self.v, *self.do, *outs]
-        aligned = (
-            head_dim % 8 == 0
-            and sizes.v_dim % 8 == 0
-            and all(t.data_ptr() % 16 == 0 and _in_eights(8, [t.stride()]) for t in tensors)
+        tensors = [t for t in (self.q, self.k, self.v, self.do, *outs) if t is not None]
+        aligned = sizes.head_dim % 8 == sizes.v_dim % 8 == 0 and all(
+            t.data_ptr() % 16 == 0 and strides_in_eights(t.stride()) for t in tensors
         )
         unit = 8 if aligned else 1
-        block_c, begins, widths, blocks = _cut_channels(spec, head_dim)
-        turned = {"cosine": 1, "rotate": 2, "none": 0}[spec.map]
-        features = _join_features(spec, widths, blocks)
-        sums = {"unrotated": blocks, "encoded": features[1], "none": ()}[self.call.attention.normalizer]
-        ptx = _has_ptx(self.dtype)
-        fast = self.narrow and ptx
-        affine = tables.affine is not None
+        tiles = _cut_channels(spec, sizes.head_dim)
         block_v = max(16, triton.next_power_of_2(sizes.v_dim))
-        tile = choose_tile(stage, block_v * sum(features[1]), self.dtype.itemsize, INTERPRETING)
-        num_axes = 0 if spec.map == "none" else tables.omega.shape[2]
-        need_dangles = self.needs is not None and (self.needs.omega or self.needs.phase)
-        weights = max(16, 2 * triton.next_power_of_2(num_axes + (tables.phase is not None)))
+        ptx = has_ptx(self.dtype)
+        affine, mapped = tables.affine is not None, spec.map != "none"
+        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING)
+        num_axes = tables.omega.shape[2] if mapped else 0
+        has_phase = tables.phase is not None
         variant = Variant(
-            *spec, head_dim=head_dim, num_axes=num_axes, backward=stage not in _FORWARD, need_dangles=need_dangles,
-            explicit=spec.map != "none" and not layout.sizes,
+            *spec, head_dim=sizes.head_dim, num_axes=num_axes, backward=stage not in FORWARD,
+            need_dangles=self.need_dangles, explicit=mapped and not side.layout.sizes,
             by_sample=positions is not None and positions.ndim == 3, affine=affine,
-            has_origin=tables.origin is not None, has_phase=tables.phase is not None,
-            wide=self.dtype == torch.float64, fast=fast,
-            fixed=positions is None and not affine and self.dtype != torch.float64, functions=2 if fast else int(ptx),
+            has_origin=tables.origin is not None, has_phase=has_phase,
+            wide=self.dtype == torch.float64, fast=self.narrow and ptx,
+            fixed=positions is None and not affine and self.dtype != torch.float64,
+            functions=2 if self.narrow and ptx else int(ptx),
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
-            num_turned=turned, begins=begins, widths=widths, blocks=blocks, block_c=block_c,
-            block_n=tile.block_n, stages=tile.stages,
-            keeps_zero=_keeps_zero(spec.act), normalizer=self.call.attention.normalizer, gated=self.gate is not None,
+            num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
+            block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
+            turned_products=tile.block_n < 64, prefetch=tile.prefetch and ptx, keeps_zero=_keeps_zero(spec.act),
+            normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
-            v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
-            feature_begins=tuple(accumulate(features[0], initial=0))[:-1], feature_widths=features[0],
-            feature_blocks=features[1], turned_products=tile.block_n < 64,
-            sum_blocks=sums, num_sums=sizes.num_sums, state_size=sizes.state,
-            weight_rows=weights, prefetch=tile.prefetch and ptx,
+            one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
+            feature_begins=tuple(accumulate(tiles.feature_widths, initial=0))[:-1],
+            feature_widths=tiles.feature_widths, feature_blocks=tiles.feature_blocks,
+            sum_blocks={"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[
+                self.call.attention.normalizer
+            ],
+            num_sums=sizes.num_sums, state_size=sizes.state, causal=self.call.attention.mask == "causal",
+            weight_rows=max(16, 2 * triton.next_power_of_2(num_axes + has_phase)),
         )._replace(**changes)  # fmt: skip
-        options = {"num_warps": tile.num_warps, **_registers(tile.max_registers)}
-        return variant, options
+        return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
-    def tensor(self, t: Tensor | None, variant: Variant) -> tuple:
-        if t is None:
-            return (None, (0, 0, 0, 0))
-        unit = 8 if variant.aligned else 1
-        b, h, n, d = t.stride()
-        return t, (b // unit, h // unit, n // unit, d)
+    def pieces(self, of_queries: bool) -> Pieces:
+        sizes = self.sizes
+        if of_queries:
+            return make_pieces(self.call, sizes.num_queries, sizes.rows, self.call.q_layout)
+        return make_pieces(self.call, sizes.num_keys, sizes.rows, self.call.k_layout)
 
-    def gate_tensor(self, t: Tensor | None) -> tuple:
-        if t is None:
-            return (None, (0, 0, 0))
-        b, h, n = t.stride()
-        return t, (b, h if t.shape[1] > 1 else 0, n)
+    def counts(self, pieces: Pieces, *more: Any) -> tuple:
+        """What kernels of queries unpack."""
+        return (self.sizes.groups, self.sizes.repeats, pieces.count, self.sizes.batch, *more)
 
-    def side(self, side: Call, variant: Variant) -> tuple:
-        if side.spec.map == "none":
-            return ()
-        steps, grid = _count_tables(side, variant), _count_grid(side.layout)
-        names = ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b")
-        axes = ("n1", "n2", "n3", "magic1", "magic2", "magic3", "shift1", "shift2", "shift3")
-        numbers = (
-            side.layout.num_tokens, grid["first_index"], grid["num_grid"], tuple(steps[name] for name in names),
-            tuple(grid[name] for name in axes),
-        )  # fmt: skip
-        t = side.tables
-        return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
+
+def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What matrix units multiply; an interpreter rounds float32 to it."""
+    return dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
+
+
+class Tiles(NamedTuple):
+    """Of a row of q or k: what the map turns, then what passes; and of q̂."""
+
+    block_c: int
+    num_turned: int
+    begins: tuple[int, ...]
+    widths: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def feature_widths(self) -> tuple[int, ...]:
+        return self._join(self.widths, 2 * self.widths[0])
+
+    @property
+    def feature_blocks(self) -> tuple[int, ...]:
+        return self._join(self.blocks, 2 * self.block_c)
+
+    def _join(self, widths: tuple[int, ...], turned: int) -> tuple[int, ...]:
+        """What the map makes is one tile."""
+        return (turned, *widths[self.num_turned :]) if self.num_turned else widths
+
+
+def _cut_channels(spec: Spec, head_dim: int) -> Tiles:
+    def block(width: int) -> int:  # matrix units take no less
+        return max(16, triton.next_power_of_2(width))
+
+    if spec.map == "none":
+        return Tiles(16, 0, (0,), (head_dim,), (block(head_dim),))
+    channels = spec.num_channels
+    if spec.map == "cosine":
+        return Tiles(block(channels), 1, (0,), (channels,), (block(channels),))
+    head, tail = spec.rotary_start, spec.rotary_start + 2 * channels
+    begins, widths = [head, head + channels], [channels, channels]
+    for begin, end in ((0, head), (tail, head_dim)):
+        if end > begin:
+            begins.append(begin)
+            widths.append(end - begin)
+    return Tiles(block(channels), 2, tuple(begins), tuple(widths), tuple(map(block, widths)))
 
 
 @cache
@@ -163,162 +280,231 @@ def _keeps_zero(act: str) -> bool:
     return not entry.forward(torch.zeros(1, device="cpu"), -1 if entry.dims else None).any()
 
 
-_FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT)
-
-
-def _cut_channels(spec: Any, head_dim: int) -> tuple[int, tuple, tuple, tuple]:
-    """Channels a tile, and begins, widths and blocks of a row's tiles: what the map turns, then what passes."""
-
-    def block(width: int) -> int:
-        return max(16, triton.next_power_of_2(width))
-
-    if spec.map == "none":
-        return 16, (0,), (head_dim,), (block(head_dim),)
-    channels = spec.num_channels
-    if spec.map == "cosine":
-        return block(channels), (0,), (channels,), (block(channels),)
-    head, tail = spec.rotary_start, spec.rotary_start + 2 * channels
-    begins, widths = [head, head + channels], [channels, channels]
-    for begin, end in ((0, head), (tail, head_dim)):
-        if end > begin:
-            begins.append(begin)
-            widths.append(end - begin)
-    return block(channels), tuple(begins), tuple(widths), tuple(map(block, widths))
-
-
-def _join_features(spec: Any, widths: tuple, blocks: tuple) -> tuple[tuple, tuple]:
-    """Widths and blocks of the tiles of q̂: what the map makes is one."""
-    turned = {"cosine": 1, "rotate": 2, "none": 0}[spec.map]
-    if not turned:
-        return widths, blocks
-    return (2 * spec.num_channels, *widths[turned:]), (2 * blocks[0], *blocks[turned:])
-
-
-def _make_far_readable(spec: Any, layout: Any, tables: Any, narrow: bool) -> Call:
-    """Tables as the kernels read them; grids whose turns 32 bits don't count exactly enough by float64 positions."""
+def _make_side(spec: Spec, layout: Layout, tables: Tables, narrow: bool) -> Call:
+    """Tables as the kernels read them; positions in float64 where 32 bits don't count turns exactly enough."""
     call = Call(spec, layout, tables)
     if spec.map == "none":
         return call
     if narrow and layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None:
         affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), tables.omega.device)
         call = call._replace(tables=tables._replace(affine=affine))
-    return _make_readable(call)
+    return make_readable(call)
 
 
-def _with_phase(call: Call) -> Call:
-    tables = call.tables
+def _with_phase(side: Call) -> Call:
+    """A phase of 0 for the side that has none."""
+    tables = side.tables
     if tables.phase is not None:
-        return call
-    return call._replace(tables=tables._replace(phase=tables.omega.new_zeros(1, call.spec.num_channels)))
+        return side
+    return side._replace(tables=tables._replace(phase=tables.omega.new_zeros(1, side.spec.num_channels)))
 
 
-# --- forward ---------------------------------------------------------------------------------------------------
+def with_strides(t: Tensor | None, variant: Variant) -> tuple:
+    """A tensor as the kernels take it."""
+    if t is None:
+        return None, (0, 0, 0, 0)
+    unit = 8 if variant.aligned else 1
+    b, h, n, d = t.stride()
+    return t, (b // unit, h // unit, n // unit, d)
+
+
+def gate_with_strides(gate: Tensor | None) -> tuple:
+    if gate is None:
+        return None, (0, 0, 0)
+    b, h, n = gate.stride()
+    return gate, (b, h if gate.shape[1] > 1 else 0, n)
+
+
+def flatten_side(side: Call, variant: Variant) -> tuple:
+    """Tables and numbers of q or of k."""
+    if side.spec.map == "none":
+        return ()
+    steps, grid = count_tables(side, variant), count_grid(side.layout)
+    numbers = (
+        side.layout.num_tokens, grid["first_index"], grid["num_grid"],
+        tuple(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b")),
+        tuple(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3)),
+    )  # fmt: skip
+    t = side.tables
+    return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
+
+
+def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
+    if programs:
+        variant, options = described
+        kernel[(programs,)](*args, V=variant, **options)
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
 
 
 def forward(
-    call: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, state: Sequence[Tensor], return_state: bool,
-    keep: bool,
+    call: LinearCall, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, state: Sequence[Tensor],
+    return_state: bool, keep: bool,
 ) -> list[Tensor]:  # fmt: skip
-    work = Work(call, (q, k, v), gate)
-    sizes = work.sizes
+    """o, then with return_state the state behind the last token, then with keep what the backward would form again."""
+    work = Work(call, (q, k, v), gate, NONE)
+    sizes, eps = work.sizes, call.attention.eps
     o = like_in_memory(work.q, sizes.v_dim)
-    with _current_device(q):
-        if not state and not return_state and fits_one_pass(sizes.num_queries, sizes.num_keys):
-            variant, options = work.describe(LinearPass.FORWARD, work.k_call, [o])
-            kernels.linear_forward_kernel[(sizes.batch * sizes.groups,)](
-                work.tensor(work.q, variant), work.tensor(work.k, variant), work.tensor(work.v, variant),
-                work.tensor(o, variant), work.gate_tensor(work.gate), work.side(work.q_call, variant),
-                work.side(work.k_call, variant),
-                (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, call.attention.eps), V=variant, **options,
-            )  # fmt: skip
+    with current_device(q):
+        if is_one_pass(call, sizes, bool(state) or return_state):
+            described = work.describe(LinearPass.FORWARD, work.k_side, [o])
+            variant, _ = described
+            tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
+            sides = (flatten_side(side, variant) for side in work.sides)
+            counts = (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, eps)
+            args = (*tensors, gate_with_strides(work.gate), *sides, counts)
+            start(kernels.linear_forward_kernel, sizes.rows, args, described)
             return [o]
-        slots, final = sum_states(work, state, return_state)
-        variant, options = work.describe(LinearPass.OUTPUT, work.q_call, [o])
-        rows = sizes.batch * sizes.groups * sizes.repeats
-        count, length = cut_pieces(sizes.num_queries, rows, variant.block_n)
-        kernels.linear_output_kernel[(rows * count,)](
-            work.tensor(work.q, variant), work.tensor(o, variant), work.side(work.q_call, variant), slots,
-            (None, length, sizes.num_queries),
-            (sizes.groups, sizes.repeats, count, sizes.batch, call.attention.eps), V=variant, **options,
-        )  # fmt: skip
-    return [o, *(final if return_state else []), *(slots if keep else [])]
+        if call.attention.mask == "causal":
+            seen, last = sum_before(work, state, return_state)
+            write_causal(work, o, seen)
+        else:
+            seen, last = sum_states(work, state, return_state)
+            write_outputs(work, o, seen)
+    return [o, *last, *(seen if keep else ())]
 
 
-def sum_states(work: Work, state: Sequence[Tensor], return_state: bool) -> tuple[tuple, list[Tensor]]:
-    """What the tokens see: S as operands and the sums; and the state behind all tokens."""
-    sizes, call = work.sizes, work.call
-    variant, options = work.describe(LinearPass.STATE, work.k_call)
-    rows = sizes.batch * sizes.groups
-    count, length = cut_pieces(sizes.num_keys, rows, variant.block_n)
-    states = torch.empty(count, rows, sizes.state, dtype=work.acc, device=work.device)
-    kernels.linear_state_kernel[(rows * count,)](
-        work.tensor(work.k, variant), work.tensor(work.v, variant), work.gate_tensor(work.gate),
-        work.side(work.k_call, variant), states, (None, length, sizes.num_keys), (sizes.groups, count, sizes.batch),
-        V=variant, **options,
+def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
+    """A program forms the state of a head and goes on."""
+    plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
+    return plain and fits_one_pass(sizes.num_queries, sizes.num_keys)
+
+
+Seen = tuple[Tensor, ...]  # states that tokens see, by slot: S as operands, the sums; none
+
+
+def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
+    """What the tokens of each slot see, and the state behind the last token."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=False)
+    described = work.describe(LinearPass.STATE, work.k_side)
+    variant, _ = described
+    states = torch.empty(pieces.count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    args = (
+        with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
+        flatten_side(work.k_side, variant), states, pieces.numbers, (sizes.groups, pieces.count, sizes.batch),
     )  # fmt: skip
-    return scan(work, states, 1, state, return_state, False)
+    start(kernels.linear_state_kernel, sizes.rows * pieces.count, args, described)
+    return scan_states(work, states, pieces, state, return_last)
 
 
-def scan(
-    work: Work, states: Tensor, repeats: int, first: Sequence[Tensor], return_last: bool, backward: bool
-) -> tuple[tuple, list[Tensor]]:
+def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
+    """The same with a causal mask: nothing where one program goes through all tokens of a head."""
+    if not state and not return_last and work.pieces(of_queries=False).count == 1:
+        return (), []
+    return sum_states(work, state, return_last)
+
+
+def scan_states(
+    work: Work, states: Tensor, pieces: Pieces, first: Sequence[Tensor], return_last: bool, backward: bool = False
+) -> tuple[Seen, list[Tensor]]:
+    """Sums of the states of pieces, beginning with ``first``; with backward from the last piece on.
+
+    Of states (P, B H_k R, size) R heads are summed.
+    """
     sizes = work.sizes
-    count, rows = states.shape[0], sizes.batch * sizes.groups
-    slots = torch.empty(1, rows, sizes.v_dim, sizes.num_features, dtype=work.operand, device=work.device)
-    sums = torch.empty(1, rows, max(1, sizes.num_sums), dtype=work.acc, device=work.device)
+    num_states = sizes.batch if work.call.cu_seqlens is None else len(work.call.cu_seqlens) - 1
+    shape = (pieces.num_slots, sizes.rows)
+    seen = torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=work.operand, device=work.device)
+    sums = torch.empty(*shape, sizes.num_sums, dtype=work.acc, device=work.device)
     begin = join_state(work, first) if first else None
-    last = torch.empty(rows, sizes.state, dtype=work.acc, device=work.device) if return_last else None
+    last = None
+    if return_last:
+        last = torch.empty(num_states * sizes.groups, sizes.state, dtype=work.acc, device=work.device)
     variant = Variant(
-        normalizer=work.call.attention.normalizer, v_dim=sizes.v_dim, num_features=sizes.num_features,
-        num_sums=sizes.num_sums, state_size=sizes.state, block_c=SCAN_BLOCK, wide=work.acc == torch.float64,
+        v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
+        block_c=SCAN_BLOCK, wide=work.acc == torch.float64, causal=work.call.attention.mask == "causal",
     )  # fmt: skip
-    kernels.linear_scan_kernel[(rows * triton.cdiv(sizes.state, SCAN_BLOCK),)](
-        states, (slots, sums), (begin, last), None, (sizes.groups, repeats, count, sizes.batch, int(backward)),
-        V=variant,
+    repeats = states.shape[1] // max(1, sizes.rows)
+    args = (
+        states, (seen, sums), (begin, last), pieces.table,
+        (sizes.groups, repeats, pieces.count, sizes.batch, int(backward)),
     )  # fmt: skip
-    return (slots, sums), [] if last is None else split_state(work, last)
+    start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, SCAN_BLOCK), args, (variant, {}))
+    return (seen, sums), [] if last is None else split_state(work, last)
 
 
-def order_features(spec: Any, head_dim: int) -> list[int]:
+def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    described = work.describe(LinearPass.OUTPUT, work.q_side, [o])
+    variant, _ = described
+    args = (
+        with_strides(work.q, variant), with_strides(o, variant), flatten_side(work.q_side, variant), seen,
+        pieces.numbers, work.counts(pieces, work.call.attention.eps),
+    )  # fmt: skip
+    start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+
+
+def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    described = work.describe(LinearPass.CAUSAL, work.k_side, [o], has_state=bool(seen))
+    variant, _ = described
+    args = (
+        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
+        tuple(flatten_side(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
+        work.counts(pieces, work.call.attention.eps),
+    )  # fmt: skip
+    start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+
+
+def saved_shapes(call: LinearCall, q: Any, k: Any, v: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what forward keeps, from the shapes of q, k, v and q's dtype (a tensor of any kind)."""
+    sizes = measure(call, q.shape, k.shape, v.shape)
+    if is_one_pass(call, sizes, False):
+        return []
+    pieces = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
+    if call.attention.mask == "causal" and pieces.count == 1:
+        return []
+    acc = accumulator(q.dtype)
+    operand = _operand_dtype(q.dtype)
+    shape = (pieces.num_slots, sizes.rows)
+    return [((*shape, sizes.v_dim * sizes.num_features), operand), ((*shape, sizes.num_sums), acc)]
+
+
+# --- states as users have them ---------------------------------------------------------------------------------------
+
+
+def order_features(spec: Spec, head_dim: int) -> list[int]:
     """The channels of q̂ in the order of the kernels' tiles."""
-    channels = range(spec.num_channels)
     if spec.map == "none":
         return list(range(head_dim))
     if spec.map == "cosine":
         begins = (0, head_dim) if spec.order == "cos_sin" else (head_dim, 0)
-        return [begin + c for c in channels for begin in begins]
+        return [begin + c for c in range(head_dim) for begin in begins]
     width = 2 * spec.num_channels
-    first, second = split_pairs(torch.arange(width), spec.pairs, spec.sections)
+    first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     turned = (torch.stack([first, second], dim=-1).flatten() + spec.rotary_start).tolist()
     return turned + [c for c in range(head_dim) if not 0 <= c - spec.rotary_start < width]
 
 
-@lru_cache(maxsize=256)
-def _order(spec: Any, head_dim: int, device: torch.device, inverse: bool) -> Tensor | None:
+@cache
+def _order(spec: Spec, head_dim: int, device: torch.device, inverse: bool) -> Tensor | None:
     order = order_features(spec, head_dim)
     if order == sorted(order):
         return None
-    found = torch.tensor(order, device=device)
-    return found.argsort() if inverse else found
+    if inverse:
+        order = sorted(range(len(order)), key=order.__getitem__)
+    with torch.inference_mode(False):
+        return torch.tensor(order, device=device)
 
 
 def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
     """(S, sums) as one row a head: Sᵀ, its features in the kernels' order, and the sums behind."""
-    sizes, spec = work.sizes, work.call.spec
-    order = _order(spec, work.q.shape[3], work.device, False)
+    sizes = work.sizes
+    order = _order(work.call.spec, sizes.head_dim, work.device, False)
     matrix, *sums = state
     if order is not None:
         matrix = matrix.index_select(2, order)
         if work.call.attention.normalizer == "encoded":
             sums = [t.index_select(2, order) for t in sums]
     parts = [matrix.mT.reshape(-1, sizes.groups, sizes.v_dim * sizes.num_features), *sums]
-    return torch.cat(parts, dim=-1).to(work.acc).contiguous()
+    return torch.cat(parts, dim=-1).to(work.acc)
 
 
 def split_state(work: Work, last: Tensor) -> list[Tensor]:
     """The inverse of :func:`join_state`."""
-    sizes, spec = work.sizes, work.call.spec
-    order = _order(spec, work.q.shape[3], work.device, True)
+    sizes = work.sizes
+    order = _order(work.call.spec, sizes.head_dim, work.device, True)
     size = sizes.v_dim * sizes.num_features
     matrix, sums = last.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
     matrix = matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT
@@ -326,81 +512,179 @@ def split_state(work: Work, last: Tensor) -> list[Tensor]:
         matrix = matrix.index_select(2, order)
         if work.call.attention.normalizer == "encoded":
             sums = sums.index_select(2, order)
-    return [matrix] if not sizes.num_sums else [matrix, sums]
+    matrix = matrix.contiguous()
+    return [matrix, sums.contiguous()] if sizes.num_sums else [matrix]
 
 
-def saved_shapes(call: Any, q: Any, k: Any, v: Any) -> list:
-    return []
+# --- backward --------------------------------------------------------------------------------------------------------
 
 
-# --- backward --------------------------------------------------------------------------------------------------
+class Grads(NamedTuple):
+    """What the kernels of a backward write."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dgate: Tensor | None
+    q_partial: Tensor | None  # (rows, B H_k J C) float64, sums for dω and dφ
+    k_partial: Tensor | None
 
 
 def backward(
-    call: Any, do: Tensor, dstate: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None,
-    state: Sequence[Tensor], saved: Sequence[Tensor], needs: Any,
+    call: LinearCall, do: Tensor, dstate: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None,
+    state: Sequence[Tensor], saved: Sequence[Tensor], needs: LinearNeeds,
 ) -> list[Tensor]:  # fmt: skip
+    """dq, dk and dv, then what is needed of dβ, dω, dφ of q (or of both), dφ of k, dS and dΣ, in this order."""
     work = Work(call, (q, k, v, do), gate, needs)
     sizes = work.sizes
-    dq, dk, dv = (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
-    outs = [dq, dk, dv]
-    need_dangles = needs.omega or needs.phase
-    dgate = None
+    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
+    q_pieces, k_pieces = work.pieces(of_queries=True), work.pieces(of_queries=False)
+    q_rows = 1 if one_pass else q_pieces.count * sizes.repeats
+    k_rows = 1 if one_pass else k_pieces.count
+    q_partial = k_partial = dgate = None
+    if work.need_dangles:
+        tables = work.q_side.tables
+        width = (tables.omega.shape[2] + (tables.phase is not None)) * call.spec.num_channels
+        partial = torch.empty(q_rows + k_rows, sizes.rows * width, dtype=torch.float64, device=work.device)
+        q_partial, k_partial = partial[:q_rows], partial[q_rows:]
     if needs.gate:
         dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
-    tables = work.k_call.tables
-    partial = None
-    rows = sizes.batch * sizes.groups
-    dstate_in: list[Tensor] = []
-    with _current_device(q):
-        if not state and not dstate and not saved and fits_one_pass(sizes.num_queries, sizes.num_keys):
-            variant, options = work.describe(LinearPass.BACKWARD, work.k_call, outs, need_dgate=needs.gate)
-            slots = variant.num_axes + variant.has_phase
-            if need_dangles:
-                partial = torch.empty(rows, slots * call.spec.num_channels, dtype=torch.float64, device=work.device)
-            kernels.linear_backward_kernel[(rows,)](
-                *(work.tensor(t, variant) for t in (work.q, work.k, work.v, work.do[0], *outs)),
-                (work.gate_tensor(work.gate), work.gate_tensor(dgate)),
-                (work.side(work.q_call, variant), work.side(work.k_call, variant)), partial,
-                (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, call.attention.eps),
-                V=variant, **options,
-            )  # fmt: skip
+    dq, dk, dv = (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
+    grads = Grads(dq, dk, dv, dgate, q_partial, k_partial)
+    with current_device(q):
+        if one_pass:
+            last: list[Tensor] = []
+            differentiate_one_pass(work, grads)
+        elif call.attention.mask == "causal":
+            last = differentiate_causal(work, grads, state, dstate, tuple(saved))
         else:
-            kept = tuple(saved) if saved else sum_states(work, state, False)[0]
-            q_variant, options = work.describe(LinearPass.QUERIES, work.q_call, outs)
-            count, length = cut_pieces(sizes.num_queries, rows * sizes.repeats, q_variant.block_n)
-            k_variant, k_options = work.describe(LinearPass.KEYS, work.k_call, outs, need_dgate=needs.gate)
-            k_count, k_length = cut_pieces(sizes.num_keys, rows, k_variant.block_n)
-            q_rows = count * sizes.repeats
-            q_partial = k_partial = None
-            if need_dangles:
-                width = (q_variant.num_axes + q_variant.has_phase) * call.spec.num_channels
-                partial = torch.empty(q_rows + k_count, rows * width, dtype=torch.float64, device=work.device)
-                q_partial, k_partial = partial[:q_rows], partial[q_rows:]
-            dstates = torch.empty(count, rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device)
-            kernels.linear_query_gradient_kernel[(rows * sizes.repeats * count,)](
-                *(work.tensor(t, q_variant) for t in (work.q, work.do[0], dq)), work.side(work.q_call, q_variant), kept,
-                dstates, q_partial, (None, length, sizes.num_queries),
-                (sizes.groups, sizes.repeats, count, sizes.batch, call.attention.eps), V=q_variant, **options,
-            )  # fmt: skip
-            s_variant, s_options = work.describe(LinearPass.QUERY_STATE, work.q_call, outs)
-            kernels.linear_query_state_kernel[(rows * sizes.repeats * count,)](
-                *(work.tensor(t, s_variant) for t in (work.q, work.do[0])), work.side(work.q_call, s_variant), kept,
-                dstates, (None, length, sizes.num_queries),
-                (sizes.groups, sizes.repeats, count, sizes.batch, call.attention.eps), V=s_variant, **s_options,
-            )  # fmt: skip
-            dslots, dstate_in = scan(work, dstates, sizes.repeats, dstate, bool(state), True)
-            kernels.linear_key_gradient_kernel[(rows * k_count,)](
-                *(work.tensor(t, k_variant) for t in (work.k, work.v, dk, dv)),
-                (work.gate_tensor(work.gate), work.gate_tensor(dgate)), work.side(work.k_call, k_variant), dslots,
-                k_partial, (None, k_length, sizes.num_keys), (sizes.groups, k_count, sizes.batch),
-                V=k_variant, **k_options,
-            )  # fmt: skip
-        found = outs
-        if dgate is not None:
+            last = differentiate(work, grads, state, dstate, tuple(saved))
+        found = [dq, dk, dv]
+        if dgate is not None and gate is not None:
             found.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
-        if partial is not None:
-            heads = max(t.shape[0] for t in (tables.omega, tables.phase) if t is not None)
-            shape = (-1, heads, tables.omega.shape[2] + (tables.phase is not None), call.spec.num_channels)
-            found += _reduce(partial.view(shape), work.k_call, Needs(needs.omega, needs.phase))
-    return [*found, *dstate_in]
+        found += reduce_partials(work, grads)
+    return found + last
+
+
+def differentiate_one_pass(work: Work, grads: Grads) -> None:
+    sizes = work.sizes
+    outs = [grads.dq, grads.dk, grads.dv]
+    described = work.describe(LinearPass.BACKWARD, work.k_side, outs, need_dgate=grads.dgate is not None)
+    variant, _ = described
+    args = (
+        *(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
+        tuple(flatten_side(side, variant) for side in work.sides), grads.q_partial,
+        (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, work.call.attention.eps),
+    )  # fmt: skip
+    start(kernels.linear_backward_kernel, sizes.rows, args, described)
+
+
+def differentiate(
+    work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
+) -> list[Tensor]:
+    """In two passes; the gradient of the state where it is needed."""
+    sizes, eps = work.sizes, work.call.attention.eps
+    seen = saved or sum_states(work, state, False)[0]
+    pieces = work.pieces(of_queries=True)
+    described = work.describe(LinearPass.QUERIES, work.q_side, [grads.dq])
+    variant, _ = described
+    programs = sizes.rows * sizes.repeats * pieces.count
+    dstates = torch.empty(
+        pieces.count, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
+    )  # fmt: skip
+    args = (
+        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), flatten_side(work.q_side, variant), seen,
+        dstates, grads.q_partial, pieces.numbers, work.counts(pieces, eps),
+    )  # fmt: skip
+    start(kernels.linear_query_gradient_kernel, programs, args, described)
+    sum_query_states(work, seen, None, dstates, pieces)
+    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    pieces = work.pieces(of_queries=False)
+    outs = [grads.dk, grads.dv]
+    described = work.describe(LinearPass.KEYS, work.k_side, outs, need_dgate=grads.dgate is not None)
+    variant, _ = described
+    args = (
+        *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), flatten_side(work.k_side, variant), dseen,
+        grads.k_partial, pieces.numbers, (sizes.groups, pieces.count, sizes.batch),
+    )  # fmt: skip
+    start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.count, args, described)
+    return last
+
+
+def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:
+    """dS by piece and head of q."""
+    sizes = work.sizes
+    described = work.describe(LinearPass.QUERY_STATE, work.q_side)
+    variant, _ = described
+    args = (
+        with_strides(work.q, variant), with_strides(work.do, variant), flatten_side(work.q_side, variant), seen, scales,
+        dstates, pieces.numbers, work.counts(pieces, work.call.attention.eps),
+    )  # fmt: skip
+    start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+
+
+def differentiate_causal(
+    work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
+) -> list[Tensor]:
+    """The same with a causal mask."""
+    sizes = work.sizes
+    seen = saved or sum_before(work, state, False)[0]
+    pieces = work.pieces(of_queries=True)
+    heads = sizes.rows * sizes.repeats
+    scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
+    alone = pieces.count == 1 and not dstate and not work.needs.state
+    dstates = None
+    if not alone:
+        dstates = torch.empty(pieces.count, heads, sizes.state, dtype=work.acc, device=work.device)
+    described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
+    variant, _ = described
+    sides = tuple(flatten_side(side, variant) for side in work.sides)
+    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
+    args = (
+        tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
+        pieces.numbers, work.counts(pieces, work.call.attention.eps),
+    )  # fmt: skip
+    start(kernels.linear_causal_query_kernel, heads * pieces.count, args, described)
+    dseen, last = (), []
+    if dstates is not None:
+        sum_query_states(work, seen or (None, None), scales, dstates, pieces)
+        dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    outs = [grads.dk, grads.dv]
+    described = work.describe(
+        LinearPass.CAUSAL_KEYS, work.k_side, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
+    )
+    variant, _ = described
+    sides = tuple(flatten_side(side, variant) for side in work.sides)
+    args = (
+        tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
+        grads.k_partial, pieces.numbers, work.counts(pieces),
+    )  # fmt: skip
+    start(kernels.linear_causal_key_kernel, sizes.rows * pieces.count, args, described)
+    return last
+
+
+def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
+    """dω, dφ of q or of both, dφ of k: those that are needed."""
+    needs, channels = work.needs, work.call.spec.num_channels
+    q_part, k_part = grads.q_partial, grads.k_partial
+    if q_part is None or k_part is None:
+        return []
+    q_tables, k_tables = work.call.q_tables, work.call.k_tables
+    given = [t.shape[0] for t in (q_tables.omega, q_tables.phase, k_tables.phase) if t is not None]
+    axes = q_tables.omega.shape[2] + (work.q_side.tables.phase is not None)
+    both = torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
+
+    def reduce(part: Tensor, tables: Tables, wanted: Needs) -> list[Tensor]:
+        partial = part.reshape(-1, max(given), axes, channels)
+        return reduce_partial(partial, Call(work.call.spec, work.call.q_layout, tables), wanted)
+
+    shared = q_tables.phase is k_tables.phase
+    found = reduce(both, q_tables, Needs(omega=True)) if needs.omega else []
+    if needs.q_phase:
+        found += reduce(both if shared else q_part, q_tables, Needs(phase=True))
+    if needs.k_phase:
+        found += reduce(k_part, k_tables, Needs(phase=True))
+    return found

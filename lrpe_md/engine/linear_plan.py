@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_one_pass"]
+__all__ = ["PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_one_pass"]
 
 
 class LinearPass(Enum):
@@ -18,6 +18,9 @@ class LinearPass(Enum):
     QUERIES = "queries"  # q, do to dq
     QUERY_STATE = "query_state"  # and to the gradient of the state
     KEYS = "keys"  # to dk and dv
+    CAUSAL = "causal"  # two passes with a causal mask: to o
+    CAUSAL_QUERIES = "causal_queries"  # to dq
+    CAUSAL_KEYS = "causal_keys"  # to dk and dv
 
 
 class LinearTile(NamedTuple):
@@ -38,8 +41,13 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.QUERIES: (_MORE, _FEW, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
     LinearPass.QUERY_STATE: (_FEW, _MORE, LinearTile(32, 4, 2), LinearTile(64, 8, 2)),
     LinearPass.KEYS: (_FEW, _FEW, LinearTile(32, 4, 2), LinearTile(32, 8, 2)),
+    LinearPass.CAUSAL: (_MORE, _MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL_QUERIES: (_MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_KEYS: (_MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
 }
 BOUNDS = (4096, 8192, 16384)
+PIECE = 128  # tokens: a multiple of every block of tokens
+SHORTEST = 512  # tokens of a piece
 SCAN_BLOCK = 1024  # elements of a state a program sums up
 ONE_PASS = 1024  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
@@ -58,9 +66,8 @@ def fits_one_pass(num_queries: int, num_keys: int) -> bool:
     return max(num_queries, num_keys) <= ONE_PASS
 
 
-def cut_pieces(num_tokens: int, rows: int, block_n: int) -> tuple[int, int]:
+def cut_pieces(num_tokens: int, rows: int) -> tuple[int, int]:
     """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go."""
     wanted = max(1, PROGRAMS // max(1, rows))
-    blocks = triton.cdiv(num_tokens, block_n)
-    length = max(8, triton.cdiv(blocks, wanted)) * block_n
+    length = max(SHORTEST, triton.cdiv(triton.cdiv(num_tokens, wanted), PIECE) * PIECE)
     return max(1, triton.cdiv(num_tokens, length)), length

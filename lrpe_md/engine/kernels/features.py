@@ -39,7 +39,8 @@ def to_operand(x, V: tl.constexpr):
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
-        return x.to(tl.bfloat16).to(tl.float32)
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     else:
         return x
 

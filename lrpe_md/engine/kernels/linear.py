@@ -530,7 +530,7 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", V: t
 def linear_backward_kernel(
     q, k, v, do, dq, dk, dv, gates, sides, p_partial, sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dq, dk, dv, dβ and, in partial (2 B or B, G, J, C), sums for dω of each program's tokens."""
+    """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys."""
     G, R, N, M, eps = sizes
     q_side, k_side = sides
     gate, _dgate = gates
@@ -549,14 +549,17 @@ def linear_backward_kernel(
     for r in range(R):
         grads = write_query_gradients((q, do, dq), q_side, (S, Z), grads, (b, g * R + r, 0, N), eps, V)
     dZ, total = grads
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+    if V.need_dangles:
+        store_total(p_partial + tl.cast(pid, tl.int64) * (J * V.num_channels), total, V)
     dS = empty_state(V)
     for r in range(R):
         dS = sum_queries((q, do, None), q_side, Z, dS, (b, g * R + r, 0, N), eps, V)
     state = (to_operands(dS, V), sum_tokens(dZ))
-    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, total, (b, g, 0, M), V)
+    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, empty_total(V), (b, g, 0, M), V)
     if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        store_total(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, V)
+        row = tl.cast(tl.num_programs(0) + pid, tl.int64)
+        store_total(p_partial + row * (J * V.num_channels), total, V)
 
 
 # --- kernels in two passes -------------------------------------------------------------------------------------------
@@ -692,7 +695,6 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
     NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    STATE: tl.constexpr = V.v_dim * V.num_features
     row = tl.program_id(0) // NUM
     o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
     mask = o < SIZE
@@ -701,45 +703,43 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     rows = tl.cast(B * G, tl.int64)
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     total = tl.zeros([BLOCK], dtype=ACC)
-    before = -1
+    before = -2
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
+        there = (after >= 0) & (after < P)
         if p_table is None:
             slot = 0
-            sequence = b
-            next_slot = tl.where(i == P - 1, -1, 0)
+            sequence = p * 0
+            next_slot = tl.where(there, 0, -2)
             next_sequence = next_slot
         else:
-            there = (after >= 0) & (after < P)
             slot = tl.load(p_table + p * 4 + 2)
-            next_slot = tl.load(p_table + after * 4 + 2, mask=there, other=-1)
             sequence = tl.load(p_table + p * 4 + 3)
-            next_sequence = tl.load(p_table + after * 4 + 3, mask=there, other=-1)
-            if V.by_sample:
-                sequence = b
-        at = tl.cast(sequence, tl.int64) * G + g
+            next_slot = tl.load(p_table + after * 4 + 2, mask=there, other=-2)
+            next_sequence = tl.load(p_table + after * 4 + 3, mask=there, other=-2)
+        at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
         if before != sequence:
             total = tl.zeros([BLOCK], dtype=ACC)
             if p_first is not None:
-                total += tl.load(p_first + at * SIZE + o, mask=mask & (sequence >= 0), other=0.0)
+                total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         before = sequence
-        write = next_slot != slot
         if V.causal:
-            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, STATE, V)
+            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V)
         for r in range(R):
             index = (tl.cast(p, tl.int64) * rows + row) * R + r
             total += tl.load(p_states + index * SIZE + o, mask=mask, other=0.0)
         if not V.causal:
-            if write:
-                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, STATE, V)
+            if next_slot != slot:
+                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V)
         if p_last is not None:
             if next_sequence != sequence:
-                tl.store(p_last + at * SIZE + o, total, mask=mask & (sequence >= 0))
+                tl.store(p_last + at * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))
 
 
 @triton.jit
-def store_slot(p_slots, p_slot_sums, total, row, o, STATE: tl.constexpr, V: tl.constexpr):
+def store_slot(p_slots, p_slot_sums, total, row, o, V: tl.constexpr):
+    STATE: tl.constexpr = V.v_dim * V.num_features
     tl.store(p_slots + row * STATE + o, total.to(p_slots.dtype.element_ty), mask=o < STATE)
     if V.num_sums > 0:
         tl.store(p_slot_sums + row * V.num_sums + o - STATE, total, mask=(o >= STATE) & (o < V.state_size))

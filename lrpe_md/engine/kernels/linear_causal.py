@@ -30,6 +30,7 @@ from .linear import (
     add_tiles,
     counted,
     empty,
+    empty_state,
     empty_sums,
     empty_total,
     find_state,
@@ -90,12 +91,24 @@ def sum_seen(counts, Z, tri, V: tl.constexpr):
 
 
 @triton.jit
-def form_queries(q_head, side, n0, o_n, m_n, V: tl.constexpr):
-    """Of tokens n0 + o_n: q, q̄, q̂ and what was turned."""
+def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
+    """Of tokens n0 + o_n: q, q̄, q̂ and what was turned, which is what was for keys where both have one side."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
     x_bar = fill_rest(activate_tokens(x, V), m_n, True, V)
-    turned = turn_block(side, n0, o_n, V)
+    turned = k_turned
+    if not V.one_side:
+        turned = turn_block(side, n0, o_n, V)
     return x, x_bar, map_features(x_bar, turned, V), turned
+
+
+@triton.jit
+def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
+    """S and Z to be added to: of the tokens before a piece."""
+    if V.has_state:
+        S, Z = load_slot(p_slots, p_slot_sums, row, V)
+        return add_tiles(empty_state(V), S), Z
+    else:
+        return empty_state(V), sum_tokens(empty_sums(V))
 
 
 @triton.jit
@@ -115,10 +128,9 @@ def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes"
     G, R, P, B, eps = sizes
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    S = widen(S, V)
-    q_side = (q_side, load_side(q_side, b, g, V))
+    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
     k_side = (k_side, load_side(k_side, b, g, V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
     o_n = tl.arange(0, V.block_n)
     tri = see(V)
     q_head = locate_tensor(q, b, h, V)
@@ -132,7 +144,7 @@ def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes"
         raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
         k_bar = gate_keys(k_bar, beta, V)
         k_hat = map_features(k_bar, k_turned, V)
-        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V)
         products = tl.where(tri, multiply_tokens(q_hat, k_hat, V), 0.0)
         out = sum_products(q_hat, to_operands(S, V), V)
         out += multiply(to_operand(products, V), to_operand(v_block, V), empty(V.block_n, V.block_v, V), V)
@@ -144,15 +156,6 @@ def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes"
             Z = add_tiles(Z, sum_tokens(k_counts))
         S = add_products(S, v_block, k_hat, V)
         store_values(move_tokens(o_head, n0, V), out, o_n, m_n, V)
-
-
-@triton.jit
-def widen(S, V: tl.constexpr):
-    """A state to be added to."""
-    wide = ()
-    for i in tl.static_range(len(S)):
-        wide += (S[i].to(tl.float64 if V.wide else tl.float32),)
-    return wide
 
 
 @triton.jit
@@ -177,10 +180,9 @@ def linear_causal_query_kernel(
     _table, _length, N = pieces
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    S = widen(S, V)
-    q_side = (q_side, load_side(q_side, b, g, V))
+    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
     k_side = (k_side, load_side(k_side, b, g, V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
     total = empty_total(V)
     dZ = empty_sums(V)
     o_n = tl.arange(0, V.block_n)
@@ -199,7 +201,7 @@ def linear_causal_query_kernel(
         k_bar = gate_keys(k_bar, beta, V)
         k_hat = map_features(k_bar, k_turned, V)
         v_block = to_operand(v_block, V)
-        x, q_bar, q_hat, turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+        x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V)
         do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
         products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V), 0.0)
         dx_hat = multiply_tiles(do_block, to_operands(S, V), V)  # of o z
@@ -224,8 +226,9 @@ def linear_causal_query_kernel(
         store_row_gradient(move_tokens(dq_head, n0, V), x, q_bar, dx_bar, o_n, m_n, V)
         total = add_angle_gradients(total, dangles, q_side, turned, V)
         S = add_products(S, v_block, k_hat, V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
+    if p_dstates is not None:
+        p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
+        store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
@@ -244,10 +247,9 @@ def linear_causal_key_kernel(
     G, R, P, B = sizes
     _table, _length, N = pieces
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    dS, dZ = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    dS = widen(dS, V)
-    q_side = (q_side, load_side(q_side, b, g, V))
+    dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
     k_side = (k_side, load_side(k_side, b, g, V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
     total = empty_total(V)
     o_n = tl.arange(0, V.block_n)
     seen_by = tl.trans(see(V))
@@ -272,7 +274,7 @@ def linear_causal_key_kernel(
             h = g * R + r
             q_head = locate_tensor(q, b, h, V)
             do_head = locate_tensor(do, b, h, V)
-            raw, q_bar, q_hat, q_turned = form_queries(q_head, q_side, n0, o_n, m_n, V)
+            raw, q_bar, q_hat, q_turned = form_queries(q_head, q_side, turned, n0, o_n, m_n, V)
             do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
             if V.normalizer != "none":
                 p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
