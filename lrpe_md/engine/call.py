@@ -150,7 +150,6 @@ class Variant(NamedTuple):
     rows_first: bool = False  # frequencies are read after the rows
     # Linear attention.
     turned_products: bool = False  # with few tokens, which matrix units take for columns alone
-    prefetch: bool = False  # what is read last is asked for first
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False
@@ -167,6 +166,7 @@ class Variant(NamedTuple):
     state_size: int = 0  # of S and these, of a head
     causal: bool = False
     one_side: bool = False  # of q and k, which have positions and phase in common
+    alone: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
     weight_rows: int = 16  # of positions that weigh dΘ: upper bits, then lower bits
 

@@ -16,6 +16,7 @@ from triton.compiler import CompiledKernel
 from ..positions.grid import affine_on, grid_coordinates
 from . import kernels
 from .call import Call, Layout, Needs, Tables, Variant, remember, remembered
+from .kernels.signature import pack
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
 
@@ -416,10 +417,10 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     )
 
 
-def _stride_in(t: Tensor | None, unit: int) -> tuple[int, int, int, int]:
+def _stride_in(t: Tensor | None, unit: int) -> tuple[int, ...]:
     """Strides of (B, H, N, D), but that of a channel in units."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
-    return b // unit, h // unit, n // unit, d
+    return pack(b // unit, h // unit, n // unit, d)
 
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:

@@ -29,6 +29,7 @@ from .launch import (
 )
 from .linear_call import LinearCall, LinearNeeds, ends_of
 from .linear_plan import SCAN_BLOCK, LinearPass, choose_tile, cut_pieces, fits_one_pass
+from .kernels.signature import pack
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
@@ -83,7 +84,7 @@ class Pieces(NamedTuple):
 
     @property
     def numbers(self) -> tuple:
-        return self.table, self.length, self.num_tokens
+        return self.table, pack(self.length, self.num_tokens)
 
 
 def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout) -> Pieces:
@@ -204,7 +205,7 @@ class Work:
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
-            turned_products=tile.block_n < 64, prefetch=tile.prefetch and ptx, keeps_zero=_keeps_zero(spec.act),
+            turned_products=tile.block_n < 64, alone=sizes.repeats == 1, keeps_zero=_keeps_zero(spec.act),
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
@@ -224,9 +225,9 @@ class Work:
             return make_pieces(self.call, sizes.num_queries, sizes.rows, self.call.q_layout)
         return make_pieces(self.call, sizes.num_keys, sizes.rows, self.call.k_layout)
 
-    def counts(self, pieces: Pieces, *more: Any) -> tuple:
+    def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """What kernels of queries unpack."""
-        return (self.sizes.groups, self.sizes.repeats, pieces.count, self.sizes.batch, *more)
+        return pack(self.sizes.groups, self.sizes.repeats, pieces.count, self.sizes.batch)
 
 
 def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -302,17 +303,17 @@ def _with_phase(side: Call) -> Call:
 def with_strides(t: Tensor | None, variant: Variant) -> tuple:
     """A tensor as the kernels take it."""
     if t is None:
-        return None, (0, 0, 0, 0)
+        return None, pack(0, 0, 0, 0)
     unit = 8 if variant.aligned else 1
     b, h, n, d = t.stride()
-    return t, (b // unit, h // unit, n // unit, d)
+    return t, pack(b // unit, h // unit, n // unit, d)
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
     if gate is None:
-        return None, (0, 0, 0)
+        return None, pack(0, 0, 0)
     b, h, n = gate.stride()
-    return gate, (b, h if gate.shape[1] > 1 else 0, n)
+    return gate, pack(b, h if gate.shape[1] > 1 else 0, n)
 
 
 def flatten_side(side: Call, variant: Variant) -> tuple:
@@ -321,9 +322,9 @@ def flatten_side(side: Call, variant: Variant) -> tuple:
         return ()
     steps, grid = count_tables(side, variant), count_grid(side.layout)
     numbers = (
-        side.layout.num_tokens, grid["first_index"], grid["num_grid"],
-        tuple(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b")),
-        tuple(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3)),
+        pack(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
+        pack(*(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b"))),
+        pack(*(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3))),
     )  # fmt: skip
     t = side.tables
     return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
@@ -352,8 +353,8 @@ def forward(
             variant, _ = described
             tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
             sides = (flatten_side(side, variant) for side in work.sides)
-            counts = (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, eps)
-            args = (*tensors, gate_with_strides(work.gate), *sides, counts)
+            counts = pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
+            args = (*tensors, gate_with_strides(work.gate), *sides, counts, eps)
             start(kernels.linear_forward_kernel, sizes.rows, args, described)
             return [o]
         if call.attention.mask == "causal":
@@ -382,7 +383,7 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     states = torch.empty(pieces.count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        flatten_side(work.k_side, variant), states, pieces.numbers, (sizes.groups, pieces.count, sizes.batch),
+        flatten_side(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.count, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_state_kernel, sizes.rows * pieces.count, args, described)
     return scan_states(work, states, pieces, state, return_last)
@@ -418,7 +419,7 @@ def scan_states(
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
         states, (seen, sums), (begin, last), pieces.table,
-        (sizes.groups, repeats, pieces.count, sizes.batch, int(backward)),
+        pack(sizes.groups, repeats, pieces.count, sizes.batch, int(backward)),
     )  # fmt: skip
     start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, SCAN_BLOCK), args, (variant, {}))
     return (seen, sums), [] if last is None else split_state(work, last)
@@ -430,7 +431,7 @@ def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
     variant, _ = described
     args = (
         with_strides(work.q, variant), with_strides(o, variant), flatten_side(work.q_side, variant), seen,
-        pieces.numbers, work.counts(pieces, work.call.attention.eps),
+        pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
 
@@ -442,7 +443,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     args = (
         *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
         tuple(flatten_side(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
-        work.counts(pieces, work.call.attention.eps),
+        work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
 
@@ -575,7 +576,7 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
         *(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
         tuple(flatten_side(side, variant) for side in work.sides), grads.q_partial,
-        (sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys, work.call.attention.eps),
+        pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_backward_kernel, sizes.rows, args, described)
 
@@ -595,7 +596,7 @@ def differentiate(
     )  # fmt: skip
     args = (
         *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), flatten_side(work.q_side, variant), seen,
-        dstates, grads.q_partial, pieces.numbers, work.counts(pieces, eps),
+        dstates, grads.q_partial, pieces.numbers, work.counts(pieces), eps,
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
     sum_query_states(work, seen, None, dstates, pieces)
@@ -607,7 +608,7 @@ def differentiate(
     args = (
         *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), flatten_side(work.k_side, variant), dseen,
-        grads.k_partial, pieces.numbers, (sizes.groups, pieces.count, sizes.batch),
+        grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.count, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.count, args, described)
     return last
@@ -620,7 +621,7 @@ def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Ten
     variant, _ = described
     args = (
         with_strides(work.q, variant), with_strides(work.do, variant), flatten_side(work.q_side, variant), seen, scales,
-        dstates, pieces.numbers, work.counts(pieces, work.call.attention.eps),
+        dstates, pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
 
@@ -644,7 +645,7 @@ def differentiate_causal(
     tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
     args = (
         tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
-        pieces.numbers, work.counts(pieces, work.call.attention.eps),
+        pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_causal_query_kernel, heads * pieces.count, args, described)
     dseen, last = (), []

@@ -28,7 +28,6 @@ class LinearTile(NamedTuple):
     num_warps: int
     stages: int  # of a loop: so many less one blocks of tokens are on their way
     max_registers: int | None = None
-    prefetch: bool = False  # of one pass: what is read last is asked for first
 
 
 # Pass -> tiles for states of up to 4,096 elements, 8,192, 16,384, more. How they were found: docs/tuning.md.

@@ -19,6 +19,7 @@ from .encode import (
     store_input_gradients,
     turn_tokens,
 )
+from .signature import unpack
 from .tiles import first_channel, load_at, move_row, split_pairs, store_at, store_tile, upcast
 
 
@@ -30,7 +31,7 @@ def multiply(a, b, acc, V: tl.constexpr):
     elif V.operand == "bfloat16":
         return tl.dot(a, b, acc)
     else:
-        return tl.dot(a, b, acc, input_precision="ieee")
+        return acc + tl.dot(a, b, input_precision="ieee")  # sums of sums are rounded less
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def to_operand(x, V: tl.constexpr):
 def locate_tensor(tensor, b, h, V: tl.constexpr):
     """Token 0 of a head of a sample: pointer, strides of a token and of a channel."""
     p, strides = tensor
-    stride_b, stride_h, stride_n, stride_d = strides
+    stride_b, stride_h, stride_n, stride_d = unpack(strides)
     row = (p, stride_n, stride_d)
     return move_row(move_row(row, b, stride_b, V), h, stride_h, V)
 
@@ -62,8 +63,8 @@ def load_side(side, b, h, V: tl.constexpr):
         return 0
     else:
         p_omega, p_phase, _, _, _, _, _, numbers = side
-        _, _, _, steps, _ = numbers
-        omega_h, phase_h, amplitude_h, positions_b, rotated_b = steps
+        _, steps, _ = numbers
+        omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack(steps)
         o_c = tl.arange(0, V.block_c)
         m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
         if V.has_phase:
@@ -96,7 +97,7 @@ def load_values(row, o_n, m_n, V: tl.constexpr):
 def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
     """β of a block of tokens."""
     p, strides = gate
-    stride_b, stride_h, stride_n = strides
+    stride_b, stride_h, stride_n = unpack(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     beta = tl.load(p + o_n.to(tl.int64) * stride_n, mask=m_n, other=0)
     return beta.to(tl.float64 if V.wide else tl.float32)
@@ -147,7 +148,9 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
     else:
         pointers, loaded = side
         _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = pointers
-        num_tokens, first_index, num_grid, _, grid = numbers
+        counts, _, axes = numbers
+        num_tokens, first_index, num_grid = unpack(counts)
+        grid = unpack(axes)
         omega, amplitude, coords, rotated = loaded
         if p_amplitude is not None:
             p_amplitude += amplitude

@@ -30,8 +30,8 @@ from .features import (
     to_tiles,
     turn_block,
 )
-from .signature import kernel
-from .tiles import move_tokens, prefetch_tokens
+from .signature import kernel, unpack
+from .tiles import move_tokens
 
 # --- tiles of a state ------------------------------------------------------------------------------------------
 
@@ -319,7 +319,8 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
     if V.need_dangles:
         pointers, loaded = side
         _, _, p_coords, p_origin, p_affine, _, _, numbers = pointers
-        _, _, _, _, grid = numbers
+        _, _, axes = numbers
+        grid = unpack(axes)
         _, _, coords, _ = loaded
         if V.by_sample:
             if V.explicit:
@@ -497,7 +498,7 @@ def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexp
 def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
     """dβ (B, H, N) of a block of tokens: 0 where β is."""
     p, strides = dgate
-    stride_b, stride_h, stride_n = strides
+    stride_b, stride_h, stride_n = unpack(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     dbeta = tl.where(beta == 0.0, 0.0, dbeta)
     tl.store(p + o_n.to(tl.int64) * stride_n, dbeta.to(p.dtype.element_ty), mask=m_n)
@@ -507,18 +508,15 @@ def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
 
 
 @kernel
-def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", V: tl.constexpr):
+def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """o (B, H, N, D_v) of q (B, H, N, D), k and v (B, G, M, ..): a program for a key head of a sample.
 
     A tensor comes with its strides (b, h, n, d), the gate (B, G, M) with three. sizes: G, H / G, N, M, eps.
     """
-    G, R, N, M, eps = sizes
+    G, R, N, M = unpack(sizes)
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    if V.prefetch:
-        for r in range(R):
-            prefetch_tokens(locate_tensor(q, b, g * R + r, V), N, V.head_dim, V)
     S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, V)), (b, g, 0, M), V)
     S = to_operands(S, V)
     side = (q_side, load_side(q_side, b, g, V))
@@ -528,19 +526,15 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", V: t
 
 @kernel
 def linear_backward_kernel(
-    q, k, v, do, dq, dk, dv, gates, sides, p_partial, sizes: "sizes", V: tl.constexpr
+    q, k, v, do, dq, dk, dv, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys."""
-    G, R, N, M, eps = sizes
+    G, R, N, M = unpack(sizes)
     q_side, k_side = sides
     gate, _dgate = gates
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    if V.prefetch:
-        for r in range(R):
-            prefetch_tokens(locate_tensor(q, b, g * R + r, V), N, V.head_dim, V)
-            prefetch_tokens(locate_tensor(do, b, g * R + r, V), N, V.v_dim, V)
     k_side = (k_side, load_side(k_side, b, g, V))
     S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V)
     S = to_operands(S, V)
@@ -572,7 +566,8 @@ def locate_piece(pieces, p, heads):
     pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of as many tokens; tokens a piece, and
     tokens in all. heads: of a sample.
     """
-    p_table, length, N = pieces
+    p_table, sizes = pieces
+    length, N = unpack(sizes)
     H, P = heads
     # Pieces of a head side by side.
     row = p // P
@@ -599,7 +594,7 @@ def find_state(p_state, index, row, rows, V: tl.constexpr):
 @kernel
 def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
     """The state of each piece of the tokens: states (P, B G, D_v Ê + sums) float32."""
-    G, P, B = sizes
+    G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, V)), (b, g, begin, end), V)
     p_state = find_state(p_states, piece, b * G + g, B * G, V)
@@ -607,10 +602,10 @@ def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "siz
 
 
 @kernel
-def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """o from the summed states of :func:`linear_scan_kernel`."""
     p_slots, p_slot_sums = slots
-    G, R, P, B, eps = sizes
+    G, R, P, B = unpack(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
@@ -624,11 +619,11 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 
 @kernel
 def linear_query_gradient_kernel(
-    q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+    q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dq, dZ behind dS by piece and query head (P, B H, D_v Ê + sums), and sums for dω."""
     p_slots, p_slot_sums = slots
-    G, R, P, B, eps = sizes
+    G, R, P, B = unpack(sizes)
     pid = tl.program_id(0)
     piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
     g = h // R
@@ -646,16 +641,17 @@ def linear_query_gradient_kernel(
 
 @kernel
 def linear_query_state_kernel(
-    q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+    q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dS by piece and query head, in front of dZ. scales (2, B, H, N): 1/z, with a causal mask alone."""
     p_slots, p_slot_sums = slots
-    G, R, P, B, eps = sizes
+    G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V)
     side = (side, load_side(side, b, g, V))
-    _table, _length, N = pieces
+    _table, cut = pieces
+    _length, N = unpack(cut)
     if V.causal:
         p_scales += tl.cast(b * G * R + h, tl.int64) * N
     dS = sum_queries((q, do, p_scales), side, Z, empty_state(V), (b, h, begin, end), eps, V)
@@ -669,7 +665,7 @@ def linear_key_gradient_kernel(
 ):  # fmt: skip
     """dk, dv, dβ from the summed gradients of the state, and sums for dω."""
     p_slots, p_slot_sums = slots
-    G, P, B = sizes
+    G, P, B = unpack(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
     side = (side, load_side(side, b, g, V))
@@ -691,7 +687,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
-    G, R, P, B, backward = sizes
+    G, R, P, B, backward = unpack(sizes)
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
     NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK

@@ -48,7 +48,7 @@ from .linear import (
     to_operands,
     weigh_tiles,
 )
-from .signature import kernel
+from .signature import kernel, unpack
 from .tiles import move_tokens
 
 
@@ -121,11 +121,11 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 
 @kernel
-def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """o of each piece of the tokens of a query head."""
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B, eps = sizes
+    G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
@@ -167,7 +167,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 
 @kernel
 def linear_causal_query_kernel(
-    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dq, dZ behind dS by piece and query head, and what the gradients of keys need of each query: 1/z and dz.
 
@@ -176,8 +176,9 @@ def linear_causal_query_kernel(
     q, k, v, do, dq = tensors
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B, eps = sizes
-    _table, _length, N = pieces
+    G, R, P, B = unpack(sizes)
+    _table, cut = pieces
+    _length, N = unpack(cut)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
@@ -235,6 +236,38 @@ def linear_causal_query_kernel(
         store_total(p_partial + row * (J * V.num_channels), total, V)
 
 
+@triton.jit
+def add_queries(tensors, side, keys, grads, scales, place, V: tl.constexpr):
+    """What queries n0 + o_n of a head leave to the keys of their own block: to dk̂, dv and the normaliser's, and to dS and
+    dZ, which keys of earlier blocks see.
+
+    scales: see :func:`point_to_scales`.
+    """
+    q, do = tensors
+    k_hat, v_block, k_turned = keys
+    dx_hat, dv_block, dcounts, dS, dZ = grads
+    p_scales, heads, N = scales
+    b, h, n0, o_n, m_n = place
+    seen_by = tl.trans(see(V))
+    q_head = locate_tensor(q, b, h, V)
+    do_head = locate_tensor(do, b, h, V)
+    raw, q_bar, q_hat, q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V)
+    do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
+    if V.normalizer != "none":
+        p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
+        scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
+        dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
+        q_counts = scale_tokens(counted(q_bar, q_hat, V), dz)
+        dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V))
+        dZ = add_tiles(dZ, sum_tokens(q_counts))
+        q_hat = scale_tokens(q_hat, scale)
+    products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V), 0.0)
+    dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V))
+    weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V), 0.0)
+    dv_block = multiply(to_operand(weights, V), do_block, dv_block, V)
+    return dx_hat, dv_block, dcounts, add_products(dS, do_block, q_hat, V), dZ
+
+
 @kernel
 def linear_causal_key_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
@@ -244,21 +277,22 @@ def linear_causal_key_kernel(
     gate, dgate = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B = sizes
-    _table, _length, N = pieces
+    G, R, P, B = unpack(sizes)
+    _table, cut = pieces
+    _length, N = unpack(cut)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
     k_side = (k_side, load_side(k_side, b, g, V))
     q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
     total = empty_total(V)
     o_n = tl.arange(0, V.block_n)
-    seen_by = tl.trans(see(V))
     k_head = locate_tensor(k, b, g, V)
     v_head = locate_tensor(v, b, g, V)
     dk_head = locate_tensor(dk, b, g, V)
     dv_head = locate_tensor(dv, b, g, V)
-    for i in range(tl.cdiv(end - begin, V.block_n)):
-        n0 = begin + (tl.cdiv(end - begin, V.block_n) - 1 - i) * V.block_n
+    blocks = tl.cdiv(end - begin, V.block_n)
+    for i in tl.range(0, blocks, num_stages=V.stages):
+        n0 = begin + (blocks - 1 - i) * V.block_n
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V)
         v_row = move_tokens(v_head, n0, V)
@@ -270,26 +304,15 @@ def linear_causal_key_kernel(
         dv_block = sum_products(k_hat, operands, V)
         counts = counted(x_bar, k_hat, V)
         dcounts = spread_sums(counts, dZ, V)
-        for r in range(R):
-            h = g * R + r
-            q_head = locate_tensor(q, b, h, V)
-            do_head = locate_tensor(do, b, h, V)
-            raw, q_bar, q_hat, q_turned = form_queries(q_head, q_side, turned, n0, o_n, m_n, V)
-            do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
-            if V.normalizer != "none":
-                p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
-                scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
-                dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-                q_counts = scale_tokens(counted(q_bar, q_hat, V), dz)
-                dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V))
-                dZ = add_tiles(dZ, sum_tokens(q_counts))
-            if V.normalizer != "none":
-                q_hat = scale_tokens(q_hat, scale)
-            products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V), 0.0)
-            weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V), 0.0)
-            dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V))
-            dv_block = multiply(to_operand(weights, V), do_block, dv_block, V)
-            dS = add_products(dS, do_block, q_hat, V)
+        keys = (k_hat, v_block, turned)
+        grads = (dx_hat, dv_block, dcounts, dS, dZ)
+        if V.alone:
+            grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G), N), (b, g, n0, o_n, m_n), V)
+        else:
+            for r in range(R):
+                place = (b, g * R + r, n0, o_n, m_n)
+                grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G * R), N), place, V)
+        dx_hat, dv_block, dcounts, dS, dZ = grads
         store_values(move_tokens(dv_head, n0, V), dv_block, o_n, m_n, V)
         if V.normalizer == "encoded":
             dx_hat = add_tiles(dx_hat, dcounts)

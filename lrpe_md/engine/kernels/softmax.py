@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import exp, reciprocal
-from .signature import kernel
+from .signature import kernel, unpack
 from .tiles import first_channel, load, point_to_row, store
 
 
@@ -69,7 +69,8 @@ def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
 @triton.jit
 def _at(p, strides, place, V: tl.constexpr):
     b, h, n0 = place
-    return point_to_row((p, strides, p, strides), False, b, h, n0, V)
+    steps = unpack(strides)
+    return point_to_row((p, steps, p, steps), False, b, h, n0, V)
 
 
 @triton.jit

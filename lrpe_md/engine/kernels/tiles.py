@@ -79,20 +79,6 @@ def _pointers(row, o_n, o_d, V: tl.constexpr):
 
 
 @triton.jit
-def prefetch_tokens(row, N, width: tl.constexpr, V: tl.constexpr):
-    """Ask for tokens 0 .. N of a row, which the L2 cache then has when they are loaded."""
-    p, stride_n, _ = row
-    LINE: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
-    o_n = tl.arange(0, 128)
-    for n0 in range(0, N, 128):
-        at = move_row((p, stride_n, stride_n), tl.minimum(n0 + o_n, N - 1), stride_n, V)
-        for first in tl.static_range(0, width, LINE):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at[0] + first], tl.int32, False, 1
-            )
-
-
-@triton.jit
 def first_channel():
     """c0 of a tile that has all channels."""
     return tl.zeros([1, 1], dtype=tl.int32)
