@@ -12,13 +12,20 @@ from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
 from .call import Layout, Spec, Tables
-from .linear_call import LinearCall, LinearOptions, NormalizerName, Side, Sides
+from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .validate import check_act, check_impl, check_input, locate, validate
 
-__all__ = ["NEVER_NEGATIVE", "Given", "check_normalizer", "check_sequence_softmax", "validate_linear"]
+__all__ = ["NEVER_NEGATIVE", "Given", "check_normalizer", "check_sequence_softmax", "no_frequencies", "validate_linear"]
 
 NORMALIZER_NAMES = get_args(NormalizerName)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
+
+
+class _Side(NamedTuple):
+    """Where the tokens of q or of k are."""
+
+    layout: Layout
+    tables: Tables
 
 
 class Given(NamedTuple):
@@ -205,7 +212,7 @@ def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
 # --- where q and k are ----------------------------------------------------------------------------------------------
 
 
-def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
     q, k = given.q, given.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
@@ -222,7 +229,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Si
     _, positions, phase, amplitude = sides
     if type(positions) is not tuple and type(phase) is not tuple:
         spec, layout, tables, _ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
-        side = Side(layout, tables)
+        side = _Side(layout, tables)
         return spec, side, side
     both = _pair("positions", positions), _pair("phase", phase)
     (spec, q_layout, q_tables, _), (_, k_layout, k_tables, _) = (
@@ -230,7 +237,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Si
         for x, where, phi in zip((q, k), *both, strict=True)
     )
     # One tensor for both sides, where a number was laid out.
-    return spec, Side(q_layout, q_tables), Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
+    return spec, _Side(q_layout, q_tables), _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
@@ -242,7 +249,12 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     return value
 
 
-def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+def no_frequencies(q: Tensor) -> Tensor:
+    """Stands for omega where there is none."""
+    return q.new_empty((1, 0, 0), dtype=torch.float32)
+
+
+def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
     """Of a grid the prefix and suffix matter, for the blocks."""
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
@@ -251,10 +263,10 @@ def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tu
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
     spec = Spec("none", options.act, options.dim or 0)
-    tables = Tables(given.q.new_empty((1, 0, 0), dtype=torch.float32))
+    tables = Tables(no_frequencies(given.q))
     layouts = []
     for x, where in zip((given.q, given.k), _pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
         layout = Layout(num_tokens, 0, num_tokens, 0, ()) if where is None else locate(where, x).layout
         layouts.append(layout._replace(sizes=()))
-    return spec, Side(layouts[0], tables), Side(layouts[1], tables)
+    return spec, _Side(layouts[0], tables), _Side(layouts[1], tables)

@@ -81,8 +81,8 @@ def test_the_layer_test_can_fail():
 
 ENGINE = {  # within the engine, from top to bottom
     "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
-    "linear_dispatch": {"boundary", "linear_boundary", "linear_call", "linear_validate"},
-    "linear_boundary": {"linear_call", "memory"},
+    "linear_dispatch": {"boundary", "call", "dispatch", "linear_boundary", "linear_call", "linear_validate"},
+    "linear_boundary": {"boundary", "call", "linear_call", "linear_launch", "memory"},
     "linear_validate": {"call", "linear_call", "validate"},
     "linear_call": {"call"},
     "boundary": {"call", "launch", "memory"},
