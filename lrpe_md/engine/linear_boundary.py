@@ -301,7 +301,7 @@ class _Attend(torch.autograd.Function):
         dq, dk, dv, *others = found
         others = iter(others)
         dgate, domega, dphase_q, dphase_k = (next(others) if needed else None for needed in needs[:4])
-        if one_phase and dphase_q is not None:
+        if one_phase and dphase_q is not None and dphase_k is not None:
             dphase_q, dphase_k = dphase_q + dphase_k, None
         dstate = [next(others) if needs.state else None for _ in state]
         return None, None, None, dgate, domega, dphase_q, dphase_k, dq, dk, dv, *dstate

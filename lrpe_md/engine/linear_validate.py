@@ -15,7 +15,15 @@ from .call import Layout, Spec, Tables
 from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .validate import check_act, check_impl, check_input, locate, validate
 
-__all__ = ["NEVER_NEGATIVE", "Given", "check_normalizer", "check_sequence_softmax", "no_frequencies", "validate_linear"]
+__all__ = [
+    "NEVER_NEGATIVE",
+    "Given",
+    "as_state",
+    "check_normalizer",
+    "check_sequence_softmax",
+    "no_frequencies",
+    "validate_linear",
+]
 
 NORMALIZER_NAMES = get_args(NormalizerName)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
@@ -180,6 +188,18 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
                 f"block: expected a shard of whole blocks of {block} tokens, prefix and suffix being blocks of their "
                 f"own, got tokens {start} to {start + num_tokens} behind a prefix of {prefix}"
             )
+
+
+def as_state(state: Any) -> tuple[Tensor, ...]:
+    """The tensors of (S, Σ), (S, None) or None."""
+    if state is None:
+        return ()
+    if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
+        what = type(state).__name__
+        raise TypeError(
+            f"state: expected (S, Σ), or (S, None) with normalizer='none', as return_state gives, got {what}"
+        )
+    return tuple(t for t in state if t is not None)
 
 
 def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
