@@ -11,8 +11,8 @@ from ..reference_linear import Attention
 from .call import Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, declare, take_fields
 
 __all__ = [
-    "LINEAR_CALL", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName", "Sides",
-    "State", "ends_of", "flatten_linear", "unflatten_linear",
+    "LINEAR_CALL", "Description", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone",
+    "NormalizerName", "Sides", "State", "ends_of", "flatten_linear", "unflatten_linear",
 ]  # fmt: skip
 
 MapOrNone = Literal["cosine", "rotate"] | None
@@ -41,6 +41,21 @@ class LinearOptions(NamedTuple):
         """Those of the map and the activation."""
         name: Any = self.map or "none"
         return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl)
+
+
+class Description(NamedTuple):
+    """An encoding's part of a call: keyword arguments of :func:`lrpe_md.linear_attention`."""
+
+    map: MapOrNone
+    omega: Tensor | None = None
+    act: Act = "none"
+    dim: int | None = None
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None
+    pairs: Pairs = "half"
+    rotary_dim: int | slice | None = None
+    amplitude: float | Tensor | None = None
+    order: Order = "cos_sin"
+    impl: Impl = "auto"
 
 
 class Sides(NamedTuple):

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..positions.grid import Grid
-from ..reference import no_autocast
+from ..reference import activate, no_autocast
+from ..reference_linear import Features, attend_encoded, take_out
 from . import boundary, linear_boundary
 from .call import Tables, remember, remembered
 from .dispatch import use_triton
 from .linear_boundary import Operands
-from .linear_call import LinearCall, LinearKnown, LinearOptions, Sides, State
-from .linear_validate import Given, check_sequence_softmax, no_frequencies, validate_linear
+from .linear_call import LinearCall, LinearKnown, LinearOptions, Sides, State, ends_of
+from .linear_validate import (
+    Given,
+    check_gate,
+    check_normalizer,
+    check_sequence_softmax,
+    no_frequencies,
+    validate_linear,
+)  # fmt: skip
 
-__all__ = ["run_linear"]
+__all__ = ["run_encoded", "run_linear"]
 
 
 def run_linear(options: LinearOptions, given: Given, sides: Sides) -> Any:
@@ -62,6 +71,36 @@ def _run_checked(
             direct = boundary.is_plain(others) and (k_tables is q_tables or boundary.is_plain(k_tables))
         return linear_boundary.run_kernels(call, operands, options.return_state, direct)
     return linear_boundary.run_reference(call, operands)
+
+
+def run_encoded(options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any) -> Any:
+    """Linear attention of q̂ and k̂ as an encoding of another make forms them: ``encoding(q, k, positions=positions)``.
+
+    With normalizer "unrotated", whose q̄ and k̄ no operator takes beside them, by the reference.
+    """
+    check_gate(given.gate, given.k)
+    k, v = take_out(given.gate, given.k, given.v)  # before the encoding, through which NaN would pass
+    q_hat, k_hat = encoding(given.q, k, positions=positions)
+    plain, encoded = options._replace(map=None, act="none", dim=None), given._replace(q=q_hat, k=k_hat, v=v)
+    sides = Sides(positions=positions)
+    if options.dim == -2:
+        check_sequence_softmax(options, given, sides)
+    if options.normalizer != "unrotated":
+        return run_linear(plain, encoded, sides)
+    check_normalizer(options.normalizer, options.act)
+    state = given.state
+    call = validate_linear(plain._replace(normalizer="none"), encoded._replace(state=state[:1]), sides)
+    expected = [(*t.shape[:2], k.shape[3]) for t in state[:1]]
+    if [tuple(t.shape) for t in state[1:]] != expected:
+        raise ValueError(f"state: expected (S, Σ), Σ of shape {expected[0]}, got {[tuple(t.shape) for t in state]}")
+    with no_autocast(v):
+        wide = torch.promote_types(v.dtype, torch.float32)
+        q_bar, k_bar = (activate(x.to(wide), options.act, options.dim) for x in (given.q, k))
+        o, after = attend_encoded(
+            call.attention._replace(normalizer="unrotated"), Features(q_bar, q_hat), Features(k_bar, k_hat), v,
+            gate=given.gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), dtype=given.q.dtype,
+        )  # fmt: skip
+    return (o, pack_state(after)) if options.return_state else o
 
 
 def pack_state(tensors: tuple[Tensor, ...]) -> State:

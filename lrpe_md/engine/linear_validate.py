@@ -16,14 +16,9 @@ from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .validate import check_act, check_impl, check_input, locate, validate
 
 __all__ = [
-    "NEVER_NEGATIVE",
-    "Given",
-    "as_state",
-    "check_normalizer",
-    "check_sequence_softmax",
-    "no_frequencies",
-    "validate_linear",
-]
+    "NEVER_NEGATIVE", "Given", "as_state", "check_eps", "check_gate", "check_normalizer", "check_sequence_softmax",
+    "no_frequencies", "validate_linear",
+]  # fmt: skip
 
 NORMALIZER_NAMES = get_args(NormalizerName)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
@@ -55,7 +50,7 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     check_input("q", q, q)
     check_input("k", k, q, other_length=apart or (options.map is None and sides.positions is None))
     _check_values(v, q, k)
-    _check_gate(given.gate, k)
+    check_gate(given.gate, k)
     if apart and attention.mask != "full":
         which = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected one for q and k with {which}, whose order they share, got a pair")
@@ -79,8 +74,7 @@ def _attend_how(options: LinearOptions) -> Attention:
         raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
     check_act(options.act, options.dim)
     check_normalizer(options.normalizer, options.act)
-    if not isinstance(options.eps, (int, float)) or isinstance(options.eps, bool) or not options.eps > 0:
-        raise ValueError(f"eps: expected a number above 0, got {options.eps!r}")
+    check_eps(options.eps)
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
@@ -102,6 +96,11 @@ def check_normalizer(normalizer: Any, act: str) -> None:
             f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
             f"one of {NEVER_NEGATIVE}, got act={act!r}; choose one, or normalizer='none' or 'encoded'"
         )
+
+
+def check_eps(eps: Any) -> None:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps > 0:
+        raise ValueError(f"eps: expected a number above 0, got {eps!r}")
 
 
 def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
@@ -138,7 +137,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_gate(gate: Any, k: Tensor) -> None:
+def check_gate(gate: Any, k: Tensor) -> None:
     if gate is None:
         return
     batch, heads, num_tokens, _ = k.shape
