@@ -262,7 +262,7 @@ def attend_encoded(
         else:
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
-        return o.to(dtype or v.dtype), tuple(t.contiguous() for t in after if t is not None)
+        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:

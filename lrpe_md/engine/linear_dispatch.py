@@ -24,6 +24,7 @@ from .linear_validate import (
     no_frequencies,
     validate_linear,
 )  # fmt: skip
+from .sharding import is_sharded
 
 __all__ = ["run_encoded", "run_linear"]
 
@@ -51,25 +52,32 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides) -> Any:
         gain: Any = amplitude
         tables = Tables(omega, phase, None, origin, None, None, gain)
         call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches)
-    if call.spec.dim == -2:
-        q, k = _soften(q), _soften(k)
-        call = call._replace(spec=call.spec._replace(act="none", dim=0))
-    o, after = _run_checked(call, Operands(q, k, v, gate, state), options, direct)
+    o, after = _run_checked(call, Operands(q, k, v, gate, state), options.impl, options.return_state, direct)
     return (o, pack_state(after)) if options.return_state else o
 
 
 def _run_checked(
-    call: LinearCall, operands: Operands, options: LinearOptions, direct: bool
+    call: LinearCall, operands: Operands, impl: str, return_state: bool, direct: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A checked call on the path that ``impl`` and the inputs ask for."""
     q_tables, k_tables, inputs = call.q_tables, call.k_tables, (operands.q,)
-    if use_triton(options.impl, inputs, q_tables) and (
-        k_tables is q_tables or use_triton(options.impl, inputs, k_tables)
-    ):
+    if not direct and is_sharded(*operands[:4], *operands.state, q_tables.omega, q_tables.phase):
+        from . import linear_sharding
+
+        def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+            tables = (*call.q_tables[:2], *call.k_tables[:2])
+            direct = boundary.is_direct((*operands[:4], *operands.state, *tables))
+            return _run_checked(call, operands, impl, return_state, direct)
+
+        return linear_sharding.run_shards(run, call, operands, return_state)
+    if call.spec.dim == -2:
+        operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
+        call = call._replace(spec=call.spec._replace(act="none", dim=0))
+    if use_triton(impl, inputs, q_tables) and (k_tables is q_tables or use_triton(impl, inputs, k_tables)):
         if direct:
             _, _, *others = q_tables
             direct = boundary.is_plain(others) and (k_tables is q_tables or boundary.is_plain(k_tables))
-        return linear_boundary.run_kernels(call, operands, options.return_state, direct)
+        return linear_boundary.run_kernels(call, operands, return_state, direct)
     return linear_boundary.run_reference(call, operands)
 
 

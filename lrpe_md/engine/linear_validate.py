@@ -16,8 +16,8 @@ from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .validate import check_act, check_impl, check_input, locate, validate
 
 __all__ = [
-    "NEVER_NEGATIVE", "Given", "as_state", "check_eps", "check_gate", "check_normalizer", "check_sequence_softmax",
-    "no_frequencies", "validate_linear",
+    "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",
+    "check_sequence_softmax", "no_frequencies", "validate_linear",
 ]  # fmt: skip
 
 NORMALIZER_NAMES = get_args(NormalizerName)
@@ -173,13 +173,18 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
-    num_tokens, prefix, num_grid, start, _ = layout
+    num_grid = layout.num_grid_tokens
     if num_grid % block:
         raise ValueError(
             f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (of a video the tokens of a "
             f"frame), got {block}"
         )
-    total = positions.total if isinstance(positions, Grid) else num_tokens
+    check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)
+
+
+def check_edges(layout: Layout, total: int, block: int) -> None:
+    """A shard of a sequence of so many tokens must not cut a block."""
+    num_tokens, prefix, num_grid, start, _ = layout
     for edge in (start, start + num_tokens):
         inside = edge - prefix
         if not (edge == 0 or edge == total or (0 <= inside <= num_grid and inside % block == 0)):
@@ -270,7 +275,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 
 def no_frequencies(q: Tensor) -> Tensor:
     """Stands for omega where there is none."""
-    return q.new_empty((1, 0, 0), dtype=torch.float32)
+    return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
 def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:

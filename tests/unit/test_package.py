@@ -82,7 +82,17 @@ def test_the_layer_test_can_fail():
 
 ENGINE = {  # within the engine, from top to bottom
     "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
-    "linear_dispatch": {"boundary", "call", "dispatch", "linear_boundary", "linear_call", "linear_validate"},
+    "linear_dispatch": {
+        "boundary",
+        "call",
+        "dispatch",
+        "linear_boundary",
+        "linear_call",
+        "linear_sharding",
+        "linear_validate",
+        "sharding",
+    },
+    "linear_sharding": {"call", "linear_boundary", "linear_call", "linear_validate", "memory", "sharding"},
     "linear_boundary": {"boundary", "call", "linear_call", "linear_launch", "memory"},
     "linear_validate": {"call", "linear_call", "validate"},
     "linear_call": {"call"},
