@@ -50,7 +50,8 @@ def run_kernels(
         phase_k = None if phase_k is phase_q else phase_k
         if torch.compiler.is_compiling():  # Dynamo takes a tensor once
             k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
-        o, *after = _Attend.apply(call, direct, return_state, gate, omega, phase_q, phase_k, q, k, v, *state)
+        how = _How(call, direct, return_state)
+        o, *after = _Attend.apply(how, gate, omega, phase_q, phase_k, q, k, v, *state)
     else:
         o, *after = forward(call, operands, return_state, False, direct)
     return o, tuple(after)
@@ -253,15 +254,27 @@ torch.library.register_fake("lrpe_md::linear_backward", _backward_fake, lib=_lib
 # --- autograd --------------------------------------------------------------------------------------------
 
 
+class _How(NamedTuple):
+    """What the function below takes beside what it differentiates."""
+
+    call: LinearCall
+    direct: bool
+    return_state: bool
+
+
 class _Attend(torch.autograd.Function):
-    """Saves its inputs, and of what the forward formed what the launcher says.
+    """Of gate, omega, phase_q, phase_k, q, k, v and the state. Saves them, and of what the forward formed what the
+    launcher says.
 
     gate, omega and the phases are those of the call, given again as what has a gradient; phase_k is None where it is
     phase_q.
     """
 
     @staticmethod
-    def forward(ctx, call, direct, return_state, gate, omega, phase_q, phase_k, q, k, v, *state):
+    def forward(ctx, how, gate, *tensors):
+        call, direct, return_state = how
+        _, _, _, q, k, v, *state = tensors
+        state = tuple(state)
         operands = Operands(q, k, v, gate, state)
         # What is kept, and of which size, depends on the sizes: a graph for all sizes forms it again, and so does the
         # operator where it is the reference.
@@ -287,7 +300,7 @@ class _Attend(torch.autograd.Function):
         state, saved = tuple(rest[size : size + ctx.num_states]), rest[size + ctx.num_states :]
         call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches)
         operands = Operands(q, k, v, gate, state)
-        _, _, _, need_gate, need_omega, need_phase_q, need_phase_k, _, _, _, *need_state = ctx.needs_input_grad
+        _, need_gate, need_omega, need_phase_q, need_phase_k, _, _, _, *need_state = ctx.needs_input_grad
         need_phase_k = need_phase_q if one_phase else need_phase_k
         needs = LinearNeeds(need_gate, need_omega, need_phase_q, need_phase_k, any(need_state))
         compiling = torch.compiler.is_compiling()
@@ -304,4 +317,4 @@ class _Attend(torch.autograd.Function):
         if one_phase and dphase_q is not None and dphase_k is not None:
             dphase_q, dphase_k = dphase_q + dphase_k, None
         dstate = [next(others) if needs.state else None for _ in state]
-        return None, None, None, dgate, domega, dphase_q, dphase_k, dq, dk, dv, *dstate
+        return None, dgate, domega, dphase_q, dphase_k, dq, dk, dv, *dstate
