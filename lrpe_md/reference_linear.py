@@ -445,8 +445,8 @@ def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
 
     def earlier(t: Tensor, by: int) -> Tensor:
         moved = torch.cat([torch.zeros_like(t[:, :, :by]), t[:, :, : size - by]], dim=2)
-        index = torch.arange(size, device=sequence.device)
-        same = (index >= by) & (sequence == sequence[(index - by).clamp_min(0)])
+        index = (torch.arange(size, device=sequence.device) - by).clamp_min(0)
+        same = sequence == sequence[index]
         return torch.where(same.reshape(shape), moved, 0)
 
     while reach < size:

@@ -501,6 +501,43 @@ def test_a_known_call_is_not_checked_again(case, monkeypatch, device):
     assert (expected[0]["o"] != expected[1]["o"]).any()
 
 
+def test_calls_of_other_options_are_other_calls(device):
+    """Each after all the others are known: values, keys by value and by type."""
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device) for _ in range(3))
+    omega = torch.rand(1, 4, 1, dtype=torch.float64, device=device)
+    state = (torch.ones(1, 2, 8, 4).double().to(device), torch.ones(1, 2, 4).double().to(device))
+    cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+    options = [
+        {}, {"is_causal": True}, {"block": 1}, {"block": 2}, {"act": "softplus"}, {"normalizer": "encoded"},
+        {"normalizer": "none"}, {"eps": 0.5}, {"eps": 10.0}, {"order": "sin_cos"}, {"cu_seqlens": cu_seqlens},
+        {"gate": torch.rand(1, 1, 6, device=device)}, {"gate": torch.rand(1, 1, 6, device=device) < 0.5},
+        {"positions": Grid((5,), prefix=1)}, {"positions": Grid((5,), suffix=1)}, {"state": state},
+        {"phase": omega[..., 0]}, {"map": None, "omega": None}, {"act": "softmax", "dim": -1},
+        {"act": "softmax", "dim": -2}, {"map": "rotate", "omega": omega[:, :2]},
+        {"map": "rotate", "omega": omega[:, :2], "pairs": "interleaved"},
+        {"map": "rotate", "omega": omega[:, :1], "rotary_dim": 2},
+    ]  # fmt: skip
+    plain = {"omega": omega, "positions": Grid((6,))}
+
+    def run(changes, impl):
+        whole = changes.get("dim") == -2  # has no state
+        found = linear_attention(q, k, v, **{**plain, **changes}, return_state=not whole, impl=impl)
+        return [found] if whole else [found[0], *(t for t in found[1] if t is not None)]
+
+    expected = []
+    for changes in options:
+        calls.remembered.clear()
+        expected.append(run(changes, "reference"))
+    for _ in range(2):
+        for changes, right in zip(options, expected, strict=True):
+            for a, b in zip(run(changes, "triton"), right, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda m, c=changes: f"{c}: {m}")
+    with pytest.raises(ValueError, match="block: expected an integer"):
+        run({"block": True}, "triton")  # 1 is known
+    with pytest.raises(ValueError, match="block: expected an integer"):
+        run({"block": 2.0}, "triton")
+
+
 def test_outputs_may_be_changed_in_place(map, impl, device):
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
         base = torch.randn(2, 3, 6, 4, device=device, requires_grad=True)
