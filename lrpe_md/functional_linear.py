@@ -9,7 +9,7 @@ from torch import Tensor
 from .engine.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear_call import LinearOptions, MapOrNone, NormalizerName, Sides, State
 from .engine.linear_dispatch import run_linear
-from .engine.linear_validate import Given
+from .engine.linear_validate import Given, as_state
 
 __all__ = ["linear_attention"]
 
@@ -86,5 +86,5 @@ def linear_attention(
     options = LinearOptions(
         map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl
     )  # fmt: skip
-    tensors: Any = () if state is None else tuple(t for t in state if t is not None)
-    return run_linear(options, Given(q, k, v, gate, cu_seqlens, tensors), Sides(omega, positions, phase, amplitude))
+    given = Given(q, k, v, gate, cu_seqlens, as_state(state))
+    return run_linear(options, given, Sides(omega, positions, phase, amplitude))

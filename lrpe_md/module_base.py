@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .engine.linear_call import Description
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
@@ -220,18 +221,28 @@ class FrequencyModule(nn.Module):
                     f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
                 ) from None
 
+    def describe(self) -> Description:
+        """What :func:`lrpe_md.linear_attention` takes of this encoding, as it is now."""
+        map_: Any = self.map
+        return Description(
+            map_, self.get_omega(), self.act, self.dim, self._own_phase(), self.pairs, self.rotary_dim,
+            self._buffers.get("amplitude"), self.order, self.impl,
+        )  # fmt: skip
+
+    def _own_phase(self) -> Any:
+        """The phase, on the keys alone as a pair."""
+        phase = self.phase
+        if phase is None:
+            return None
+        if self.phase_range is not None:
+            # The gradient passes the bounds, which else would hold what they caught, or what begins there.
+            phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
+        return (None, phase) if self.keys_alone else phase
+
     def _encode(self, xs: tuple[Tensor, ...], positions: Any) -> Any:
-        phase: Any = self.phase
-        if phase is not None:
-            if self.phase_range is not None:
-                # The gradient passes the bounds, which else would hold what they caught, or what begins there.
-                phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
-            if self.keys_alone:
-                if len(xs) != 2:
-                    raise ValueError(
-                        f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors"
-                    )
-                phase = (None, phase)
+        phase: Any = self._own_phase()
+        if type(phase) is tuple and len(xs) != 2:
+            raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         if self.map == "cosine":
             return cosine(

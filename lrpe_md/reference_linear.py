@@ -262,7 +262,7 @@ def attend_encoded(
         else:
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
-        return o.to(dtype or v.dtype), tuple(t for t in after if t is not None)
+        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
@@ -311,7 +311,7 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    chunks: Any = torch.sym_max(-(-num_tokens // CHUNK), 1)
+    chunks = num_tokens // CHUNK + 1  # at least a token is added: none would be another graph to a compiler
     pad = chunks * CHUNK - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, CHUNK)))
     through = _accumulate(before, _sum(terms, operands))
@@ -445,8 +445,8 @@ def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
 
     def earlier(t: Tensor, by: int) -> Tensor:
         moved = torch.cat([torch.zeros_like(t[:, :, :by]), t[:, :, : size - by]], dim=2)
-        index = torch.arange(size, device=sequence.device)
-        same = (index >= by) & (sequence == sequence[(index - by).clamp_min(0)])
+        index = (torch.arange(size, device=sequence.device) - by).clamp_min(0)
+        same = sequence == sequence[index]
         return torch.where(same.reshape(shape), moved, 0)
 
     while reach < size:

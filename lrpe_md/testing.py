@@ -515,7 +515,7 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
     def forward(
         qkv: Sequence[Tensor], omega: Any = None, phase: Any = None, gate: Any = None, state: Sequence[Tensor] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        phases = (None, phase) if case.phase == "k" else phase
+        phases = (None, phase) if case.phase == "k" and phase is not None else phase
         options: dict[str, Any] = {
             "map": case.map, "act": case.act, "dim": case.dim, "pairs": case.pairs, "rotary_dim": case.rotary_dim,
             "order": case.order, "normalizer": case.normalizer, "is_causal": case.mask == "causal",
@@ -526,7 +526,7 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
             given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state))
             sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
             call = validate_linear(LinearOptions(**options), given, sides)
-            return linear_boundary.run_reference(call, q, k, v, gate, state, operands)
+            return linear_boundary.run_reference(call, linear_boundary.Operands(q, k, v, gate, tuple(state)), operands)
         before: Any = tuple(state) or None
         found: Any = linear_attention(
             *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..reference import Act, MapName, Spec
 
 __all__ = [
     "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "Options", "Order", "Pairs", "Positions", "Spec",
-    "Tables", "Variant", "declare", "flatten", "remember", "remembered", "unflatten",
+    "Tables", "Variant", "declare", "flatten", "remember", "remembered", "take_fields", "unflatten",
 ]  # fmt: skip
 
 Impl = Literal["auto", "triton", "reference"]
@@ -178,16 +178,17 @@ class Variant(NamedTuple):
 # --- across the registered operators -------------------------------------------------------------------------
 
 _TYPES: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]",
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]", float: "float",
+    bool: "bool",
 }  # fmt: skip
 
 
-def declare(kind: type, integer: str = "int") -> str:
-    """The arguments of an operator's schema for the fields of a value."""
+def declare(kind: type, integer: str = "int", prefix: str = "") -> str:
+    """The arguments of an operator's schema for the fields of a value, their names with a prefix."""
     hints = get_type_hints(kind)
     fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
     types = {name: "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]] for name in fields}
-    return ", ".join(f"{types[name].replace('int', integer)} {name}" for name in fields)
+    return ", ".join(f"{types[name].replace('int', integer)} {prefix}{name}" for name in fields)
 
 
 def flatten(call: Call) -> tuple[Any, ...]:
@@ -202,14 +203,15 @@ def flatten(call: Call) -> tuple[Any, ...]:
 def unflatten(args: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
     """The inverse of :func:`flatten`, and the arguments behind."""
     values = iter(args)
-
-    def take(kind: Callable[..., Any]) -> Any:
-        fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportFunctionMemberAccess]
-        found = (next(values) for _ in fields)
-        return kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
-
-    tables, layout, spec = take(Tables), take(Layout), take(Spec)
+    tables, layout, spec = take_fields(Tables, values), take_fields(Layout, values), take_fields(Spec, values)
     return Call(spec, layout, tables), tuple(values)
+
+
+def take_fields(kind: Callable[..., Any], values: Iterator[Any]) -> Any:
+    """A value of the next arguments."""
+    fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportFunctionMemberAccess]
+    found = (next(values) for _ in fields)
+    return kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
 
 
 # --- the memo ------------------------------------------------------------------------------------------------
@@ -225,12 +227,13 @@ class Known(NamedTuple):
     launches: dict[Hashable, Any]
 
 
-remembered: dict[Hashable, Known] = {}
+remembered: dict[Hashable, Any] = {}
+AnyKnown = TypeVar("AnyKnown")
 
 
-def remember(key: Hashable, spec: Spec, layout: Layout) -> Known:
+def remember(key: Hashable, known: AnyKnown) -> AnyKnown:
     """For the next call that looks like this one."""
     if len(remembered) >= _LARGEST:
         remembered.clear()
-    known = remembered[key] = Known(spec, layout, {})
+    remembered[key] = known
     return known

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from . import boundary, sharding
-from .call import Call, Options, Tables, remember, remembered
+from .call import Call, Known, Options, Tables, remember, remembered
 from .memory import memory_order
 from .validate import IMPLS, check_impl, check_input, validate
 
@@ -37,7 +37,7 @@ def run(
         known = remembered.get(key)
         if known is None:
             checked = validate(options, xs, omega, positions, phase, amplitude)
-            known = remember(key, checked.spec, checked.layout)
+            known = remember(key, Known(checked.spec, checked.layout, {}))
         spec, layout, launches = known
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row

@@ -15,7 +15,7 @@ from triton.compiler import CompiledKernel
 
 from ..positions.grid import affine_on, grid_coordinates
 from . import kernels
-from .call import Call, Layout, Needs, Tables, Variant, remember, remembered
+from .call import Call, Known, Layout, Needs, Tables, Variant, remember, remembered
 from .kernels.signature import pack
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
@@ -174,7 +174,7 @@ def _recall_launches(call: Call, rows: Rows) -> dict:
     tensors = (*rows.xs, *rows.dys, *call.tables)
     metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
     key = "launches", call.spec, call.layout, len(rows.xs), len(rows.dys), metas
-    known = remembered.get(key) or remember(key, call.spec, call.layout)
+    known = remembered.get(key) or remember(key, Known(call.spec, call.layout, {}))
     return known.launches
 
 

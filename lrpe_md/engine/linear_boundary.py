@@ -1,46 +1,320 @@
-"""The boundary of linear attention with PyTorch."""
+"""The boundary of linear attention with PyTorch: what :mod:`lrpe_md.engine.boundary` is for the maps.
+
+First-order reverse mode runs the kernels; a function transform, a dual number or a double backward runs the reference.
+Plain eager tensors call the launcher directly; compilers, tensor subclasses and dispatch modes see the registered
+operators ``lrpe_md::linear_forward`` and ``lrpe_md::linear_backward``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .. import reference_linear
 from ..reference_linear import Angles
-from .linear_call import LinearCall, Side, ends_of
-from .memory import arrange_in_memory, memory_order
+from .boundary import is_plain, transforming
+from .call import Layout, Tables
+from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, ends_of, flatten_linear, unflatten_linear
+from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
-__all__ = ["run_reference"]
+__all__ = ["Operands", "backward", "forward", "run_kernels", "run_reference"]
+
+
+class Operands(NamedTuple):
+    """What is not in the call. state: S and Σ, S alone, or nothing."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    state: tuple[Tensor, ...]
+
+
+def run_kernels(
+    call: LinearCall, operands: Operands, return_state: bool, direct: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """o, and with ``return_state`` the state behind; differentiable once in reverse mode (more through the reference).
+
+    direct: :func:`lrpe_md.engine.boundary.is_direct` of the operands and the tables.
+    """
+    q, k, v, gate, state = operands
+    omega, phase_q, phase_k = call.q_tables.omega, call.q_tables.phase, call.k_tables.phase
+    learned = (q, k, v, omega, gate, phase_q, phase_k, *state)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
+        phase_k = None if phase_k is phase_q else phase_k
+        if torch.compiler.is_compiling():  # Dynamo takes a tensor once
+            k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
+        how = _How(call, direct, return_state)
+        o, *after = _Attend.apply(how, gate, omega, phase_q, phase_k, q, k, v, *state)
+    else:
+        o, *after = forward(call, operands, return_state, False, direct)
+    return o, tuple(after)
 
 
 def run_reference(
-    call: LinearCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    state: Sequence[Tensor],
-    operands: torch.dtype | None = None,
+    call: LinearCall, operands: Operands, rounded: torch.dtype | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The reference on the arguments of an operator: o, and the state behind the last token.
 
-    operands: see :func:`lrpe_md.reference_linear.attend`.
+    rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
     """
+    q, k, v, gate, state = operands
     o, after = reference_linear.attend(
         call.attention, call.spec, q, k, v,
-        q_angles=_angles(call, Side(call.q_layout, call.q_tables)),
-        k_angles=_angles(call, Side(call.k_layout, call.k_tables)),
-        gate=gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout),
-        operands=operands,
+        q_angles=_angles(call, call.q_layout, call.q_tables), k_angles=_angles(call, call.k_layout, call.k_tables),
+        gate=gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), operands=rounded,
     )  # fmt: skip
     return arrange_in_memory(o, memory_order(q)), after
 
 
-def _angles(call: LinearCall, side: Side) -> Angles | None:
+def _angles(call: LinearCall, layout: Layout, tables: Tables) -> Angles | None:
     if call.spec.map == "none":
         return None
-    tables = side.tables
-    coords, rotated = side.layout.positions(tables, tables.omega.device)
+    coords, rotated = layout.positions(tables, tables.omega.device)
     return Angles(coords, rotated, tables.omega, tables.phase, tables.amplitude)
+
+
+def _differentiate_reference(
+    call: LinearCall, operands: Operands, grads: Sequence[Tensor], needs: LinearNeeds, create_graph: bool = False
+) -> list[Tensor]:
+    """dq, dk, dv, and the gradients that are needed.
+
+    Views stand in for the saved tensors: were those differentiated, paths through the user's own graph (k made from
+    q, frequencies shared by layers) would be counted as well.
+    """
+    found: list[Tensor] = []
+
+    def leaf(t: Tensor, needed: bool = True) -> Tensor:
+        if not needed:
+            return t
+        found.append(t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_())
+        return found[-1]
+
+    q, k, v, gate, state = operands
+    with torch.enable_grad():
+        q, k, v = leaf(q), leaf(k), leaf(v)
+        gate = gate if gate is None else leaf(gate, needs.gate)
+        omega, (phase_q, phase_k) = call.q_tables.omega, (call.q_tables.phase, call.k_tables.phase)
+        omega = leaf(omega, needs.omega)
+        phase_q = phase_q if phase_q is None else leaf(phase_q, needs.phase_q)
+        phase_k = phase_k if phase_k is None else leaf(phase_k, needs.phase_k)
+        state = tuple(leaf(t, needs.state) for t in state)
+        call = call._replace(
+            q_tables=call.q_tables._replace(omega=omega, phase=phase_q),
+            k_tables=call.k_tables._replace(omega=omega, phase=phase_k),
+        )
+        o, after = run_reference(call, Operands(q, k, v, gate, state))
+        outputs = [o, *after][: len(grads)]
+        pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+        return list(
+            torch.autograd.grad(
+                [t for t, _ in pairs], found, [g for _, g in pairs],
+                create_graph=create_graph, allow_unused=True, materialize_grads=True,
+            )
+        )  # fmt: skip
+
+
+# --- operators -------------------------------------------------------------------------------------------
+
+_lib = torch.library.Library("lrpe_md", "FRAGMENT")
+_lib.define(
+    f"linear_forward(Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, {LINEAR_CALL}, bool return_state, "
+    "bool keep) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "linear_backward(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, Tensor[] saved, "
+    f"{LINEAR_CALL}, bool need_gate, bool need_omega, bool need_phase_q, bool need_phase_k, bool need_state) "
+    "-> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _launcher() -> Any:
+    """Imported where triton is, and needed."""
+    from . import linear_launch  # pyright: ignore[reportAttributeAccessIssue]
+
+    return linear_launch
+
+
+def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool, direct: bool) -> list[Tensor]:
+    """o, with ``return_state`` S and Σ, with ``keep`` what the backward would else form again."""
+    q, k, v, gate, state = operands
+    if direct:
+        return _launcher().forward(call, q, k, v, gate, state, return_state, keep)
+    return torch.ops.lrpe_md.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep)
+
+
+def backward(
+    call: LinearCall,
+    grads: Sequence[Tensor],
+    operands: Operands,
+    saved: Sequence[Tensor],
+    needs: LinearNeeds,
+    direct: bool,
+) -> list[Tensor]:
+    """dq, dk, dv, and the gradients that are needed. grads: of o, or of o, S and Σ."""
+    q, k, v, gate, state = operands
+    if direct:
+        do, *dstate = grads
+        return _launcher().backward(call, do, dstate, q, k, v, gate, state, saved, needs)
+    return torch.ops.lrpe_md.linear_backward(
+        list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs
+    )
+
+
+def _forward_cuda(*args: Any) -> list[Tensor]:
+    operands, (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    return forward(call, operands, return_state, keep, direct=True)
+
+
+def _backward_cuda(grads: list[Tensor], *args: Any) -> list[Tensor]:
+    operands, (call, needs) = _operands(args), unflatten_linear(args[6:])
+    return backward(call, grads, operands, args[5], LinearNeeds(*needs), direct=True)
+
+
+def _operands(args: Sequence[Any]) -> Operands:
+    q, k, v, gate, state, *_ = args
+    return Operands(q, k, v, gate, tuple(state))
+
+
+def _forward_reference(*args: Any) -> list[Tensor]:
+    operands, (call, (return_state, _)) = _operands(args), unflatten_linear(args[5:])
+    with torch.no_grad():
+        o, after = run_reference(call, operands)
+        out = [like_in_memory(operands.q, o.shape[3]).copy_(o)]
+        return out + [t.clone() for t in after] if return_state else out
+
+
+def _backward_reference(grads: list[Tensor], *args: Any) -> list[Tensor]:
+    operands, (call, needs) = _operands(args), unflatten_linear(args[6:])
+    with _recording():
+        found = _differentiate_reference(call, operands, grads, LinearNeeds(*needs))
+    dqkv = [like_in_memory(x, dx.shape[3]).copy_(dx) for x, dx in zip(operands[:3], found, strict=False)]
+    return dqkv + [t.detach().clone(memory_format=torch.contiguous_format) for t in found[3:]]
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd again, which lies behind where it calls an operator, or a mode that watches does."""
+    exclude: Any = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    include: Any = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def _forward_fake(*args: Any) -> list[Tensor]:
+    (q, k, v, _, _), (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    out = [like_in_memory(q, v.shape[3])]
+    if return_state:
+        batch = k.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+        width = call.spec.out_dim(k.shape[3])
+        sizes: list[tuple[int, ...]] = [(batch, k.shape[1], width, v.shape[3])]
+        if call.attention.normalizer != "none":
+            sizes.append((batch, k.shape[1], k.shape[3] if call.attention.normalizer == "unrotated" else width))
+        out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in sizes]
+    if keep:
+        shapes = _launcher().saved_shapes(call, tuple(q.shape), tuple(k.shape), tuple(v.shape))
+        out += [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return out
+
+
+def _backward_fake(grads: list[Tensor], *args: Any) -> list[Tensor]:
+    (q, k, v, gate, state), (call, needs) = _operands(args), unflatten_linear(args[6:])
+    need = LinearNeeds(*needs)
+    out = [like_in_memory(x, x.shape[3]) for x in (q, k, v)]
+    for t, needed in (
+        (gate, need.gate),
+        (call.q_tables.omega, need.omega),
+        (call.q_tables.phase, need.phase_q),
+        (call.k_tables.phase, need.phase_k),
+        *((t, need.state) for t in state),
+    ):
+        if t is not None and needed:
+            out.append(torch.empty_like(t, memory_format=torch.contiguous_format))
+    return out
+
+
+_lib.impl("linear_forward", _forward_cuda, "CUDA")
+_lib.impl("linear_backward", _backward_cuda, "CUDA")
+_lib.impl("linear_forward", _forward_reference, "CompositeExplicitAutograd")
+_lib.impl("linear_backward", _backward_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("lrpe_md::linear_forward", _forward_fake, lib=_lib)
+torch.library.register_fake("lrpe_md::linear_backward", _backward_fake, lib=_lib)
+
+
+# --- autograd --------------------------------------------------------------------------------------------
+
+
+class _How(NamedTuple):
+    """What the function below takes beside what it differentiates."""
+
+    call: LinearCall
+    direct: bool
+    return_state: bool
+
+
+class _Attend(torch.autograd.Function):
+    """Of gate, omega, phase_q, phase_k, q, k, v and the state. Saves them, and of what the forward formed what the
+    launcher says.
+
+    gate, omega and the phases are those of the call, given again as what has a gradient; phase_k is None where it is
+    phase_q.
+    """
+
+    @staticmethod
+    def forward(ctx, how, gate, *tensors):
+        call, direct, return_state = how
+        _, _, _, q, k, v, *state = tensors
+        state = tuple(state)
+        operands = Operands(q, k, v, gate, state)
+        # What is kept, and of which size, depends on the sizes: a graph for all sizes forms it again, and so does the
+        # operator where it is the reference.
+        keep = direct or (q.is_cuda and all(has_static_value(size) for x in (q, k, v) for size in x.shape))
+        out = forward(call, operands, return_state, keep, direct)
+        num = 1 if not return_state else 2 if call.attention.normalizer == "none" else 3
+        one_side = call.k_tables is call.q_tables
+        one_phase = call.k_tables.phase is call.q_tables.phase
+        tables = call.q_tables if one_side else (*call.q_tables, *call.k_tables)
+        ctx.save_for_backward(q, k, v, gate, call.cu_seqlens, *tables, *state, *out[num:])
+        ctx.args = call.attention, call.spec, call.q_layout, call.k_layout, call.launches, one_side, one_phase, direct
+        ctx.num_states = len(state)
+        return tuple(out[:num])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        attention, spec, q_layout, k_layout, launches, one_side, one_phase, direct = ctx.args
+        q, k, v, gate, cu_seqlens, *rest = ctx.saved_tensors
+        size = len(Tables._fields)
+        q_tables = k_tables = Tables(*rest[:size])
+        if not one_side:
+            k_tables, rest = Tables(*rest[size : 2 * size]), rest[size:]
+        state, saved = tuple(rest[size : size + ctx.num_states]), rest[size + ctx.num_states :]
+        call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches)
+        operands = Operands(q, k, v, gate, state)
+        _, need_gate, need_omega, need_phase_q, need_phase_k, _, _, _, *need_state = ctx.needs_input_grad
+        need_phase_k = need_phase_q if one_phase else need_phase_k
+        needs = LinearNeeds(need_gate, need_omega, need_phase_q, need_phase_k, any(need_state))
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
+            found = _differentiate_reference(call, operands, grads, needs, create_graph=True)
+        elif not compiling and (transforming() or any(is_legacy_batchedtensor(g) for g in grads)):
+            # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
+            found = _differentiate_reference(call, operands, grads, needs)
+        else:
+            found = backward(call, grads, operands, saved, needs, direct and is_plain(grads))
+        dq, dk, dv, *others = found
+        others = iter(others)
+        dgate, domega, dphase_q, dphase_k = (next(others) if needed else None for needed in needs[:4])
+        if one_phase and dphase_q is not None and dphase_k is not None:
+            dphase_q, dphase_k = dphase_q + dphase_k, None
+        dstate = [next(others) if needs.state else None for _ in state]
+        return None, dgate, domega, dphase_q, dphase_k, dq, dk, dv, *dstate

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from ..reference_linear import Attention
-from .call import Act, Impl, Layout, Options, Order, Pairs, Spec, Tables
+from .call import Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, declare, take_fields
 
 __all__ = [
-    "LinearCall", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName", "Side", "Sides", "State", "ends_of",
+    "LINEAR_CALL", "Description", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone",
+    "NormalizerName", "Sides", "State", "ends_of", "flatten_linear", "unflatten_linear",
 ]  # fmt: skip
 
 MapOrNone = Literal["cosine", "rotate"] | None
@@ -42,6 +43,21 @@ class LinearOptions(NamedTuple):
         return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl)
 
 
+class Description(NamedTuple):
+    """An encoding's part of a call: keyword arguments of :func:`lrpe_md.linear_attention`."""
+
+    map: MapOrNone
+    omega: Tensor | None = None
+    act: Act = "none"
+    dim: int | None = None
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None
+    pairs: Pairs = "half"
+    rotary_dim: int | slice | None = None
+    amplitude: float | Tensor | None = None
+    order: Order = "cos_sin"
+    impl: Impl = "auto"
+
+
 class Sides(NamedTuple):
     """Frequencies and places, as they were given: one for q and k, or of positions and phase a pair."""
 
@@ -65,20 +81,13 @@ class LinearCall(NamedTuple):
     launches: dict[Hashable, Any] | None = None
 
 
-class Side(NamedTuple):
-    """Where the tokens of q or of k are."""
-
-    layout: Layout
-    tables: Tables
-
-
 class LinearNeeds(NamedTuple):
     """Which gradients a backward forms beside those of q, k and v, in their order."""
 
     gate: bool = False
-    omega: bool = False
-    q_phase: bool = False  # of the phase that q and k share: what both leave
-    k_phase: bool = False  # of a phase of k's own
+    omega: bool = False  # of q and of k, summed
+    phase_q: bool = False  # what q leaves, and
+    phase_k: bool = False  # what k does, also where they share a phase
     state: bool = False  # S and Σ
 
 
@@ -88,3 +97,43 @@ def ends_of(layout: Layout) -> tuple[int, int]:
     before = max(0, min(prefix - start, num_tokens))
     after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
     return before, after
+
+
+# --- across the registered operators -------------------------------------------------------------------------
+
+LINEAR_CALL = ", ".join(
+    [
+        declare(Attention, "SymInt"), declare(Spec), declare(Layout, "SymInt", "q_"), declare(Layout, "SymInt", "k_"),
+        declare(Tables, prefix="q_"), declare(Tables, prefix="k_"), "Tensor? cu_seqlens", "bool one_side",
+    ]
+)  # fmt: skip
+
+
+def flatten_linear(call: LinearCall) -> tuple[Any, ...]:
+    """A call as arguments of an operator: those of ``LINEAR_CALL``."""
+    parts = (call.attention, call.spec, call.q_layout, call.k_layout, call.q_tables, call.k_tables)
+    values = tuple(list(value) if isinstance(value, tuple) else value for part in parts for value in part)
+    return *values, call.cu_seqlens, call.k_tables is call.q_tables and call.k_layout == call.q_layout
+
+
+def unflatten_linear(args: Sequence[Any]) -> tuple[LinearCall, tuple[Any, ...]]:
+    """The inverse of :func:`flatten_linear`, and the arguments behind."""
+    values = iter(args)
+    kinds: Any = (Attention, Spec, Layout, Layout, Tables, Tables)
+    attention, spec, q_layout, k_layout, q_tables, k_tables = (take_fields(kind, values) for kind in kinds)
+    cu_seqlens, one_side = next(values), next(values)
+    if one_side:
+        k_layout, k_tables = q_layout, q_tables
+    return LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens), tuple(values)
+
+
+# --- the memo ------------------------------------------------------------------------------------------------
+
+
+class LinearKnown(NamedTuple):
+    """What sizes, dtypes and devices decide, and the launches that were prepared for them."""
+
+    attention: Attention
+    spec: Spec
+    layout: Layout
+    launches: dict[Hashable, Any]

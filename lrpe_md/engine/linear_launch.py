@@ -174,7 +174,7 @@ class Work:
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
-        self.need_dangles = needs.omega or needs.q_phase or needs.k_phase
+        self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
 
     def describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
@@ -535,7 +535,7 @@ def backward(
     call: LinearCall, do: Tensor, dstate: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None,
     state: Sequence[Tensor], saved: Sequence[Tensor], needs: LinearNeeds,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk and dv, then what is needed of dβ, dω, dφ of q (or of both), dφ of k, dS and dΣ, in this order."""
+    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, dS and dΣ, in this order."""
     work = Work(call, (q, k, v, do), gate, needs)
     sizes = work.sizes
     one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
@@ -668,7 +668,7 @@ def differentiate_causal(
 
 
 def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
-    """dω, dφ of q or of both, dφ of k: those that are needed."""
+    """dω, dφ of q, dφ of k: those that are needed."""
     needs, channels = work.needs, work.call.spec.num_channels
     q_part, k_part = grads.q_partial, grads.k_partial
     if q_part is None or k_part is None:
@@ -682,10 +682,9 @@ def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
         partial = part.reshape(-1, max(given), axes, channels)
         return reduce_partial(partial, Call(work.call.spec, work.call.q_layout, tables), wanted)
 
-    shared = q_tables.phase is k_tables.phase
     found = reduce(both, q_tables, Needs(omega=True)) if needs.omega else []
-    if needs.q_phase:
-        found += reduce(both if shared else q_part, q_tables, Needs(phase=True))
-    if needs.k_phase:
+    if needs.phase_q:
+        found += reduce(q_part, q_tables, Needs(phase=True))
+    if needs.phase_k:
         found += reduce(k_part, k_tables, Needs(phase=True))
     return found

@@ -12,13 +12,23 @@ from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
 from .call import Layout, Spec, Tables
-from .linear_call import LinearCall, LinearOptions, NormalizerName, Side, Sides
+from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .validate import check_act, check_impl, check_input, locate, validate
 
-__all__ = ["NEVER_NEGATIVE", "Given", "check_normalizer", "check_sequence_softmax", "validate_linear"]
+__all__ = [
+    "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",
+    "check_sequence_softmax", "no_frequencies", "validate_linear",
+]  # fmt: skip
 
 NORMALIZER_NAMES = get_args(NormalizerName)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
+
+
+class _Side(NamedTuple):
+    """Where the tokens of q or of k are."""
+
+    layout: Layout
+    tables: Tables
 
 
 class Given(NamedTuple):
@@ -40,7 +50,7 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     check_input("q", q, q)
     check_input("k", k, q, other_length=apart or (options.map is None and sides.positions is None))
     _check_values(v, q, k)
-    _check_gate(given.gate, k)
+    check_gate(given.gate, k)
     if apart and attention.mask != "full":
         which = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected one for q and k with {which}, whose order they share, got a pair")
@@ -64,8 +74,7 @@ def _attend_how(options: LinearOptions) -> Attention:
         raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
     check_act(options.act, options.dim)
     check_normalizer(options.normalizer, options.act)
-    if not isinstance(options.eps, (int, float)) or isinstance(options.eps, bool) or not options.eps > 0:
-        raise ValueError(f"eps: expected a number above 0, got {options.eps!r}")
+    check_eps(options.eps)
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
@@ -87,6 +96,11 @@ def check_normalizer(normalizer: Any, act: str) -> None:
             f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
             f"one of {NEVER_NEGATIVE}, got act={act!r}; choose one, or normalizer='none' or 'encoded'"
         )
+
+
+def check_eps(eps: Any) -> None:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps > 0:
+        raise ValueError(f"eps: expected a number above 0, got {eps!r}")
 
 
 def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
@@ -123,7 +137,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_gate(gate: Any, k: Tensor) -> None:
+def check_gate(gate: Any, k: Tensor) -> None:
     if gate is None:
         return
     batch, heads, num_tokens, _ = k.shape
@@ -159,13 +173,18 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
-    num_tokens, prefix, num_grid, start, _ = layout
+    num_grid = layout.num_grid_tokens
     if num_grid % block:
         raise ValueError(
             f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (of a video the tokens of a "
             f"frame), got {block}"
         )
-    total = positions.total if isinstance(positions, Grid) else num_tokens
+    check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)
+
+
+def check_edges(layout: Layout, total: int, block: int) -> None:
+    """A shard of a sequence of so many tokens must not cut a block."""
+    num_tokens, prefix, num_grid, start, _ = layout
     for edge in (start, start + num_tokens):
         inside = edge - prefix
         if not (edge == 0 or edge == total or (0 <= inside <= num_grid and inside % block == 0)):
@@ -173,6 +192,18 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
                 f"block: expected a shard of whole blocks of {block} tokens, prefix and suffix being blocks of their "
                 f"own, got tokens {start} to {start + num_tokens} behind a prefix of {prefix}"
             )
+
+
+def as_state(state: Any) -> tuple[Tensor, ...]:
+    """The tensors of (S, Σ), (S, None) or None."""
+    if state is None:
+        return ()
+    if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
+        what = type(state).__name__
+        raise TypeError(
+            f"state: expected (S, Σ), or (S, None) with normalizer='none', as return_state gives, got {what}"
+        )
+    return tuple(t for t in state if t is not None)
 
 
 def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
@@ -205,7 +236,7 @@ def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
 # --- where q and k are ----------------------------------------------------------------------------------------------
 
 
-def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
     q, k = given.q, given.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
@@ -222,7 +253,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Si
     _, positions, phase, amplitude = sides
     if type(positions) is not tuple and type(phase) is not tuple:
         spec, layout, tables, _ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
-        side = Side(layout, tables)
+        side = _Side(layout, tables)
         return spec, side, side
     both = _pair("positions", positions), _pair("phase", phase)
     (spec, q_layout, q_tables, _), (_, k_layout, k_tables, _) = (
@@ -230,7 +261,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Si
         for x, where, phi in zip((q, k), *both, strict=True)
     )
     # One tensor for both sides, where a number was laid out.
-    return spec, Side(q_layout, q_tables), Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
+    return spec, _Side(q_layout, q_tables), _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
@@ -242,7 +273,12 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     return value
 
 
-def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, Side, Side]:
+def no_frequencies(q: Tensor) -> Tensor:
+    """Stands for omega where there is none."""
+    return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
+
+
+def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
     """Of a grid the prefix and suffix matter, for the blocks."""
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
@@ -251,10 +287,10 @@ def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tu
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
     spec = Spec("none", options.act, options.dim or 0)
-    tables = Tables(given.q.new_empty((1, 0, 0), dtype=torch.float32))
+    tables = Tables(no_frequencies(given.q))
     layouts = []
     for x, where in zip((given.q, given.k), _pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
         layout = Layout(num_tokens, 0, num_tokens, 0, ()) if where is None else locate(where, x).layout
         layouts.append(layout._replace(sizes=()))
-    return spec, Side(layouts[0], tables), Side(layouts[1], tables)
+    return spec, _Side(layouts[0], tables), _Side(layouts[1], tables)

@@ -17,7 +17,10 @@ from torch import Tensor
 from .call import Call, Layout, Spec, Tables
 from .memory import strides_in_memory
 
-__all__ = ["is_sharded", "run_shards"]
+__all__ = [
+    "BATCH", "HEADS", "TOKENS", "check_cut", "check_placements", "count_ranks", "is_sharded", "local_part",
+    "local_positions", "run_shards", "take_local",
+]  # fmt: skip
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
@@ -49,7 +52,7 @@ def run_shards(
             that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
     """
     spec, layout, tables, _ = call
-    _check(spec, xs, tables.omega, tables.phase)
+    check_placements(spec, xs, tables.omega, tables.phase)
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
         q, k = xs
@@ -57,9 +60,9 @@ def run_shards(
     from torch.distributed.tensor import DTensor
 
     for x in xs:
-        _check_cut(tables, x)
+        check_cut(tables, x)
     x = xs[0]
-    local = Call(spec, *_local_positions(layout, tables, x))
+    local = Call(spec, *local_positions(layout, tables, x))
     ys = run(local, tuple(x.to_local() for x in xs))
     out = []
     for x, y in zip(xs, ys, strict=True):
@@ -69,10 +72,10 @@ def run_shards(
     return tuple(out)
 
 
-def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
+def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
-    names = ("x",) if len(xs) == 1 else ("q", "k")
+    names = ("x",) if len(xs) == 1 else ("q", "k", "v")[: len(xs)]
     for name, x in zip(names, xs, strict=True):
         if not is_sharded(x):
             raise TypeError(
@@ -91,7 +94,7 @@ def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), "
                 f"got {what} in {tuple(x.placements)}; call {name}.redistribute first"
             )
-        if spec.dim == -2 and _ranks(x, TOKENS) > 1:
+        if spec.dim == -2 and count_ranks(x, TOKENS) > 1:
             raise ValueError(
                 f"dim: softmax over the sequence (-2) needs the whole sequence, got {name} with its tokens sharded, "
                 f"{tuple(x.placements)}; call {name}.redistribute first"
@@ -104,12 +107,12 @@ def _check(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
             )
 
 
-def _ranks(x: Any, dim: int) -> int:
+def count_ranks(x: Any, dim: int) -> int:
     """Number of shards of a dimension."""
     return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
 
 
-def _local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
+def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
     """The part of t that belongs to x's shard; ``dims`` are the dimensions of x that t has, with their numbers in t.
 
     A dimension that only x has leaves each rank a part of t's gradient, which the backward sums.
@@ -130,50 +133,50 @@ def _local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
     """Of a tensor (H or 1, ..)."""
     if t.shape[0] == 1:
-        return _local(t, x, {})
-    ranks = _ranks(x, HEADS)
+        return take_local(t, x, {})
+    ranks = count_ranks(x, HEADS)
     if t.shape[0] % ranks:
         raise ValueError(
             f"{name}: expected heads that {ranks} ranks divide, or 1 that all share, got {t.shape[0]} "
             f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
         )
-    return _local(t, x, {HEADS: 0})
+    return take_local(t, x, {HEADS: 0})
 
 
-def _local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
+def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
     omega, phase, coords, origin, affine, rotated, amplitude = tables
     omega = _local_heads("omega", omega, x)
     phase = None if phase is None else _local_heads("phase", phase, x)
-    affine = None if affine is None else _local(affine, x, {})
+    affine = None if affine is None else take_local(affine, x, {})
     amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
-    start, length = _local_part(x, TOKENS)
+    start, length = local_part(x, TOKENS)
     by_sample = {BATCH: 0} if any(t is not None and t.ndim == 3 for t in (coords, origin)) else {}
     if layout.sizes:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
-        origin = None if origin is None else _local(origin, x, by_sample)
+        origin = None if origin is None else take_local(origin, x, by_sample)
     else:
-        if _ranks(x, TOKENS) > 1:  # prefix and suffix become rows
+        if count_ranks(x, TOKENS) > 1:  # prefix and suffix become rows
             coords, rotated = layout.positions(tables, x.device)
             rotated = None if rotated is None else rotated.expand(coords.shape[:-1])
             layout = Layout(length, 0, length, 0, ())
         dims = {**by_sample, TOKENS: len(by_sample)}
-        coords = _local(coords, x, dims)
+        coords = take_local(coords, x, dims)
         if rotated is not None:
-            rotated = _local(rotated, x, dims)
+            rotated = take_local(rotated, x, dims)
     return layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude)
 
 
-def _check_cut(tables: Tables, x: Any) -> None:
+def check_cut(tables: Tables, x: Any) -> None:
     """Other tensors are cut as torch.chunk does: x must be, where they have its samples, heads or tokens."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
-        _local_part(x, HEADS)
+        local_part(x, HEADS)
     if any(t is not None and t.ndim == 3 for t in (coords, origin)):
-        _local_part(x, BATCH)
-    _local_part(x, TOKENS)
+        local_part(x, BATCH)
+    local_part(x, TOKENS)
 
 
-def _local_part(x: Any, dim: int) -> tuple[int, int]:
+def local_part(x: Any, dim: int) -> tuple[int, int]:
     """First sample, head or token of this rank's shard, and their number: those of torch.chunk."""
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):

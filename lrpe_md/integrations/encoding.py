@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..engine.linear_call import Description
 from ..engine.validate import check_act
 from ..functional import cosine, rotate
 from ..module_base import FrequencyModule
@@ -37,6 +38,11 @@ class Activation(nn.Module):
         super().__init__()
         check_act(act, dim)
         self.act, self.dim = act, dim
+
+    def describe(self) -> Description:
+        """What :func:`lrpe_md.linear_attention` takes of it."""
+        act: Any = self.act
+        return Description(None, act=act, dim=self.dim)
 
     def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
         return tuple(activate(x, self.act, self.dim) for x in xs)
@@ -291,15 +297,19 @@ class Stretched(nn.Module):
         self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
         self.register_load_state_dict_post_hook(_materialise)
 
+    def describe(self) -> Description:
+        """What :func:`lrpe_md.linear_attention` takes of it, stretched as it is now."""
+        own: Any = self.frequencies.describe()
+        gain = self.amplitude if own.amplitude is None else self.amplitude * own.amplitude
+        return own._replace(omega=own.omega * self.ratio, amplitude=gain)
+
     def forward(self, q: Tensor, k: Tensor, *, positions: Any) -> tuple[Tensor, Tensor]:
-        own = self.frequencies
-        phase: Any = (None, own.phase) if own.keys_alone else own.phase
-        gain: Any = own._buffers.get("amplitude")
+        own: Any = self.describe()
         options: dict[str, Any] = {
-            "omega": own.get_omega() * self.ratio, "positions": positions, "act": own.act, "dim": own.dim,
-            "phase": phase, "amplitude": self.amplitude if gain is None else self.amplitude * gain, "impl": own.impl,
+            "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
+            "amplitude": own.amplitude, "impl": own.impl,
         }  # fmt: skip
-        if isinstance(own, RotateMd):
+        if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
         return cosine(q, k, **options)
 

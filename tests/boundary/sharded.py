@@ -29,6 +29,8 @@ def case(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 def run(rank: int, world_size: int, backend: str, impl: str, folder: str) -> None:
     """A process: all cases, and a file that says which failed."""
+    import linear_sharded  # noqa: F401 its cases
+
     torch.set_num_threads(1)
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":

@@ -42,7 +42,7 @@ def test_tokens_of_a_rank(num_tokens):
             shape=(1, 1, num_tokens, 8), placements=(Shard(2), Shard(2)), device_mesh=mesh,
             to_local=lambda part=part: part[None, None, :, None],
         )  # fmt: skip
-        start, length = sharding._local_part(x, sharding.TOKENS)
+        start, length = sharding.local_part(x, sharding.TOKENS)
         assert list(range(start, start + length)) == part.tolist()
 
 

@@ -27,6 +27,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
     "module_base": {"engine", "frequencies", "functional"},
+    "modules_linear": {"engine", "functional_linear"},
     "modules": {"checks", "engine", "frequencies", "module_base", "positions", "presets"},
     "integrations": {
         "engine",
@@ -81,8 +82,18 @@ def test_the_layer_test_can_fail():
 
 ENGINE = {  # within the engine, from top to bottom
     "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
-    "linear_dispatch": {"boundary", "linear_boundary", "linear_call", "linear_validate"},
-    "linear_boundary": {"linear_call", "memory"},
+    "linear_dispatch": {
+        "boundary",
+        "call",
+        "dispatch",
+        "linear_boundary",
+        "linear_call",
+        "linear_sharding",
+        "linear_validate",
+        "sharding",
+    },
+    "linear_sharding": {"call", "linear_boundary", "linear_call", "linear_validate", "memory", "sharding"},
+    "linear_boundary": {"boundary", "call", "linear_call", "linear_launch", "memory"},
     "linear_validate": {"call", "linear_call", "validate"},
     "linear_call": {"call"},
     "boundary": {"call", "launch", "memory"},
@@ -178,7 +189,7 @@ def test_public_names():
     expected = {"cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d", "PresetMd", "Grid", "Coordinates", "Tokens"}
     expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
     expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
-    expected |= {"linear_attention"}
+    expected |= {"linear_attention", "LinearAttention"}
     assert expected == public - modules - {"Any", "Path"}
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):

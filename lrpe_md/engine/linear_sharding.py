@@ -1,0 +1,281 @@
+"""DTensors in linear attention: a call on sharded tensors is the same call on each rank's shard, and over tokens one
+sum of states between.
+
+Sharded over tokens, a rank forms the state of its own keys (a call without queries). Where all tokens see each other it
+reads the sum of all ranks' states (a call without keys); where they see what comes before, its own call goes on from
+the sum of the states of the ranks before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .call import Layout, Tables
+from .linear_boundary import Operands
+from .linear_call import LinearCall
+from .linear_validate import check_edges
+from .memory import strides_in_memory
+from .sharding import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    check_cut,
+    check_placements,
+    count_ranks,
+    is_sharded,
+    local_part,
+    local_positions,
+    take_local,
+)  # fmt: skip
+
+__all__ = ["run_shards"]
+
+State = tuple[Tensor, ...]
+Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the state where it is asked for
+
+
+def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
+    """``run`` on the local shards: o with q's placements, and a state that all ranks of the same tokens have whole.
+
+    Batch, heads and tokens may be sharded, as for the maps (:mod:`lrpe_md.engine.sharding`): what is plain counts as
+    replicated, and gradients are those of the whole computation. k and v are sharded as q is, or replicated: one key
+    head where q's heads are sharded, and the keys of cross-attention where its tokens are.
+
+    Raises:
+        TypeError: plain tensors among DTensors.
+        ValueError: what :func:`lrpe_md.engine.sharding.run_shards` raises; tokens over several axes of a mesh, or with
+            cu_seqlens; key heads that the ranks don't divide; a shard that cuts a block.
+    """
+    q, k, v, gate, state = operands
+    placed: Any = (q, k, v)
+    check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
+    _check(call, *placed)
+    local = _localize(call, q, k)
+    _check_local_blocks(call, local, q)
+    apart = _axes_apart(q, k)
+    here = Operands(
+        _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, apart),
+        tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, apart) for t in state),
+    )  # fmt: skip
+    over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
+    if over_tokens:
+        o, after = _run_tokens(run, local, here, placed[0].device_mesh.get_group(over_tokens[0]))
+    else:
+        o, after = run(local, here, return_state)
+    return _whole(o, q, v), tuple(_whole_state(t, q, k) for t in after) if return_state else ()
+
+
+def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
+    """With tokens sharded over the group: o of the local ones, and the state behind the last of all."""
+    q, k, v, gate, before = operands
+    alone = call._replace(
+        attention=call.attention._replace(mask="full", block=0),
+        **dict(zip(("q_layout", "q_tables"), _without_tokens(call.q_layout, call.q_tables), strict=True)),
+    )
+    _, own = run(alone, Operands(q[:, :, :0], k, v, gate, ()), True)
+    total = _add(tuple(_SumRanks.apply(t, group) for t in own), before)
+    if call.attention.mask == "full":
+        k_layout, k_tables = _without_tokens(call.k_layout, call.k_tables)
+        reading = call._replace(k_layout=k_layout, k_tables=k_tables)
+        none = None if gate is None else gate[:, :, :0]
+        return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], none, total), False)[0], total
+    start = _add(tuple(_SumBefore.apply(t, group, False) for t in own), before)
+    return run(call, Operands(q, k, v, gate, start), False)[0], total
+
+
+def _add(state: State, before: State) -> State:
+    return tuple(a + b for a, b in zip(state, before, strict=True)) if before else state
+
+
+def _without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
+    """No tokens, on the same frequencies; never the same value as those of the other side."""
+    tables = Tables(*tables)
+    if tables.coords is None:
+        return layout._replace(num_tokens=0), tables
+    rotated = None if tables.rotated is None else tables.rotated[..., :0]
+    return Layout(0, 0, 0, 0, ()), tables._replace(coords=tables.coords[..., :0, :], rotated=rotated)
+
+
+# --- between the ranks ------------------------------------------------------------------------------------------
+
+
+class _SumRanks(torch.autograd.Function):
+    """The sum over a group's ranks, whose gradients are parts."""
+
+    @staticmethod
+    def forward(ctx, t, group):
+        ctx.group = group
+        total = t.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _SumRanks.apply(*grads, ctx.group), None
+
+
+class _SumBefore(torch.autograd.Function):
+    """The sum over the ranks before this one in a group, or behind it."""
+
+    @staticmethod
+    def forward(ctx, t, group, behind):
+        ctx.group, ctx.behind = group, behind
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        each = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(each, t.contiguous(), group=group)
+        chosen = each[rank + 1 :] if behind else each[:rank]
+        return torch.stack(chosen).sum(0) if chosen else torch.zeros_like(each[rank])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _SumBefore.apply(*grads, ctx.group, not ctx.behind), None, None
+
+
+class _SumGradient(torch.autograd.Function):
+    """As it is; the gradient is the sum of what a group's ranks leave."""
+
+    @staticmethod
+    def forward(ctx, t, group):
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _SumRanks.apply(*grads, ctx.group), None
+
+
+class _FirstGradient(torch.autograd.Function):
+    """As it is; of a group's ranks, which all have the same gradient, the first passes it on."""
+
+    @staticmethod
+    def forward(ctx, t, group):
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (grad,) = grads
+        return grad if dist.get_rank(ctx.group) == 0 else torch.zeros_like(grad), None
+
+
+# --- what is where ------------------------------------------------------------------------------------------------
+
+
+def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
+    if tuple(k.placements) != tuple(v.placements):
+        raise ValueError(f"v: expected k's placements {tuple(k.placements)}, got {tuple(v.placements)}")
+    for ours, theirs in zip(q.placements, k.placements, strict=True):
+        one_head = ours.is_shard(HEADS) and k.shape[1] == 1
+        all_keys = ours.is_shard(TOKENS) and call.attention.mask == "full" and call.cu_seqlens is None
+        if ours != theirs and not (theirs.is_replicate() and (one_head or all_keys)):
+            raise ValueError(
+                f"k: expected q's placements {tuple(q.placements)}, or Replicate() for a single key head or for all "
+                f"keys of queries that are sharded over tokens, got {tuple(k.placements)}; call k.redistribute first"
+            )
+    if call.cu_seqlens is not None and count_ranks(q, TOKENS) * count_ranks(q, BATCH) > 1:
+        raise ValueError(
+            f"cu_seqlens: expected all tokens on each rank, got q with its tokens or batch sharded, "
+            f"{tuple(q.placements)}"
+        )
+    if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
+        raise ValueError(f"q: expected tokens sharded over one axis of the mesh, got {tuple(q.placements)}")
+    if k.shape[1] % count_ranks(k, HEADS):
+        raise ValueError(
+            f"k: expected heads that {count_ranks(k, HEADS)} ranks divide, or 1 that is replicated, got {k.shape[1]}"
+        )
+    for tables, x in ((call.q_tables, q), (call.k_tables, k)):
+        check_cut(tables, x)
+        local_part(x, HEADS)
+
+
+def _check_local_blocks(call: LinearCall, local: LinearCall, q: Any) -> None:
+    if call.attention.mask != "block" or count_ranks(q, TOKENS) == 1:
+        return
+    if call.q_tables.coords is not None:
+        raise ValueError(
+            "block: expected a Grid where tokens are sharded, whose ranks know prefix and suffix, got coordinates"
+        )
+    check_edges(local.q_layout, call.q_layout.start + q.shape[2], call.attention.block)
+
+
+def _axes_apart(q: Any, k: Any) -> list[int]:
+    """The axes of the mesh over which q is sharded and k is not: each rank leaves a part of k's gradient."""
+    return [
+        i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
+    ]  # fmt: skip
+
+
+def _share_gradient(t: Tensor, x: Any, axes: list[int]) -> Tensor:
+    for axis in axes:
+        t = _SumGradient.apply(t, x.device_mesh.get_group(axis)) if t.is_floating_point() else t
+    return t
+
+
+def _local(x: Any, q: Any) -> Tensor:
+    """This rank's part of q, k or v."""
+    from torch.distributed.tensor import Partial
+
+    apart = _axes_apart(q, x)
+    grads = [Partial() if i in apart else p for i, p in enumerate(x.placements)]
+    # A redistribution where nothing moves: its backward gives the sum the placements of x.
+    return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
+
+
+def _local_gate(gate: Any, k: Any, apart: list[int]) -> Tensor:
+    dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
+    return _share_gradient(take_local(gate, k, dims), k, apart)
+
+
+def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
+    """The call of this rank's samples, heads and tokens."""
+    q_layout, q_tables = k_layout, k_tables = _local_side(call, call.q_layout, call.q_tables, q)
+    apart = _axes_apart(q, k)
+    if apart or call.k_tables is not call.q_tables:
+        k_layout, k_tables = _local_side(call, call.k_layout, call.k_tables, k)
+        phase, coords = (t if t is None else _share_gradient(t, k, apart) for t in (k_tables.phase, k_tables.coords))
+        # One tensor of frequencies for both sides, whose gradients are added before they leave the rank.
+        k_tables = k_tables._replace(
+            omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
+        )  # fmt: skip
+    cu_seqlens: Any = call.cu_seqlens
+    return call._replace(
+        q_layout=q_layout, k_layout=k_layout, q_tables=q_tables, k_tables=k_tables, launches=None,
+        cu_seqlens=cu_seqlens.to_local() if is_sharded(cu_seqlens) else cu_seqlens,
+    )  # fmt: skip
+
+
+def _local_side(call: LinearCall, layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
+    if call.spec.map != "none":
+        return local_positions(layout, tables, x)
+    start, length = local_part(x, TOKENS)
+    return layout._replace(num_tokens=length, start=layout.start + start), tables
+
+
+def _whole(o: Tensor, q: Any, v: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*q.shape[:3], v.shape[3]))
+    stride = strides_in_memory(q, shape[3])
+    return DTensor.from_local(o, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = []
+    for axis, (ours, theirs) in enumerate(zip(q.placements, k.placements, strict=True)):
+        cut = theirs.is_shard(BATCH) or theirs.is_shard(HEADS)
+        placements.append(theirs if cut else Replicate())
+        if ours.is_shard() and not cut:
+            t = _FirstGradient.apply(t, q.device_mesh.get_group(axis))
+    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # or sequences
+    shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        t.contiguous(), q.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Cases of linear attention for sharded.py; every one compares with the unsharded computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import case, close, leaf, normal
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, linear_attention
+
+GRID = Grid((4, 3), prefix=1, suffix=2)
+BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
+
+
+def inputs(mesh, *, q_tokens: int = 15, k_tokens: int = 15, batch: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
+    """Of map "cosine" with head_dim 8 and two axes; v has another."""
+    q, k = normal(mesh, batch, 4, q_tokens, 8), normal(mesh, batch, key_heads, k_tokens, 8)
+    v, gate = normal(mesh, batch, key_heads, k_tokens, 6), normal(mesh, batch, 1, k_tokens).abs()
+    omega, phase = normal(mesh, 1, 8, 2), normal(mesh, 1, 8)
+    return {"q": q, "k": k, "v": v, "gate": gate, "omega": omega, "phase": phase}
+
+
+def with_state(mesh, tensors: dict[str, Tensor], normalizer: str = "unrotated") -> dict[str, Tensor]:
+    batch, heads = tensors["k"].shape[:2]
+    tensors = {**tensors, "S": normal(mesh, batch, heads, 16, 6)}
+    return tensors if normalizer == "none" else {**tensors, "sums": normal(mesh, batch, heads, 8).abs()}
+
+
+def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """o, S and Σ."""
+    tensors = dict(tensors)
+    q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
+    state = tuple(tensors.pop(name) for name in ("S", "sums") if name in tensors)
+    phase = tensors.pop("phase", None)
+    phase = (None, phase) if options.get("normalizer") == "none" and phase is not None else phase
+    o, after = linear_attention(
+        q, k, v, state=state or None, phase=phase, return_state=True, **{"act": "softplus", **options}, **tensors
+    )  # fmt: skip
+    return (o, *(t for t in after if t is not None))
+
+
+def same(mesh, tensors: dict[str, Tensor], where: dict[str, Any], **options: Any) -> None:
+    """Outputs, states and all gradients of DTensors are those of one process. where: a placement by name; without
+    one a tensor stays plain, which stands for a replicated one."""
+    whole = {name: leaf(t) for name, t in tensors.items()}
+    expected = attend(whole, options)
+    grads = [normal(mesh, *y.shape, seed=7 + i) for i, y in enumerate(expected)]
+    torch.autograd.backward(expected, grads)
+    parts: dict[str, Any] = {
+        name: distribute_tensor(t, mesh, [where[name]]).requires_grad_() if name in where else leaf(t)
+        for name, t in tensors.items()
+    }
+    actual = attend(parts, options)
+    assert actual[0].placements == parts["q"].placements
+    assert len(actual) == len(expected)
+    shard_grads = [distribute_tensor(g, mesh, y.placements) for g, y in zip(grads, actual, strict=True)]
+    found = torch.autograd.grad(actual, [*parts.values()], shard_grads)
+    for name, y, right in zip(("o", "S", "sums"), actual, expected, strict=False):
+        assert y.shape == right.shape
+        assert y.stride() == right.stride(), (name, y.stride(), right.stride(), y.shape)
+        close(name, y.full_tensor(), right)
+    for (name, t), dt in zip(parts.items(), found, strict=True):
+        if isinstance(t, DTensor):
+            assert dt.placements == t.placements, name
+            dt = dt.full_tensor()
+        close("d" + name, dt, whole[name].grad)
+
+
+def close_enough(mesh, tensors, where, **options):
+    for normalizer in ("unrotated", "none"):
+        same(mesh, with_state(mesh, tensors, normalizer), where, normalizer=normalizer, **options)
+
+
+QKV = ("q", "k", "v")
+
+
+@case
+def linear_batch_and_heads(mesh, impl):
+    for options in ({}, {"is_causal": True}, {"block": 3}):
+        for batch, p in ((3, BATCH), (1, BATCH), (2, HEADS)):
+            where = dict.fromkeys((*QKV, "gate"), p) if p == BATCH else dict.fromkeys(QKV, p)
+            close_enough(mesh, inputs(mesh, batch=batch), where, positions=GRID, **options)
+        origin = torch.tensor([[1, 2], [30, 4]], device=mesh.device_type)
+        close_enough(
+            mesh, inputs(mesh), {**dict.fromkeys((*QKV, "S"), BATCH), "omega": ALL},
+            positions=Grid((4, 3), prefix=1, suffix=2, origin=origin), **options,
+        )  # fmt: skip
+    where = {"q": HEADS, "k": ALL, "v": ALL, "omega": ALL}
+    close_enough(mesh, inputs(mesh, key_heads=1), where, positions=GRID, is_causal=True)
+    close_enough(mesh, inputs(mesh, key_heads=1), where, positions=GRID)
+    same(
+        mesh, inputs(mesh, batch=1), dict.fromkeys(QKV, HEADS), positions=GRID, is_causal=True,
+        cu_seqlens=torch.tensor([0, 4, 4, 15], device=mesh.device_type),
+    )  # fmt: skip
+    plain = {name: t for name, t in inputs(mesh).items() if name in QKV}
+    same(mesh, plain, dict.fromkeys(QKV, HEADS), map=None, is_causal=True)
+
+
+@case
+def linear_tokens(mesh, impl):
+    """One all-reduce of the state; for causal masks the sum of the ranks before. Unequal parts."""
+    tensors = inputs(mesh)
+    where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
+    table = normal(mesh, 12, 2)
+    rotated = torch.arange(12, device=mesh.device_type) % 5 > 0
+    for positions in (GRID, Coordinates(table, 1, 2, rotated), Coordinates(normal(mesh, 2, 12, 2), 1, 2)):
+        close_enough(mesh, tensors, where, positions=positions)
+        close_enough(mesh, tensors, {**where, "gate": TOKENS, "phase": ALL}, positions=positions, is_causal=True)
+    # Blocks of whole rows: 2 + 3 * 4 + 2 tokens in two.
+    close_enough(
+        mesh, inputs(mesh, q_tokens=16, k_tokens=16), where, positions=Grid((4, 3), prefix=2, suffix=2), block=3
+    )
+    plain = {name: t for name, t in tensors.items() if name in (*QKV, "gate")}
+    for options in ({}, {"is_causal": True}):
+        same(mesh, plain, dict.fromkeys(QKV, TOKENS), map=None, **options)
+    even = {name: t for name, t in inputs(mesh, q_tokens=12, k_tokens=12).items() if name in QKV}
+    same(mesh, even, dict.fromkeys(QKV, TOKENS), map=None, block=3)
+    same(mesh, with_state(mesh, tensors), where, positions=GRID, normalizer="unrotated", is_causal=True)
+
+
+@case
+def linear_cross_attention(mesh, impl):
+    tensors = inputs(mesh, k_tokens=5)
+    positions = GRID, normal(mesh, 5, 2)
+    for keys in (TOKENS, ALL):
+        where = {"q": TOKENS, "k": keys, "v": keys, "omega": ALL}
+        close_enough(mesh, tensors, where, positions=positions)
+
+
+@case
+def linear_a_rank_without_tokens(mesh, impl):
+    tensors = {name: t for name, t in inputs(mesh, q_tokens=1, k_tokens=1).items() if name in QKV}
+    for options in ({}, {"is_causal": True}):
+        same(mesh, tensors, dict.fromkeys(QKV, TOKENS), map=None, **options)
+
+
+@case
+def linear_double_backward(mesh, impl):
+    """The sums between the ranks have derivatives of any order."""
+    tensors = {name: t for name, t in inputs(mesh).items() if name in (*QKV, "omega")}
+    found = []
+    for sharded in (False, True):
+        parts = {
+            name: distribute_tensor(t, mesh, [TOKENS]).requires_grad_() if sharded and name in QKV else leaf(t)
+            for name, t in tensors.items()
+        }
+        q, k, v = (parts[name] for name in QKV)
+        o = linear_attention(q, k, v, omega=parts["omega"], positions=GRID, act="softplus", is_causal=True)
+        grads = torch.autograd.grad(o.square().sum(), [q, k, v], create_graph=True)
+        total = sum((g.square().sum() for g in grads), start=torch.zeros((), dtype=o.dtype))
+        twice = torch.autograd.grad(total, [q, k, v])
+        found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in twice])
+    for a, b in zip(*found, strict=True):
+        close("second derivative", a, b)
+
+
+@case
+def linear_module(mesh, impl):
+    module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True, dtype=torch.float64).to(mesh.device_type))
+    q, k, v = (inputs(mesh)[name] for name in QKV)
+    expected = module(q, k, v, GRID)
+    dtheta = torch.autograd.grad(expected.square().sum(), module.encoding.theta)[0]
+    o = module(*(distribute_tensor(t, mesh, [TOKENS]) for t in (q, k, v)), GRID)
+    close("o", o.full_tensor(), expected)
+    close("dtheta", torch.autograd.grad(o.square().sum().full_tensor(), module.encoding.theta)[0], dtheta)
+
+
+@case
+def linear_errors(mesh, impl):
+    tensors = inputs(mesh)
+    shards = {name: distribute_tensor(tensors[name], mesh, [TOKENS]) for name in QKV}
+    q, k, v = (shards[name] for name in QKV)
+    options: dict[str, Any] = {"omega": tensors["omega"], "positions": GRID}
+    one = [distribute_tensor(tensors[name][:1], mesh, [TOKENS]) for name in QKV]
+    cu_seqlens = torch.tensor([0, 15], device=mesh.device_type)
+    cut = Coordinates(normal(mesh, 12, 2), 1, 2)
+    for message, qkv, changes in (
+        (r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens", (q, k, v), {"block": 3}),
+        (r"block: expected a Grid where tokens are sharded", (q, k, v), {"block": 3, "positions": cut}),
+        (r"cu_seqlens: expected all tokens on each rank", one, {"cu_seqlens": cu_seqlens}),
+        (r"dim: softmax over the sequence \(-2\) needs", (q, k, v), {"act": "softmax", "dim": -2}),
+        (r"v: expected k's placements", (q, k, distribute_tensor(tensors["v"], mesh, [ALL])), {}),
+        (r"k: expected q's placements", (q, *(distribute_tensor(tensors[n], mesh, [HEADS]) for n in "kv")), {}),
+        (r"k: expected a DTensor beside DTensors", (q, tensors["k"], v), {}),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            linear_attention(*qkv, **{**options, **changes})
+    three = [distribute_tensor(torch.cat([tensors[n], tensors[n][:, :1]], 1), mesh, [HEADS]) for n in "kv"]
+    six = distribute_tensor(torch.cat([tensors["q"], tensors["q"][:, :2]], 1), mesh, [HEADS])
+    with pytest.raises(ValueError, match=r"k: expected heads that 2 ranks divide, .*, got 3"):
+        linear_attention(six, *three, **options)
+    assert dist.get_world_size() == 2

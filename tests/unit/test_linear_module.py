@@ -1,0 +1,203 @@
+"""LinearAttention: the encoding's own map, frequencies and activation, and encodings of another make."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lrpe_md import CosineMd, Grid, LinearAttention, PresetMd, Rotate1d, RotateMd, linear_attention, list_presets
+from lrpe_md.integrations.encoding import Activation, Stretched
+from lrpe_md.reference import activate
+
+GRID = Grid((3, 4), prefix=1)
+TEXT = Grid((13,))
+
+
+def qkv(dtype=torch.float64, heads=(4, 2), num_tokens=13, dim=8, v_dim=6):
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, h, num_tokens, dim, dtype=dtype, requires_grad=True) for h in heads)
+    return q, k, torch.randn(2, heads[1], num_tokens, v_dim, dtype=dtype, requires_grad=True)
+
+
+class Foreign(nn.Module):
+    """The same encoding, which can't say what it is made of."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self.encoding, self.act, self.dim = encoding, encoding.act, encoding.dim
+
+    def forward(self, q, k, *, positions):
+        return self.encoding(q, k, positions=positions)
+
+
+ENCODINGS = {
+    "cosine": lambda: CosineMd(8, 2, act="relu", learnable=True),
+    "cosine with phase": lambda: CosineMd(8, 2, act="softplus", phase=True, num_heads=2, learnable=True),
+    "phase on keys": lambda: CosineMd(8, 2, act="softmax", dim=-1, phase="k"),
+    "rotate": lambda: RotateMd(8, 2, act="relu", pairs="interleaved", rotary_dim=4, amplitude=1.5, learnable=True),
+    "mixed": lambda: RotateMd(8, 2, act="sigmoid", frequencies="mixed", base=10.0, num_heads=2, learnable=True),
+    "preset": lambda: PresetMd("pope", head_dim=8),
+    "text": lambda: Rotate1d(8, act="relu"),
+    "stretched": lambda: Stretched(Rotate1d(8, act="relu", learnable=True)),
+    "sequence": lambda: CosineMd(8, 2, act="softmax", dim=-2),
+}
+
+
+def made(name):
+    encoding = ENCODINGS[name]()
+    if name == "stretched":
+        encoding.rescale(lambda theta: (theta / 4, 1.2))
+    torch.manual_seed(1)
+    for parameter in encoding.parameters():
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoding, Grid((13,)) if encoding_axes(encoding) == 1 else GRID
+
+
+def encoding_axes(encoding):
+    return getattr(encoding, "frequencies", encoding).num_axes if isinstance(encoding, Stretched) else encoding.num_axes
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_described_encodings_are_themselves(name, normalizer):
+    """Against q̂ and k̂ that the encoding itself forms: values, gradients, those of what it learns among them."""
+    encoding, positions = made(name)
+    inner = encoding.frequencies if isinstance(encoding, Stretched) else encoding
+    encoding.act, encoding.dim = inner.act, inner.dim
+    whole, foreign = (LinearAttention(e, normalizer=normalizer) for e in (encoding, Foreign(encoding)))
+    tensors = [*qkv(), *encoding.parameters()]
+    found = []
+    for module in (whole, foreign):
+        o = module(*tensors[:3], positions)
+        assert o.shape == (2, 4, 13, 6)
+        found.append((o, *torch.autograd.grad((o.sin()).sum(), tensors)))
+    for a, b in zip(*found, strict=True):
+        scale = max(1, b.abs().max().item())  # "encoded" divides by what is near 0
+        torch.testing.assert_close(a / scale, b / scale, rtol=1e-6, atol=1e-6)
+
+
+def test_options_reach_the_function():
+    encoding, _ = made("cosine")
+    q, k, v = qkv()
+    module = LinearAttention(encoding, normalizer="none", eps=0.1)
+    gate = torch.rand(2, 1, 13)
+    options = {"gate": gate, "block": 4, "return_state": True}
+    o, state = module(q, k, v, GRID, **options)
+    own = {"omega": encoding.get_omega(), "act": "relu", "normalizer": "none", "eps": 0.1}
+    right, right_state = linear_attention(q, k, v, positions=GRID, **own, **options)
+    assert torch.equal(o, right)
+    assert torch.equal(state[0], right_state[0])
+    assert state[1] is right_state[1] is None
+    later = module(q, k, v, GRID, state=state, is_causal=True)
+    assert torch.equal(later, linear_attention(q, k, v, positions=GRID, **own, state=state, is_causal=True))
+    packed = torch.tensor([0, 5, 13])
+    one = [t[:1] for t in (q, k, v)]
+    assert torch.equal(
+        module(*one, GRID, cu_seqlens=packed), linear_attention(*one, positions=GRID, **own, cu_seqlens=packed)
+    )
+
+
+def test_eps_and_impl_are_handed_on():
+    q, k, v = qkv()
+    low, high = (LinearAttention(eps=eps)(q, k, v) for eps in (1e-6, 1e6))
+    assert not torch.allclose(low, high)
+    module = LinearAttention(CosineMd(8, 2, act="relu", impl="triton"))
+    coords = torch.randn(13, 2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="coords"):
+        module(q, k, v, coords)
+
+
+def test_without_an_encoding():
+    q, k, v = qkv()
+    assert torch.equal(LinearAttention()(q, k, v), linear_attention(q, k, v, map=None))
+    activation = LinearAttention(Activation("softplus"))
+    assert torch.equal(activation(q, k, v, GRID), linear_attention(q, k, v, map=None, act="softplus"))
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 4}, {}])
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+def test_encodings_of_another_make(normalizer, options):
+    """With a gate, masks and a state as described ones have them, of any callable; NaN under a gate of 0."""
+    encoding, positions = made("cosine")
+
+    def function(q, k, *, positions):
+        return encoding(q, k, positions=positions)
+
+    function.act = "relu"
+    q, k, v = qkv()
+    gate = torch.rand(2, 2, 13, dtype=torch.float64).sub_(0.3).clamp_min_(0)
+    k, v = (t.detach().masked_fill((gate == 0)[..., None], float("nan")).requires_grad_() for t in (k, v))
+    torch.manual_seed(2)
+    state = [torch.rand(2, 2, 16, 6, dtype=torch.float64)]
+    state += [] if normalizer == "none" else [torch.rand(2, 2, 8 if normalizer == "unrotated" else 16).double()]
+    found = []
+    for encode in (encoding, function):
+        module = LinearAttention(encode, normalizer=normalizer)
+        o, after = module(q, k, v, positions, gate=gate, state=(*state, None)[:2], return_state=True, **options)
+        dv = torch.autograd.grad(o.sum(), [q, v], retain_graph=True)
+        found.append((o, *(t for t in after if t is not None), *dv))
+    for a, b in zip(*found, strict=True):
+        assert b.isfinite().all()
+        scale = max(1, b.abs().max().item())
+        torch.testing.assert_close(a / scale, b / scale, rtol=1e-6, atol=1e-6)
+    if normalizer == "unrotated":
+        with pytest.raises(ValueError, match=r"state: expected \(S, Σ\), Σ of shape \(2, 2, 8\)"):
+            LinearAttention(function)(q, k, v, positions, state=(state[0], state[0][..., 0]))
+
+
+def test_what_cannot_be_normalised():
+    for encoding in (
+        CosineMd(8, 2),
+        RotateMd(8, 2, act="silu"),
+        Foreign(CosineMd(8, 2)),
+        lambda q, k, positions: (q, k),
+    ):
+        with pytest.raises(ValueError, match="normalizer: 'unrotated' divides by"):
+            LinearAttention(encoding)
+        LinearAttention(encoding, normalizer="none")
+    with pytest.raises(ValueError, match="normalizer: expected one of"):
+        LinearAttention(normalizer="l2")
+    with pytest.raises(ValueError, match="eps: expected a number above 0"):
+        LinearAttention(eps=-1.0)
+    q, k, v = qkv()
+    groups = LinearAttention(CosineMd(8, 2, act="relu", phase=True, phase_groups=2))
+    with pytest.raises(ValueError, match="phase: expected one group"):
+        groups(q, k, v, GRID)
+    with pytest.raises(ValueError, match="positions: expected a Grid"):
+        LinearAttention(CosineMd(8, 2, act="relu"))(q, k, v)
+
+
+def test_it_is_a_module():
+    module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True))
+    assert [name for name, _ in module.named_parameters()] == ["encoding.theta"]
+    assert "CosineMd" in repr(module)
+    assert "normalizer='unrotated', eps=1e-06" in repr(module)
+    again = copy.deepcopy(module)
+    again.load_state_dict(module.state_dict())
+    q, k, v = qkv(torch.float32)
+    assert torch.equal(again(q, k, v, GRID), module(q, k, v, GRID))
+    half = module.to(torch.bfloat16)
+    assert half.encoding.theta.dtype == torch.float32
+    assert half(q.bfloat16(), k.bfloat16(), v.bfloat16(), GRID).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", list(list_presets()))
+def test_presets_describe_themselves(name):
+    encoding = PresetMd(name, num_heads=2, head_dim=None)
+    own = encoding.describe()
+    assert own.map == encoding.map
+    assert torch.equal(own.omega, encoding.get_omega())
+    assert (own.act, own.pairs, own.order) == (encoding.act, encoding.pairs, encoding.order)
+
+
+def test_activation_of_the_plain_path():
+    """q̄ of an encoding of another make is its activation of q, not q̂."""
+    q, k, v = qkv()
+    found = LinearAttention(Foreign(CosineMd(8, 2, act="softplus")))(q, k, v, GRID)
+    q_bar, k_bar = (activate(t, "softplus") for t in (q, k))
+    q_hat, k_hat = CosineMd(8, 2, act="softplus")(q, k, positions=GRID)
+    k_bar, k_hat, wide = (t.repeat_interleave(2, 1) for t in (k_bar, k_hat, v))
+    right = (q_hat @ k_hat.mT) @ wide / (q_bar @ k_bar.mT).sum(-1, keepdim=True)
+    torch.testing.assert_close(found, right)
