@@ -654,7 +654,9 @@ def test_transformers(name, calls):
     assert list(adapted.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [0, 1, 40], [3, 0, 2]])
+@pytest.mark.parametrize(
+    "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
+)
 def test_sections_as_the_original_takes_them(sections):
     """Of Qwen3-VL they need not sum to the pairs: time has what height and width leave over."""
     model = qwen("Qwen3VL", mrope_section=sections)
