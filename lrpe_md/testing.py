@@ -2,26 +2,31 @@
 
 An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
 times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
-whichever is larger. No tolerance is chosen by hand. For float64 inputs, which nothing more exact judges, the
-reference's error is that of its float32 run scaled by the ratio of the units in the last place.
+whichever is larger. That reference has its angles in the inputs' own dtype, too, where :func:`lrpe_md.rotate` has them
+in float64: see :func:`rounded_angles`. No tolerance is chosen by hand. For float64 inputs, which nothing more exact
+judges, the reference's error is that of its float32 run scaled by the ratio of the units in the last place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from . import reference
+from .engine.call import Layout, Tables
 from .engine.validate import Positions
 from .functional import cosine, rotate
 from .positions.grid import Coordinates, Grid
 
 __all__ = [
     "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "Violation", "Workload", "as_tuple", "bind", "budget_violation",
-    "check", "make_inputs", "run",
+    "check", "make_inputs", "rounded_angles", "run",
 ]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
@@ -241,6 +246,27 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
     return {**{f"y{i}": y.detach() for i, y in enumerate(ys)}, **dict(zip(wanted, found, strict=True))}
 
 
+@contextmanager
+def rounded_angles() -> Iterator[None]:
+    """The reference with angles in the dtype of frequencies and positions: float32 where they are, and on plain grids.
+
+    What an implementation's error is measured by: how far arithmetic in float32 is from float64.
+    """
+    exact, positions = reference.angles, Layout.positions
+
+    def rounded(coords: Tensor, omega: Tensor, *args: Any) -> Tensor:
+        dtype = torch.promote_types(torch.promote_types(omega.dtype, coords.dtype), torch.float32)
+        return exact(coords, omega, *args, dtype=dtype)
+
+    def narrow(layout: Layout, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
+        coords, rotated = positions(layout, tables, device)
+        plain = layout.sizes and tables.affine is None and tables.origin is None and max(layout.sizes) <= 2**24
+        return coords.float() if plain else coords, rotated
+
+    with patch.object(reference, "angles", rounded), patch.object(Layout, "positions", narrow):
+        yield
+
+
 @dataclass
 class Violation:
     name: str
@@ -260,7 +286,8 @@ class Violation:
 def budget_violation(
     name: str, actual: Tensor, same: Tensor, exact: Tensor, case: Case | None = None, *, ulps: float = 0.0
 ) -> Violation | None:
-    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype) and ``exact`` (float64).
+    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype, with
+    :func:`rounded_angles`) and ``exact`` (float64).
 
     ``ulps`` units in the last place are taken off each error: for Triton's interpreter, whose bfloat16 stores
     truncate.
@@ -326,7 +353,8 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
         if isinstance(judged.positions, Grid):  # whose coordinates are float64 where they are not indices
             positions = judged.positions.explicit(device, torch.float32)
             judged = replace(judged, positions=positions)
-    same = run(judged, "reference", frequencies=frequencies)
+    with rounded_angles():
+        same = run(judged, "reference", frequencies=frequencies)
     judge = run(judged.to(torch.float64), "reference", frequencies=frequencies) if scale != 1 else exact
     for name in exact:
         assert actual[name].shape == exact[name].shape, (name, actual[name].shape, exact[name].shape)

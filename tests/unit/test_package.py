@@ -37,7 +37,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
         "presets",
         "reference",
     },
-    "testing": {"engine", "functional", "positions"},
+    "testing": {"engine", "functional", "positions", "reference"},
 }
 
 
