@@ -226,7 +226,7 @@ def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, opt
 def _tells(table: Tensor, grid: Grid, omega: Tensor, xy: bool, half: bool) -> bool:
     """Whether these are the sines and cosines of this grid, as far as their dtype shows it."""
     omega = omega.flip(-1) if xy else omega
-    angles = grid.coordinates(dtype=torch.float64) @ omega[0].mT
+    angles = grid.coordinates(dtype=torch.float64) @ omega[0].transpose(-2, -1)
     angles = torch.cat([angles, angles], -1) if half else angles.repeat_interleave(2, -1)
     expected = torch.cat([angles.sin(), angles.cos()], -1)
     found = table.detach().cpu().double()
