@@ -31,7 +31,9 @@ class FrequencyModule(nn.Module):
     that of the model without an encoding.
 
     FSDP2's mixed precision would cast learned frequencies: call ``fully_shard(model.rope)`` before
-    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype.
+    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype. FSDP1's casts
+    buffers as well: ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` where they are
+    learned.
     """
 
     map: str

@@ -168,7 +168,8 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
-            "precision cast it, call fully_shard on the module that owns it first, without param_dtype"
+            "precision cast it, call fully_shard on the module that owns it first, without param_dtype; for FSDP1 take "
+            "MixedPrecision(buffer_dtype=torch.float32), and ignored_modules for the module where it is learned"
         )
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected it on x's device {xs[0].device}, got {t.device}")
