@@ -64,13 +64,23 @@ def scale_xpos(
         factor = join_pairs(factor, factor, name_of_pairs, sections)
         factor = torch.nn.functional.pad(factor, (start, x.shape[-1] - start - width), value=1.0)
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-        ys.append((x * (factor if factor.ndim == 2 else factor[:, None])).to(x.dtype))
+        factor = _whole_beside(x, factor if factor.ndim == 2 else factor[:, None])
+        ys.append((x * factor).to(x.dtype))
     return ys[0], ys[1]
 
 
 def check_scale_base(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"scale_base: expected a number above 0, got {value!r}")
+
+
+def _whole_beside(x: Any, factor: Tensor) -> Tensor:
+    """The factor of all tokens, as a DTensor where x is one, which then takes its own part."""
+    if not hasattr(x, "placements"):
+        return factor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(factor, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
