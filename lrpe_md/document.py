@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .engine import boundary
 from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.dispatch import run, use_triton
 from .engine.validate import check_input, rotary_slice, validate
+from .engine.views import encode_packed
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -105,13 +106,13 @@ def lrpe_cosine_md_cache_bwd_triton(
 def lrpe_rotate_1d(
     x: Tensor, theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ..., act: Act = ...,
     dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
-    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def lrpe_rotate_1d(
     x: tuple[Tensor, Tensor], theta: Tensor, *, offset: int | Tensor = ..., cu_seqlens: Tensor | None = ...,
     act: Act = ..., dim: int | None = ..., rotary_dim: int | slice | None = ..., pairs: Pairs = ...,
-    amplitude: float | Tensor | None = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -126,6 +127,7 @@ def lrpe_rotate_1d(
     rotary_dim: int | slice | None = None,
     pairs: Pairs = "half",
     amplitude: float | Tensor | None = None,
+    inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RoPE on a sequence: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
@@ -136,15 +138,23 @@ def lrpe_rotate_1d(
             of k. A theta of length R/2 is (R/2,) also where H = R/2.
         offset: position of the first token: an int, or integers (), (1,) or (B,), one for each sample, read on the
             device: the same kernel for every value, and no synchronisation. Below zero for tokens that pad on the left.
-        cu_seqlens: sequences packed end to end in x (1, H, N, D), (S + 1,) integers; positions begin again in each,
-            at ``offset``, which may then be (S,). See :func:`lrpe_md.packed_positions`.
+        cu_seqlens: sequences packed end to end in x, (S + 1,) integers; positions begin again in each,
+            at ``offset``, which may then be (S,); x is (1, H, N, D), or (N, H, D) and so the result. See
+            :func:`lrpe_md.positions.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
-        pairs, amplitude: see :func:`lrpe_md.rotate`.
+        pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     The rest, differentiability and errors as for :func:`lrpe_md.rotate`.
     """
     xs = x if isinstance(x, tuple) else (x,)
+    if cu_seqlens is not None and any(isinstance(t, Tensor) and t.ndim == 3 for t in xs):
+        again: Any = partial(
+            lrpe_rotate_1d, theta=theta, offset=offset, cu_seqlens=cu_seqlens, act=act, dim=dim, rotary_dim=rotary_dim,
+            pairs=pairs, amplitude=amplitude, inverse=inverse, impl=impl,
+        )  # fmt: skip
+        return encode_packed(lambda *views: again(views[0] if len(views) == 1 else views), xs)
     omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
+    omega = -omega if inverse else omega
     options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
     return run(options, xs, omega, positions, amplitude=amplitude)
 
@@ -173,17 +183,18 @@ def lrpe_rotate_md(
     dim: int | None = None,
     axis_order: AxisOrder = "minor_first",
     pairs: Pairs = "half",
+    inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """RoPE on a grid: (B, H, l + Π shape, D) → the same; theta (E,) or (H, E) with K · E ≥ D/2.
 
-    The rest as for :func:`lrpe_cosine_md`; source: RoPE-ViT's axial form (arXiv 2403.13298).
+    inverse: rotate by -Θ. The rest as for :func:`lrpe_cosine_md`; source: RoPE-ViT's axial form (arXiv 2403.13298).
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x: rotation needs an even head_dim, got {tuple(x.shape)}")
     grid = Grid(shape, prefix=l)
     omega = axial_omega(theta, x.shape[-1] // 2, grid.num_axes, axis_order=axis_order)
-    return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, impl=impl)
+    return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, inverse=inverse, impl=impl)
 
 
 def _cosine_md(
@@ -231,8 +242,10 @@ def _rotate_call(
     rotary_dim: int | slice | None = None,
     pairs: Pairs = "half",
     amplitude: float | Tensor | None = None,
+    inverse: bool = False,
 ) -> Call:
     omega, positions = _rotate_1d((x,), theta, offset, cu_seqlens, dim, rotary_dim)
+    omega = -omega if inverse else omega
     return validate(Options("rotate", act, dim, pairs, rotary_dim), (x,), omega, positions, amplitude=amplitude)
 
 

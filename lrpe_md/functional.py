@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, overload
 
 from torch import Tensor
 
 from .engine.call import Act, Impl, Options, Order, Pairs, Positions
-from .engine.dispatch import run
+from .engine.dispatch import run, run_part
+from .engine.views import Packed, encode_qkv
 
 __all__ = ["cosine", "rotate"]
 
 
 @overload
 def cosine(
-    x: Tensor, /, *, omega: Tensor, positions: Positions, act: Act = ..., dim: int | None = ...,
-    phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ..., impl: Impl = ...,
+    x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, rotary_dim: int | slice | None = ...,
+    act: Act = ..., dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ...,
+    order: Order = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | tuple[Positions, Positions], act: Act = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
+    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
+    order: Order = ..., impl: Impl = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def cosine(
+    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
+    positions: Positions | Packed | tuple[Positions, Positions], rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
     amplitude: float | Tensor | None = ..., order: Order = ..., impl: Impl = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 def cosine(
     *xs: Tensor,
+    qkv: Tensor | None = None,
+    num_key_heads: int | None = None,
     omega: Tensor,
-    positions: Positions | tuple[Positions, Positions],
+    positions: Positions | Packed | tuple[Positions, Positions],
+    rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     amplitude: float | Tensor | None = None,
     order: Order = "cos_sin",
     impl: Impl = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ], x̄ = act(x), Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c].
 
     ``cosine(x, ...)`` encodes one tensor, ``cosine(q, k, ...)`` two in one launch. The inputs are left alone.
@@ -43,11 +57,18 @@ def cosine(
     Args:
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a
             packed qkv projection go in as they are. DTensors with batch, heads or tokens sharded come out so; the
-            other arguments are then those of the whole tensors, plain ones the same on all ranks.
+            other arguments are then those of the whole tensors, plain ones the same on all ranks. Or (N, H, D) each
+            with the positions of packed samples.
+        qkv: instead of xs: a projection (B, N, 3, H, D), or (N, 3, H, D) of packed tokens. No copy is made of it.
+        num_key_heads: of a qkv whose heads are stacked, (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D): H_k.
         omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
             takes ``omega[h // (H_q / H_k)]``.
         positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
             them is for q and for k, which may then differ in length (cross-attention); each has a launch of its own.
+            What :func:`lrpe_md.pack` gives is for packed tokens, (N, H, D) or (1, H, N, D).
+        rotary_dim: map the first R channels (an int) or a slice of them: [.., x̄ cos Θ, x̄ sin Θ, ..] stands where they
+            stood, of width 2R, and the rest pass as x̄. Default: all. A part costs a copy of the output, and softmax
+            over the features one of the input.
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", on all tokens, prefix included.
         dim: for softmax -1 (features) or -2 (sequence); None for the others.
         phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix). A pair is for q and for k, None
@@ -60,8 +81,9 @@ def cosine(
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
-        (B, H, N, 2D) for each input, or (B, H, N, 2PD), in x's dtype (also under autocast) and memory order.
-        Arithmetic is float32, or float64 where x is.
+        (B, H, N, 2D) for each input, or (B, H, N, 2PD), with rotary_dim (B, H, N, D - R + 2PR), in x's dtype (also
+        under autocast) and memory order. (N, H, 2D) of packed tokens. From qkv q, k and v in its order, (B, N, H, 2D)
+        or (N, H, 2D) and v, a view of it. Arithmetic is float32, or float64 where x is.
 
     Differentiable with respect to xs, omega and phase: the fused backward, deterministic, in first-order
     reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the reference,
@@ -77,29 +99,47 @@ def cosine(
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
     """
-    options = Options("cosine", act, dim, "half", None, order, impl)
+    options = Options("cosine", act, dim, "half", rotary_dim, order, impl)
+    if qkv is not None or num_key_heads is not None:
+        again: Any = partial(
+            cosine, omega=omega, positions=positions, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
+            amplitude=amplitude, order=order, impl=impl,
+        )  # fmt: skip
+        return encode_qkv(again, xs, qkv, num_key_heads)
+    if rotary_dim is not None:
+        return run_part(options, xs, omega, positions, phase, amplitude)
     return run(options, xs, omega, positions, phase, amplitude)
 
 
 @overload
 def rotate(
-    x: Tensor, /, *, omega: Tensor, positions: Positions, pairs: Pairs = ...,
+    x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
     amplitude: float | Tensor | None = ..., inverse: bool = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | tuple[Positions, Positions], pairs: Pairs = ...,
-    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
+    pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     inverse: bool = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rotate(
+    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
+    positions: Positions | Packed | tuple[Positions, Positions], pairs: Pairs = ...,
+    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
+    inverse: bool = ..., impl: Impl = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 def rotate(
     *xs: Tensor,
+    qkv: Tensor | None = None,
+    num_key_heads: int | None = None,
     omega: Tensor,
-    positions: Positions | tuple[Positions, Positions],
+    positions: Positions | Packed | tuple[Positions, Positions],
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
     act: Act = "none",
@@ -108,7 +148,7 @@ def rotate(
     amplitude: float | Tensor | None = None,
     inverse: bool = False,
     impl: Impl = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
 
     Args as for :func:`cosine`, but
@@ -124,12 +164,19 @@ def rotate(
             stay what they are. Negates omega and phase.
 
     Returns:
-        (B, H, N, D) for each input, in x's dtype and memory order.
+        (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) of packed tokens; from qkv q, k and v in
+        its order, (B, N, H, D) or (N, H, D) each.
 
     Differentiability and errors as for :func:`cosine`.
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """
+    if qkv is not None or num_key_heads is not None:
+        again: Any = partial(
+            rotate, omega=omega, positions=positions, pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
+            amplitude=amplitude, inverse=inverse, impl=impl,
+        )  # fmt: skip
+        return encode_qkv(again, xs, qkv, num_key_heads)
     if inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned

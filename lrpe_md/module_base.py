@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .engine.linear_call import Description
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
+from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
@@ -30,7 +32,9 @@ class FrequencyModule(nn.Module):
     that of the model without an encoding.
 
     FSDP2's mixed precision would cast learned frequencies: call ``fully_shard(model.rope)`` before
-    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype.
+    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype. FSDP1's casts
+    buffers as well: ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` where they are
+    learned.
     """
 
     map: str
@@ -175,19 +179,37 @@ class FrequencyModule(nn.Module):
         """omega from theta."""
         raise NotImplementedError  # of the modules that learn one
 
-    def forward(self, *xs: Tensor, positions: Positions | tuple[Positions, Positions]) -> Any:
+    def forward(
+        self,
+        *xs: Tensor,
+        positions: Positions | Packed | tuple[Positions, Positions],
+        qkv: Tensor | None = None,
+        num_key_heads: int | None = None,
+        inverse: bool = False,
+    ) -> Any:
         """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
 
         Args:
-            positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair for q and for k.
+            positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair for q and for k;
+                or what :func:`lrpe_md.pack` gives, for packed tokens (N, H, D).
+            qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
+            inverse: rotate by -Θ; for the cosine map there is none.
 
         Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
 
         Raises:
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
+        if qkv is not None or num_key_heads is not None:
+            again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse)
+            return encode_qkv(again, xs, qkv, num_key_heads)
+        if type(positions) is Packed:
+            where = unpack_positions(positions, self.dim)
+            return encode_packed(partial(FrequencyModule.forward, self, positions=where, inverse=inverse), xs)
+        if inverse and self.map == "cosine":
+            raise ValueError("inverse: expected False for the cosine map, which has none, got True")
         try:
-            return self._encode(xs, positions)
+            return self._encode(xs, positions, inverse)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
             raise
@@ -239,19 +261,19 @@ class FrequencyModule(nn.Module):
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
-    def _encode(self, xs: tuple[Tensor, ...], positions: Any) -> Any:
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         if self.map == "cosine":
             return cosine(
-                *xs, omega=omega, positions=positions, act=self.act, dim=self.dim, phase=phase, amplitude=amplitude,
-                order=self.order, impl=self.impl,
+                *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
+                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl,
             )  # fmt: skip
         return rotate(
             *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, impl=self.impl,
+            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

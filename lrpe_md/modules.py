@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
+from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
 from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
 from .positions.coordinates import Coordinates
@@ -16,6 +18,7 @@ from .positions.grid import Grid
 from .positions.sequences import text_positions
 from .presets.registry import preset as make_preset
 from .presets.scheme import Axial, Preset
+from .xpos import check_scale_base, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
@@ -32,7 +35,7 @@ class CosineMd(SeriesModule):
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
         learnable: train theta (axial) or omega (others); otherwise they are a buffer, built once.
         axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
-        act, dim, impl: see :func:`lrpe_md.cosine`.
+        rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
         phase: learn a phase (num_heads, D), starting at zero, on q and k, or with "k" on the keys alone (PoPE).
         phase_groups: P > 1: learn P of them, (P, num_heads, D), group g starting at π g / P; see
             :func:`lrpe_md.cosine` for what they give and cost.
@@ -54,6 +57,7 @@ class CosineMd(SeriesModule):
         num_heads: int = 1,
         learnable: bool = False,
         axis_order: AxisOrder = "minor_first",
+        rotary_dim: int | slice | None = None,
         act: Act = "none",
         dim: int | None = None,
         phase: Phase = False,
@@ -64,15 +68,17 @@ class CosineMd(SeriesModule):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         check_at_least(1, head_dim=head_dim)
-        self.head_dim = head_dim
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
+        _, width = rotary_slice(rotary_dim, head_dim, even=False)
         super().__init__(
-            head_dim, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
+            width, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
             axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act, dim=dim, impl=impl,
             device=device, dtype=dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
+        text = f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
+        return text + (f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else "")
 
 
 class RotateMd(SeriesModule):
@@ -137,6 +143,7 @@ class Rotate1d(RotateMd):
     Args as for :class:`RotateMd`, and
 
     Args:
+        scale_base, scale_centre: xPos: q grows and k shrinks with the position, see :func:`lrpe_md.xpos.scale_xpos`.
         theta: the frequencies instead of ``base``: (R/2,), (1 or num_heads, R/2) or (num_heads,), one a head; learned
             in that shape where ``learnable``.
         amplitude: as there. Where it is given, be it 1, :meth:`set_frequencies` can change it.
@@ -150,8 +157,15 @@ class Rotate1d(RotateMd):
         theta: Tensor | None = None,
         rotary_dim: int | slice | None = None,
         num_heads: int = 1,
+        scale_base: float | None = None,
+        scale_centre: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        if scale_base is not None:
+            check_scale_base(scale_base)
+        elif scale_centre != 0:
+            raise ValueError(f"scale_centre: expected it with scale_base alone, got {scale_centre!r}")
+        self.scale_base, self.scale_centre = scale_base, scale_centre
         if theta is not None:
             check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,)")
         self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
@@ -212,34 +226,61 @@ class Rotate1d(RotateMd):
                 gain.fill_(amplitude)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
+        text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
+        return text + ("" if self.scale_base is None else f", scale_base={self.scale_base:g}")
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         *xs: Tensor,
         offset: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
-        positions: Positions | None = None,
+        positions: Positions | Packed | tuple[Positions, Positions] | None = None,
+        qkv: Tensor | None = None,
+        num_key_heads: int | None = None,
+        inverse: bool = False,
     ) -> Any:
         """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
 
         Args:
+            xs: with cu_seqlens also (N, H, D) each.
             offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
-            positions: instead of both: a :class:`Grid` or coordinates on one axis, or a pair for q and for k.
+            positions: instead of both: a :class:`Grid` or coordinates on one axis, or a pair for q and for k, or what
+                :func:`lrpe_md.pack` gives, for (N, H, D).
+            qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
+            inverse: rotate by -Θ.
 
         Differentiable with respect to xs and a learned theta.
 
         Raises:
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
+        if qkv is not None or num_key_heads is not None:
+            again = partial(self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse)
+            return encode_qkv(again, xs, qkv, num_key_heads)
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
+        if cu_seqlens is not None and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
+            again = partial(self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse)
+            return encode_packed(again, xs)
         if positions is None:
             check_input("x", xs[0], xs[0])
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
-        return super().forward(*xs, positions=positions)
+        if self.scale_base is None:
+            return super().forward(*xs, positions=positions, inverse=inverse)
+        if len(xs) != 2:
+            raise ValueError(f"xs: expected q and k, since xPos scales them apart, got {len(xs)} tensor")
+        if inverse:
+            raise ValueError("inverse: expected False with scale_base, got True")
+        if type(positions) is Packed:
+            where = unpack_positions(positions, self.dim)
+            return encode_packed(partial(self.forward, positions=where), xs)
+        q, k = super().forward(*xs, positions=positions)
+        return scale_xpos(
+            q, k, positions=positions, scale_base=self.scale_base, scale_centre=self.scale_centre, pairs=self.pairs,
+            rotary_dim=self.rotary_dim,
+        )  # fmt: skip
 
 
 class PresetMd(FrequencyModule):

@@ -7,7 +7,8 @@
     An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens.
 
 Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
-Angles are formed in at least float32; x is upcast to at least float32, and the result has x's dtype.
+Angles, and the sums of their gradients, are formed in float64; x is upcast to at least float32, sine and cosine are of
+that dtype, and the result has x's dtype.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ class Spec(NamedTuple):
         return MAPS[self.map].head_dim(out_dim)
 
 
-def angles(coords: Tensor, omega: Tensor, phase: Tensor | None = None, rotated: Tensor | None = None) -> Tensor:
+def angles(
+    coords: Tensor,
+    omega: Tensor,
+    phase: Tensor | None = None,
+    rotated: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """Θ (.., H, N, C) from positions (.., N, K), omega (H, C, K), phase (H, C) and the grid mask (N,) or (B, N)."""
-    dtype = torch.promote_types(torch.promote_types(omega.dtype, coords.dtype), torch.float32)
     coords, omega = coords.to(dtype), omega.to(dtype)
     theta = torch.zeros((), dtype=dtype, device=omega.device)
     for j in range(omega.shape[-1]):
@@ -247,7 +253,7 @@ def activate_and_map(
     """x̄ and y in the dtype of the arithmetic; arguments as of :func:`encode`."""
     with no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
-        theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
+        theta = angles(coords, omega, phase, rotated)
         # Query head h takes the frequencies of head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
@@ -265,7 +271,7 @@ def encode_backward(
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, in closed form, for where autograd can't record.
+    """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, both in float64, in closed form, for where autograd can't record.
 
         cosine   dx̄ = dy_cos ⊙ cos Θ + dy_sin ⊙ sin Θ        dΘ = x̄ ⊙ (dy_sin ⊙ cos Θ - dy_cos ⊙ sin Θ)
         rotate   dx̄ = dy rotated by -Θ                        dΘ = ā db̄ - b̄ dā
@@ -275,7 +281,7 @@ def encode_backward(
     """
     with no_autocast(dy):
         dtype = torch.promote_types(dy.dtype, torch.float32)
-        theta = angles(coords, omega.to(torch.promote_types(omega.dtype, dtype)), phase, rotated)
+        theta = angles(coords, omega, phase, rotated)
         groups = theta.shape[-3]
         theta = fold(theta, dtype).repeat_interleave(dy.shape[1] // groups, dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
@@ -286,10 +292,9 @@ def encode_backward(
         dx = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None).to(dy.dtype)
         if rotated is not None:
             dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)
-        # Sum over the heads that share a frequency in at least omega's dtype: (B, G, N, C).
+        # Sum over the heads that share a frequency: (B, G, N, C).
         batch, heads, *tail = dtheta.shape
-        dtheta = dtheta.to(torch.promote_types(dtype, omega.dtype))
-        dtheta = dtheta.reshape(batch, groups, heads // groups, *tail).sum(2)
+        dtheta = dtheta.reshape(batch, groups, heads // groups, *tail).sum(2, dtype=torch.float64)
         columns = [(dtheta * coords[..., None, :, None, j]).sum((0, 2)) for j in range(coords.shape[-1])]
         domega, dphase = torch.stack(columns, dim=-1), dtheta.sum((0, 2))
         domega = domega.sum(0, keepdim=True) if omega.shape[0] < groups else domega

@@ -2,20 +2,25 @@
 
 An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
 times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
-whichever is larger. No tolerance is chosen by hand. For float64 inputs, which nothing more exact judges, the
-reference's error is that of its float32 run scaled by the ratio of the units in the last place.
+whichever is larger. That reference has its angles in the inputs' own dtype, too, where :func:`lrpe_md.rotate` has them
+in float64: see :func:`rounded_angles`. No tolerance is chosen by hand. For float64 inputs, which nothing more exact
+judges, the reference's error is that of its float32 run scaled by the ratio of the units in the last place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from . import reference
 from .engine import linear_boundary
+from .engine.call import Layout, Tables
 from .engine.linear_call import LinearOptions, Sides
 from .engine.linear_validate import Given, validate_linear
 from .engine.validate import Positions
@@ -25,8 +30,8 @@ from .positions.grid import Coordinates, Grid
 
 __all__ = [
     "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "LinearCase", "LinearInputs", "Violation", "Workload", "as_tuple",
-    "bind", "bind_linear", "budget_violation", "check", "check_linear", "make_inputs", "make_linear_inputs", "run",
-    "run_linear",
+    "bind", "bind_linear", "budget_violation", "check", "check_linear", "make_inputs", "make_linear_inputs",
+    "rounded_angles", "run", "run_linear",
 ]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
@@ -246,6 +251,27 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
     return {**{f"y{i}": y.detach() for i, y in enumerate(ys)}, **dict(zip(wanted, found, strict=True))}
 
 
+@contextmanager
+def rounded_angles() -> Iterator[None]:
+    """The reference with angles in the dtype of frequencies and positions: float32 where they are, and on plain grids.
+
+    What an implementation's error is measured by: how far arithmetic in float32 is from float64.
+    """
+    exact, positions = reference.angles, Layout.positions
+
+    def rounded(coords: Tensor, omega: Tensor, *args: Any) -> Tensor:
+        dtype = torch.promote_types(torch.promote_types(omega.dtype, coords.dtype), torch.float32)
+        return exact(coords, omega, *args, dtype=dtype)
+
+    def narrow(layout: Layout, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
+        coords, rotated = positions(layout, tables, device)
+        plain = layout.sizes and tables.affine is None and tables.origin is None and max(layout.sizes) <= 2**24
+        return coords.float() if plain else coords, rotated
+
+    with patch.object(reference, "angles", rounded), patch.object(Layout, "positions", narrow):
+        yield
+
+
 @dataclass
 class Violation:
     name: str
@@ -265,7 +291,8 @@ class Violation:
 def budget_violation(
     name: str, actual: Tensor, same: Tensor, exact: Tensor, case: Case | None = None, *, ulps: float = 0.0
 ) -> Violation | None:
-    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype) and ``exact`` (float64).
+    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype, with
+    :func:`rounded_angles`) and ``exact`` (float64).
 
     ``ulps`` units in the last place are taken off each error: for Triton's interpreter, whose bfloat16 stores
     truncate.
@@ -336,7 +363,8 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
         if isinstance(judged.positions, Grid):  # whose coordinates are float64 where they are not indices
             positions = judged.positions.explicit(device, torch.float32)
             judged = replace(judged, positions=positions)
-    same = run(judged, "reference", frequencies=frequencies)
+    with rounded_angles():
+        same = run(judged, "reference", frequencies=frequencies)
     judge = run(judged.to(torch.float64), "reference", frequencies=frequencies) if scale != 1 else exact
     for name in exact:
         assert actual[name].shape == exact[name].shape, (name, actual[name].shape, exact[name].shape)
@@ -575,7 +603,8 @@ def check_linear(
 
     Of 16-bit inputs the kernels multiply operands in bfloat16. o, dq, dk and dv, which are of 16 bits themselves, are
     judged by the plain reference nevertheless; what is float32 (the state, the gradients of the gate, the frequencies
-    and the state) by the reference with products of such operands.
+    and the state) by the reference with products of such operands. So is everything with a causal or block mask: the
+    first tokens see few others, and where they see one, dq is a difference of equals, exactly 0.
     """
     return _check(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -589,10 +618,12 @@ def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, freque
     if case.dtype == torch.float64:
         scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
         judge = run_linear(judged.to(torch.float64), "reference", frequencies=frequencies)
-    same = run_linear(judged, "reference", frequencies=frequencies)
-    if case.dtype.itemsize == 2:
-        rounded = run_linear(judged, "reference", frequencies=frequencies, operands=torch.bfloat16)
-        same |= {name: rounded[name] for name in same.keys() - {"o", "dq", "dk", "dv"}}
+    with rounded_angles():
+        same = run_linear(judged, "reference", frequencies=frequencies)
+        if case.dtype.itemsize == 2:
+            rounded = run_linear(judged, "reference", frequencies=frequencies, operands=torch.bfloat16)
+            plain = ("o", "dq", "dk", "dv") if case.mask == "full" else ()
+            same |= {name: rounded[name] for name in same.keys() - set(plain)}
     for name in exact:
         assert actual[name].shape == exact[name].shape, (name, actual[name].shape, exact[name].shape)
         assert scale != 1 or actual[name].dtype == same[name].dtype, name

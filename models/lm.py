@@ -126,9 +126,9 @@ def chunked_linear_attention(
         q, k, v = (F.pad(t.to(state.dtype), (0, 0, 0, count * size - length)) for t in (q, k, v))
         q = q.unflatten(1, (groups, heads // groups)).unflatten(3, (count, size))
         k, v = (t.unflatten(2, (count, size))[:, :, None] for t in (k, v))
-        added = (k.mT @ v).cumsum(3) + state[:, :, None, None]
+        added = (k.transpose(-2, -1) @ v).cumsum(3) + state[:, :, None, None]
         before = torch.cat([state[:, :, None, None], added[:, :, :, :-1]], dim=3)
-        out = q @ before + (q @ k.mT).tril() @ v
+        out = q @ before + (q @ k.transpose(-2, -1)).tril() @ v
         return out.reshape(batch, heads, count * size, width)[:, :, :length], added[:, :, 0, -1]
 
 

@@ -220,7 +220,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             return x
         if not self.temporal:
             table = table.mean(2, keepdim=True)
-        return x + _resample(table, grid.shape).flatten(2).mT
+        return x + _resample(table, grid.shape).flatten(2).transpose(-2, -1)
 
     def _prefix(self, x: Tensor) -> Tensor:
         """Class and register tokens (B, P, C), with their part of a learned table."""
@@ -284,7 +284,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if self.pos_embed is not None and table is not None:
             with torch.no_grad():
                 first = self.pos_embed[:, : 0 if self.no_embed_class else self.num_prefix_tokens]
-                table = _resample(table, self.patch_embed.grid_size).flatten(2).mT
+                table = _resample(table, self.patch_embed.grid_size).flatten(2).transpose(-2, -1)
                 self.pos_embed = nn.Parameter(torch.cat([first, table], dim=1), self.pos_embed.requires_grad)
 
     def _table(self) -> Tensor | None:
@@ -292,7 +292,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if self.pos_embed is None:
             return None
         first = 0 if self.no_embed_class else self.num_prefix_tokens
-        return self.pos_embed[:, first:].mT.unflatten(-1, self.patch_embed.grid_size)
+        return self.pos_embed[:, first:].transpose(-2, -1).unflatten(-1, self.patch_embed.grid_size)
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:

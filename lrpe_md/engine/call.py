@@ -61,13 +61,10 @@ class Layout(NamedTuple):
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
         """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
         if self.sizes:
-            plain = tables.affine is None and tables.origin is None
-            coords, rotated = grid_coordinates(
+            return grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,
                 device=device, dtype=torch.float64,
             )  # fmt: skip
-            # A plain grid's coordinates are small integers, which float32 holds up to 2^24.
-            return (coords.float() if plain and max(self.sizes) <= 2**24 else coords), rotated
         coords, rows = tables.coords, tables.rotated
         assert coords is not None
         coords = coords if coords.is_floating_point() else coords.double()

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
+from ..positions.sequences import Packed
+from ..reference import activate
 from . import boundary, sharding
 from .call import Call, Known, Options, Tables, remember, remembered
-from .memory import memory_order
-from .validate import IMPLS, check_impl, check_input, validate
+from .memory import accumulator, memory_order
+from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
+from .views import encode_packed, unpack_positions
 
-__all__ = ["run", "use_triton"]
+__all__ = ["run", "run_part", "use_triton"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
@@ -27,6 +30,9 @@ def run(
     options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
 ) -> Any:
     """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
+    if type(positions) is Packed:
+        where = unpack_positions(positions, options.dim)
+        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude), xs)
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
         return _run_apart(options, xs, omega, positions, phase, amplitude)
     direct = boundary.is_direct((*xs, omega, phase))
@@ -143,11 +149,43 @@ def _count_groups(phase: Any) -> int:
     return max(several, default=1)
 
 
+def run_part(
+    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
+) -> Any:
+    """The cosine map of the channels that ``rotary_dim`` says; the others pass as x̄, side by side with it."""
+    if type(positions) is Packed:
+        where = unpack_positions(positions, options.dim)
+        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude), xs)
+    if not 1 <= len(xs) <= 2:
+        raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
+    for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
+        check_input(name, x, xs[0], other_length=True)
+    check_act(options.act, options.dim)
+    act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
+    start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
+    options = options._replace(rotary_dim=None)
+    # Softmax over the features is over all of them: it comes first, in the dtype of the arithmetic.
+    first = dim == -1
+    wide = tuple(activate(x.to(accumulator(x.dtype)), act, dim) for x in xs) if first else xs
+    options = options._replace(act="none", dim=None) if first else options
+    turned = run(options, tuple(x[..., start : start + width] for x in wide), omega, positions, phase, amplitude)
+    ys: list[Tensor] = []
+    for x, whole, y in zip(xs, wide, turned if len(xs) == 2 else (turned,), strict=True):
+        passed = (whole[..., :start], whole[..., start + width :])
+        if not first:
+            passed = tuple(activate(t.to(accumulator(x.dtype)), act, dim) for t in passed)
+        before, after = (t.to(x.dtype) for t in passed)
+        ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
+    return tuple(ys) if len(xs) == 2 else ys[0]
+
+
 def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
     """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
-    if len(ys) == 1:
-        return ys[0]
-    order = memory_order(ys[0])
+    return ys[0] if len(ys) == 1 else _side_by_side(ys, memory_order(ys[0]))
+
+
+def _side_by_side(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
+    """(B, H, N, ..) each → (B, H, N, their sum), in this memory order."""
     back = [order.index(i) for i in range(3)]
     return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
 

@@ -146,7 +146,10 @@ def _filled(value: float, channels: int, device: torch.device) -> Tensor:
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
-        raise ValueError(f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}")
+        raise ValueError(
+            f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}"
+            + ("; tokens packed end to end (N, H, D) take cu_seqlens, or what pack gives as positions" * (t.ndim == 3))
+        )
     if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
     if t is x:
@@ -165,7 +168,8 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
-            "precision cast it, call fully_shard on the module that owns it first, without param_dtype"
+            "precision cast it, call fully_shard on the module that owns it first, without param_dtype; for FSDP1 take "
+            "MixedPrecision(buffer_dtype=torch.float32), and ignored_modules for the module where it is learned"
         )
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected it on x's device {xs[0].device}, got {t.device}")
@@ -179,8 +183,8 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
             )
 
 
-def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, int]:
-    """First rotated channel and width R."""
+def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
+    """First rotated channel and width R, which pairs need even."""
     if rotary_dim is None:
         start, stop = 0, head_dim
     elif isinstance(rotary_dim, slice):
@@ -189,7 +193,9 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int) -> tuple[int, in
         start, stop, _ = rotary_dim.indices(head_dim)
     else:
         start, stop = 0, rotary_dim
-    if not (0 <= start < stop <= head_dim and (stop - start) % 2 == 0):
+    if not even and not 0 <= start < stop <= head_dim:
+        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {rotary_dim!r}")
+    if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):
         raise ValueError(
             f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r} "
             f"({stop - start} channels)"

@@ -38,7 +38,7 @@ def random_directions(
     frame, triangle = torch.linalg.qr(normal)
     # Signs from the triangle make the frame uniform over rotations and reflections.
     frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
-    return frame.mT.repeat_interleave(math.ceil(num_channels / num_axes), dim=1)[:, :num_channels]
+    return frame.transpose(-2, -1).repeat_interleave(math.ceil(num_channels / num_axes), dim=1)[:, :num_channels]
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:

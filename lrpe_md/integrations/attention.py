@@ -80,8 +80,8 @@ def softmax_attention(
     backends = sdpa_backends(q, v)
     with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
-        )
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale
+        )  # ONNX's older exporter hands it on as a tensor
 
 
 def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -94,7 +94,7 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None,
     # timm.layers.set_fused_attn(False): for export and for hooks on the weights.
     from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 
-    weights = (q * attn.scale) @ k.mT
+    weights = (q * attn.scale) @ k.transpose(-2, -1)
     weights = maybe_add_mask(weights, resolve_self_attn_mask(q.shape[-2], weights, attn_mask, is_causal))
     return attn.attn_drop(weights.softmax(dim=-1)) @ v
 
@@ -143,7 +143,11 @@ def linear_attention(
         q_hat, k_hat, v_wide = q_hat.to(dtype), k_hat.to(dtype), v.to(dtype)
         if key_mask is not None:
             v_wide = torch.where(key_mask[:, None, :, None], v_wide, 0)
-        out = (q_hat @ k_hat.mT).tril() @ v_wide if is_causal else q_hat @ (k_hat.mT @ v_wide)
+        out = (
+            (q_hat @ k_hat.transpose(-2, -1)).tril() @ v_wide
+            if is_causal
+            else q_hat @ (k_hat.transpose(-2, -1) @ v_wide)
+        )
         if normalizer == "unrotated":
             q_bar, k_bar = activate(q.to(dtype), act, dim), activate(k.to(dtype), act, dim)
             if key_mask is not None:

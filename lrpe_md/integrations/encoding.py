@@ -311,7 +311,7 @@ class Stretched(nn.Module):
         }  # fmt: skip
         if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
-        return cosine(q, k, **options)
+        return cosine(q, k, rotary_dim=own.rotary_dim, order=own.order, **options)
 
     @torch.no_grad()
     def rescale(self, scaling: Scaling | None) -> None:

@@ -151,7 +151,7 @@ class LrpePatchEmbed(PatchEmbed):
         if x.shape[-2] % patch_size[0] or x.shape[-1] % patch_size[1]:
             raise ValueError("x: expected a height and width divisible by patch_size")
         x = self.proj(x)
-        return self.norm(x.flatten(2).mT if self.flatten else nchw_to(x, self.output_fmt))
+        return self.norm(x.flatten(2).transpose(-2, -1) if self.flatten else nchw_to(x, self.output_fmt))
 
 
 class LrpeVisionTransformer(timm_vit.VisionTransformer):
@@ -263,7 +263,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
                 prefixes.append(y[:, : self.num_prefix_tokens])
                 y = y[:, self.num_prefix_tokens :]
                 if output_fmt == "NCHW":
-                    y = y.mT.unflatten(-1, size).contiguous()
+                    y = y.transpose(-2, -1).unflatten(-1, size).contiguous()
                 patches.append(y)
         with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
         if output_dict:

@@ -24,12 +24,17 @@ from torch.torch_version import TorchVersion
 
 from ..engine.validate import Impl
 from ..positions.augment import AugmentPositions
+from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..presets.registry import preset
 from .attention import attend
 from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, parts, with_series
 
 __all__ = ["plan"]
+
+# torch.fx, and so create_feature_extractor, takes each of these as one step.
+torch.fx.wrap("lay_out_patches")
+torch.fx.wrap("omega_by_layer")
 
 
 class _Rope(Adapted):
@@ -87,11 +92,8 @@ class LrpeRotaryEmbeddingMixed(_Rope, RotaryEmbeddingMixed):
         return grid
 
     def rotaries(self, positions: Any) -> list[Rotary]:
-        freqs = self.freqs if self.freqs.dtype == torch.float64 else self.freqs.float()
-        omega = freqs.permute(1, 2, 3, 0)  # (depth, H, C, K)
-        if self.grid_indexing == "xy":
-            omega = omega.flip(-1)
-        return [Rotary(layer, positions, "interleaved", impl=self.impl) for layer in omega.unbind(0)]
+        omega = omega_by_layer(self.freqs, self.grid_indexing == "xy")
+        return [Rotary(omega[i], positions, "interleaved", impl=self.impl) for i in range(self.depth)]
 
 
 class LrpeEva(Adapted, Eva):
@@ -103,12 +105,23 @@ class LrpeEva(Adapted, Eva):
         height, width = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         x, index = self.original._pos_embed(self, x)
         assert index is not None
-        positions: Any = self.rope.place(Grid((height, width), prefix=self.num_prefix_tokens))
-        if self.rope.augment is not None:
-            positions = self.rope.augment(positions, x.device)
-        if index.ndim > 2:  # timm has gathered: (B, 1, N, 1), or (N, B, 1) where each layer has its own
-            positions = positions.take(index[..., 0].T if self.rope_mixed else index[:, 0, :, 0])
-        return x, self.rope.rotaries(positions)
+        return x, self.rope.rotaries(lay_out_patches(self.rope, height, width, self.num_prefix_tokens, index))
+
+
+def lay_out_patches(rope: Any, height: int, width: int, num_prefix_tokens: int, index: Tensor) -> Grid | Coordinates:
+    """Where the patches are, of which timm has gathered those with these numbers."""
+    positions: Any = rope.place(Grid((height, width), prefix=num_prefix_tokens))
+    if rope.augment is not None:
+        positions = rope.augment(positions, index.device)
+    if index.ndim > 2:  # gathered: (B, 1, N, 1), or (N, B, 1) where each layer has its own
+        positions = positions.take(index[..., 0].T if isinstance(rope, RotaryEmbeddingMixed) else index[:, 0, :, 0])
+    return positions
+
+
+def omega_by_layer(freqs: Tensor, xy: bool) -> Tensor:
+    """(depth, H, C, K) from timm's parameter (K, depth, H, C), whose axes may be (x, y)."""
+    omega = (freqs if freqs.dtype == torch.float64 else freqs.float()).permute(1, 2, 3, 0)
+    return omega.flip(-1) if xy else omega
 
 
 class _Attention(Adapted):
@@ -226,7 +239,7 @@ def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, opt
 def _tells(table: Tensor, grid: Grid, omega: Tensor, xy: bool, half: bool) -> bool:
     """Whether these are the sines and cosines of this grid, as far as their dtype shows it."""
     omega = omega.flip(-1) if xy else omega
-    angles = grid.coordinates(dtype=torch.float64) @ omega[0].mT
+    angles = grid.coordinates(dtype=torch.float64) @ omega[0].transpose(-2, -1)
     angles = torch.cat([angles, angles], -1) if half else angles.repeat_interleave(2, -1)
     expected = torch.cat([angles.sin(), angles.cos()], -1)
     found = table.detach().cpu().double()

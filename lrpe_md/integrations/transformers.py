@@ -179,10 +179,10 @@ def _rotation(path: str, rope: Any, name: str, impl: Impl) -> PresetRotate:
 
 def _split(path: str, name: str, sections: Sequence[int], num_pairs: int) -> list[int]:
     """Pairs of time, height and width, as the original takes its ``mrope_section``."""
-    if len(sections) != 3 or min(sections) < 0:
+    if len(sections) < 3 or (name != "qwen3_vl" and (len(sections) > 3 or min(sections) < 0)):
         raise ValueError(f"{path}: expected an mrope_section of time, height and width, got {list(sections)}")
-    if name == "qwen3_vl":  # takes turns as far as there are pairs, and time has the rest
-        height, width = (min(n, len(range(i, num_pairs, 3))) for i, n in enumerate(sections[1:], 1))
+    if name == "qwen3_vl":  # reads two of them, takes turns as far as there are pairs, and time has the rest
+        height, width = (len(range(num_pairs)[i : 3 * n : 3]) for i, n in enumerate(sections[1:3], 1))
         return [num_pairs - height - width, height, width]
     if sum(sections) != num_pairs:
         raise ValueError(

@@ -16,3 +16,4 @@ from .sequences import compose as compose
 from .sequences import pack as pack
 from .sequences import packed_positions as packed_positions
 from .sequences import pad as pad
+from .sequences import zigzag as zigzag

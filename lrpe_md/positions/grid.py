@@ -347,8 +347,10 @@ def _check_origin(origin: Any, num_axes: int) -> None:
 
 
 def fleeting() -> bool:
-    """Tensors made now must not outlive this call: a dispatch mode or a function transform is active."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+    """Tensors made now must not outlive this call: a dispatch mode, a function transform or a trace is active."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    )
 
 
 @cache  # for good: a CUDA graph may hold the address

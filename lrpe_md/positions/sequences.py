@@ -18,7 +18,7 @@ from ..checks import check_at_least
 from .coordinates import check_reach
 from .grid import Coordinates, Grid, offset_positions
 
-__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad"]
+__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad", "zigzag"]
 
 RULES = ("skip", "zero", "axis", "diagonal")
 
@@ -224,6 +224,48 @@ def pad(
     return Coordinates(padded.coords.unflatten(0, (len(rows), num_tokens)), rotated=mask)
 
 
+def zigzag(
+    positions: Grid | Coordinates, rank: int, num_ranks: int, device: torch.device | str | None = None
+) -> Coordinates:
+    """What one rank has of a sequence in zig-zag order: of 2 R equal chunks the one numbered ``rank`` and its mirror
+    image, 2 R - 1 - rank, so that under a causal mask all have as much to attend to (ring attention).
+
+    Args:
+        positions: of the whole sequence, prefix and suffix counted among its tokens.
+        rank, num_ranks: this rank's number, from 0 on, and R.
+        device: of the result; default: that of coordinates or of a grid's origin, else the CPU.
+
+    Returns:
+        coordinates of the two chunks, one behind the other, as x (B, H, N / R, D) has them there. Sum the gradients of
+        frequencies over the ranks.
+
+    Raises:
+        ValueError: chunks of different lengths, a shard instead of the whole sequence, a rank that there is not.
+        TypeError: something else than a grid or coordinates.
+    """
+    if not isinstance(positions, (Grid, Coordinates)):
+        raise TypeError(f"positions: expected a Grid or Coordinates, got {type(positions).__name__}")
+    check_at_least(1, num_ranks=num_ranks)
+    if isinstance(rank, bool) or not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
+    if isinstance(positions, Grid) and not positions.whole:
+        raise ValueError(
+            f"positions: expected the whole sequence, got a shard (start={positions.start}, length={positions.length})"
+        )
+    length, rest = divmod(positions.num_tokens, 2 * num_ranks)
+    if rest:
+        raise ValueError(
+            f"positions: expected a number of tokens that 2 · {num_ranks} chunks divide, got {positions.num_tokens}; "
+            "pad the sequence"
+        )
+    if device is None:
+        known = positions.coords if isinstance(positions, Coordinates) else positions.origin
+        device = "cpu" if known is None else known.device
+    device = torch.device(device)
+    chunks = (rank, 2 * num_ranks - 1 - rank)
+    return _join([_rows(positions, chunk * length, length, positions.num_axes, device) for chunk in chunks])
+
+
 def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
     for i, segment in enumerate(segments):
         if not isinstance(segment, Segment):
@@ -337,8 +379,9 @@ def _join(parts: Sequence[Coordinates]) -> Coordinates:
     """Tables end to end."""
     mask = None
     if any(part.rotated is not None for part in parts):
-        mask = torch.cat([
+        masks = [
             torch.ones_like(part.coords[..., 0], dtype=torch.bool) if part.rotated is None else part.rotated
             for part in parts
-        ])  # fmt: skip
-    return Coordinates(torch.cat([part.coords for part in parts]), rotated=mask)
+        ]
+        mask = torch.cat(masks, dim=-1)
+    return Coordinates(torch.cat([part.coords for part in parts], dim=-2), rotated=mask)

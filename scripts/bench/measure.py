@@ -20,7 +20,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import Coordinates
-from lrpe_md.testing import Inputs, budget_violation, run
+from lrpe_md.testing import Inputs, budget_violation, rounded_angles, run
 
 from .peers import OURS, Forward, Peer, large_inputs
 
@@ -243,7 +243,8 @@ class Judge:
         self.samples = sorted({0, len(inputs.xs[0]) - 1})
         omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # of the first and the last group, whose heads are cut
         part = replace(inputs, xs=[*map(self.cut, inputs.xs)], grads=[*map(self.cut, inputs.grads)], omega=omega)
-        self.same = run(part, "reference", frequencies=False)
+        with rounded_angles():
+            self.same = run(part, "reference", frequencies=False)
         self.exact = run(part.to(torch.float64), "reference", frequencies=False)
 
     def cut(self, t: Tensor) -> Tensor:
@@ -255,7 +256,8 @@ class Judge:
             return
         inputs = self.inputs
         assert not isinstance(inputs.positions, Coordinates) or inputs.positions.coords.ndim == 2
-        self.same["domega"] = run(inputs, "reference")["domega"]
+        with rounded_angles():
+            self.same["domega"] = run(inputs, "reference")["domega"]
         total = torch.zeros_like(inputs.omega, dtype=torch.float64)
         size = max(1, 2**25 // inputs.xs[0][0].numel())
         parts = zip(*(t.split(size) for t in (*inputs.xs, *inputs.grads)), strict=True)

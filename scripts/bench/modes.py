@@ -349,7 +349,10 @@ def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> N
             f"{OURS}, float64 omega": (64, lambda w=omega64: ours(w)),
             f"{OURS}, float32 omega": (32, lambda w=omega32: ours(w)),
             "float32 tables from float32 angles": (
-                32, lambda s=coords, w=omega32: tables(reference.angles(s.float(), w)[0], torch.float32)
+                32,
+                lambda s=coords, w=omega32: tables(
+                    reference.angles(s.float(), w, dtype=torch.float32)[0], torch.float32
+                ),
             ),
             "bfloat16 tables from exact angles": (64, lambda e=exact[64]: tables(e, torch.bfloat16)),
         }  # fmt: skip

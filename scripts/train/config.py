@@ -95,9 +95,7 @@ class Training:
     seed: int = option(0, "Of weights, order and draws.", least=0)
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.", free=True)
     log_every: int = option(50, "Steps.", free=True, least=1)
-    validate_every: int = option(
-        0, "Steps between two validations, where the task has one; 0: none.", free=True, least=0, off=True
-    )
+    validate_every: int = option(0, "Steps between two validations; 0: none.", free=True, least=0, off=True)
     save_every: int = option(500, "Steps.", free=True, least=1)
     progress: bool = option(True, "Show a bar.", free=True)
     tensorboard: bool = option(True, "Where it is installed.", free=True)

@@ -235,6 +235,23 @@ def modules(mesh, impl):
 
 
 @case
+def composed(mesh, impl):
+    """What is made of views and of several operators: packed projections, a part of the channels, xPos."""
+    qkv, part, xpos = normal(mesh, 2, 7, 3, 4, 8), CosineMd(8, rotary_dim=4, impl=impl), Rotate1d(8, scale_base=4.0)
+    part, xpos, rope = (m.to(mesh.device_type) for m in (part, xpos, RotateMd(8, impl=impl)))
+    for dim in (0, 1, 3):
+        found = rope(qkv=distribute_tensor(qkv, mesh, [Shard(dim)]), positions=GRID)
+        for name, a, b in zip("qkv", found, rope(qkv=qkv, positions=GRID), strict=True):
+            close(f"{name} of a projection", a.full_tensor(), b)
+    x = normal(mesh, 2, 4, 7, 8)
+    for dim in (0, 1, 2):
+        cut = distribute_tensor(x, mesh, [Shard(dim)])
+        close("a part", part(cut, positions=GRID).full_tensor(), part(x, positions=GRID))
+        for name, a, b in zip("qk", xpos(cut, cut, offset=3), xpos(x, x, offset=3), strict=True):
+            close(f"{name}, xPos", a.full_tensor(), b)
+
+
+@case
 def compiled(mesh, impl):
     """One graph, with the frequencies' sum in its backward."""
 

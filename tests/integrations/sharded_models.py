@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
-from lrpe_md import Coordinates, Grid, adapt, adapt_rotary, rotate
+from lrpe_md import Coordinates, Grid, RotateMd, adapt, adapt_rotary, rotate
 from lrpe_md.integrations import exchange, restore_rotary
 
 NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed"]
@@ -31,7 +31,7 @@ def run(rank: int, folder: str) -> None:
     )
     mesh, failed = init_device_mesh("cpu", (2,)), ""
     cases: list[Any] = [(name, rotary_model, kind) for name in NAMES for kind in (shard_2, shard_1)]
-    for name, check, kind in [*cases, ("vit", vit, shard_2)]:
+    for name, check, kind in [*cases, ("vit", vit, shard_2), ("modules", modules, shard_1)]:
         try:
             check(name, kind, mesh)
         except (Exception, pytest.fail.Exception):
@@ -87,6 +87,38 @@ def rotary_model(name: str, shard: Any, mesh: Any) -> None:
         # What a model learns is gathered in 16 bits, as the original's.
         torch.testing.assert_close(omega, right, rtol=2**-8 if name == "mixed" else 0, atol=0)
         assert positions == where
+
+
+class _Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.proj, self.rope = nn.Linear(16, 16), RotateMd(16, 2, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rope(self.proj(x), positions=Grid((2, 3)))
+
+
+def modules(name: str, shard: Any, mesh: Any) -> None:
+    """Our own modules under FSDP1: what the error says to do helps, for fixed and for learned frequencies."""
+    x = torch.randn(1, 2, 6, 16)
+    half = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
+    for options in ({}, {"learnable": True}, {"amplitude": 1.5}, {"phase": True}):
+        torch.manual_seed(0)
+        model = _Attention(**options)
+        message = r"float32 or float64 .*FSDP1.*buffer_dtype=torch\.float32.*ignored_modules"
+        with pytest.raises(TypeError, match=message):
+            shard(copy.deepcopy(model), mesh)(x)
+        with torch.no_grad():
+            expected = model.rope(nn.functional.linear(x.bfloat16(), *(p.bfloat16() for p in model.proj.parameters())),
+                                  positions=Grid((2, 3)))  # fmt: skip
+        own = [model.rope] if options.keys() & {"learnable", "phase"} else []
+        half["buffer_dtype"] = torch.float32
+        sharded = FullyShardedDataParallel(
+            model, mixed_precision=MixedPrecision(**half), use_orig_params=True, device_id=torch.device("cpu"),
+            ignored_modules=own,
+        )  # fmt: skip
+        found = sharded(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def vit(name: str, shard: Any, mesh: Any) -> None:

@@ -324,7 +324,7 @@ def test_augmentation_in_training_alone(calls):
 
 
 @pytest.mark.parametrize("by", ["timm.models", "torchvision.models.feature_extraction"])
-@pytest.mark.parametrize("name", ["eva02", "axial", "dinov3"])
+@pytest.mark.parametrize("name", ["eva02", "axial", "mixed", "dinov3"])
 def test_timm_feature_extraction_by_a_traced_graph(name, by):
     create = pytest.importorskip(by).create_feature_extractor
     vit = timm_vit(name, dynamic_img_size=False)
@@ -334,6 +334,24 @@ def test_timm_feature_extraction_by_a_traced_graph(name, by):
     for key in nodes.values():
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=BOUND)
     torch.testing.assert_close(found["last"], adapted(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["eva02", "axial", "mixed", "mixed with a table", "dinov3"])
+def test_timm_features_of_any_size_by_a_traced_graph(name):
+    """One graph for all sizes, with the gradient of learned frequencies."""
+    create = pytest.importorskip("timm.models").create_feature_extractor
+    vit = timm_vit(name, dynamic_img_size=True)
+    adapted = adapt_rotary(copy.deepcopy(vit))
+    graph = create(adapted, return_nodes={"head": "last"})
+    for height, width in ((4, 6), (7, 3)):
+        x = image(vit, height, width)
+        torch.testing.assert_close(graph(x)["last"], vit(x), rtol=0, atol=BOUND)
+    if "mixed" in name:
+        found, expected = (
+            torch.autograd.grad(y.square().sum(), model.rope.freqs)[0]
+            for y, model in ((graph(x)["last"], graph), (vit(x), vit))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_timm_compiles():
@@ -654,7 +672,9 @@ def test_transformers(name, calls):
     assert list(adapted.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [0, 1, 40], [3, 0, 2]])
+@pytest.mark.parametrize(
+    "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
+)
 def test_sections_as_the_original_takes_them(sections):
     """Of Qwen3-VL they need not sum to the pairs: time has what height and width leave over."""
     model = qwen("Qwen3VL", mrope_section=sections)

@@ -332,3 +332,15 @@ def test_captions_of_the_sheet_are_not_clipped(tmp_path, num):
     edges = pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]
     assert min(edge.min() for edge in edges) == 255
     assert (pixels[:, : pixels.shape[1] // 2] < 128).any()
+
+
+def test_validation_on_the_way(folder, tmp_path):
+    few = {**SMALL, "steps": 6, "log_every": 4, "data": folder}
+    plain = train_diffusion.run(DiffusionTraining(out=tmp_path / "plain", **few))
+    checked = train_diffusion.run(DiffusionTraining(out=tmp_path / "checked", validate_every=3, **few))
+    assert checked["held_out"] == plain["held_out"]
+    weights = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("plain", "checked")]
+    assert all(torch.equal(value, weights[1]["model"][name]) for name, value in weights[0]["model"].items())
+    rows = weights[1]["history"]
+    assert [(row["step"], "held_out" in row) for row in rows] == [(3, True), (4, False), (6, True)]
+    assert rows[-1]["held_out"] == checked["held_out"]["8x8"]["loss"]

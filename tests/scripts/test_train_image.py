@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import timm
 import torch
+import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
@@ -17,6 +20,7 @@ from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, r
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.tasks import image as train_image
 from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
+from lrpe_md.scripts.train.weights import start_from
 from PIL import Image
 from test_train_video import flags
 from torch import nn
@@ -409,3 +413,138 @@ def test_reference_is_checked():
 def test_images_move_to_a_device():
     images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
     assert images.to(torch.device("meta")).images.is_meta
+
+
+# --- weights to start from -------------------------------------------------------------------------------------------
+
+
+def built(**options):
+    """A model as the command builds it, and its configuration."""
+    config = ImageTraining(**{**SMALL, "data": Path(), "out": Path(), **options})
+    images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    part = Images(images, torch.zeros(1, dtype=torch.int64))
+    return train_image.build(config, train_image.model_arguments(config, image_data.Labelled(part, part, 2)))
+
+
+def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+
+
+def test_training_starts_from_a_run(data, tmp_path, capsys):
+    """Averaged weights, first of all; what decides the weights is the content, not where it lies."""
+    options = {**SMALL, "steps": 6}
+    train_image.run(ImageTraining(data=data, out=tmp_path / "first", **options))
+    start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
+    still = {**options, "steps": 1, "lr": 0.0, "weight_decay": 0.0}
+    for name, weights in (("folder", "first"), ("file", "first/checkpoint.pt")):
+        out = tmp_path / name
+        train_image.run(ImageTraining(data=data, out=out, weights=str(tmp_path / weights), **still))
+        found = torch.load(out / "checkpoint.pt")["model"]
+        assert all(torch.equal(found[key], value) for key, value in start.items())
+        assert f"Starting from {tmp_path / weights}\n" in capsys.readouterr().err
+    again = tmp_path / "elsewhere"
+    (tmp_path / "first").rename(again)
+    longer = ImageTraining(data=data, out=tmp_path / "folder", weights=str(again), **still)
+    train_image.run(longer)  # a finished run of the same weights
+    for weights in ("", str(tmp_path / "folder")):
+        if weights:
+            state = torch.load(tmp_path / "folder" / "checkpoint.pt")
+            state["average"]["head.bias"] += 1
+            (tmp_path / "other").mkdir()
+            torch.save(state["average"], tmp_path / "other" / "weights.pt")
+            weights = str(tmp_path / "other" / "weights.pt")
+        with pytest.raises(typer.BadParameter, match=r"other settings.*weights"):
+            train_image.run(ImageTraining(data=data, out=tmp_path / "folder", weights=weights, **still))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth", "tar"])
+def test_timms_checkpoints(tmp_path, suffix, capsys):
+    """A class token, three channels, other patches, other classes: resampled, left out, and said."""
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=48, depth=1, num_heads=2, num_classes=7
+    )
+    weights = random_weights(theirs)
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "safetensors":
+        safetensors.torch.save_file(weights, path)
+    else:
+        torch.save({"state_dict_ema": weights, "epoch": 3} if suffix == "tar" else weights, path)
+    model = built(encoding="learned", size=16)
+    head, before = model.head.weight.clone(), model.state_dict()
+    start_from(model, path)
+    found = model.state_dict()
+    for name, value in weights.items():
+        if name.startswith("blocks."):
+            assert torch.equal(found[name], value)
+    assert torch.equal(found["fc_norm.weight"], weights["norm.weight"])
+    assert torch.equal(model.head.weight, head)
+    grey = weights["patch_embed.proj.weight"].sum(1, keepdim=True)
+    expected = timm.layers.resample_patch_embed(grey, [4, 4])
+    torch.testing.assert_close(found["patch_embed.proj.weight"], expected)
+    table = timm.layers.resample_abs_pos_embed(weights["pos_embed"][:, 1:], [4, 4], num_prefix_tokens=0)
+    torch.testing.assert_close(found["pos_embed"], table)
+    assert found.keys() == before.keys()
+    assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
+
+
+def test_weights_of_another_size_and_encoding(tmp_path, capsys):
+    first = built(encoding="rotate-mixed", size=8)
+    weights = random_weights(first)
+    torch.save(weights, tmp_path / "w.pt")
+    same = built(encoding="rotate-mixed", size=16)
+    start_from(same, tmp_path / "w.pt")
+    assert all(torch.equal(same.state_dict()[name], value) for name, value in weights.items())
+    other = built(encoding="cosine", patch=2)
+    start_from(other, tmp_path / "w.pt")
+    assert "left out: encoding" in capsys.readouterr().err
+    assert torch.equal(other.head.weight, weights["head.weight"])
+    grey = built()
+    model = lrpe_vit_tiny_patch16_224(
+        img_size=8, patch_size=4, embed_dim=48, depth=1, num_heads=2, num_classes=2, class_token=False,
+        global_pool="avg", encoding="rotate",
+    )  # fmt: skip
+    torch.save(random_weights(grey), tmp_path / "grey.pt")
+    start_from(model, tmp_path / "grey.pt")
+    kernel = torch.load(tmp_path / "grey.pt")["patch_embed.proj.weight"]
+    torch.testing.assert_close(model.patch_embed.proj.weight.sum(1, keepdim=True), kernel)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 24}, r"another architecture \(.* is \(24,.*\) there and \(48,.*\) here.*--dim"),
+        ({"depth": 2}, r"another architecture \(blocks\.1\..* is there alone"),
+        ({"qk_norm": True}, r"another architecture \(blocks\.0\.attn\..*norm.* is there alone"),
+        ("nothing", "there is no such file"),
+        ("folder", "no checkpoint.pt in the folder"),
+        (b"no weights", "can't be read"),
+        ({"epoch": 3}, "expected tensors by their names"),
+        ("video", "another architecture"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path, change, message):
+    model, path = built(), tmp_path / "weights.pt"
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if change == "folder":
+        path.mkdir()
+    elif change == "video":
+        torch.save({"patch_embed.proj.weight": torch.zeros(48, 1, 2, 4, 4), "head.weight": torch.zeros(2, 48)}, path)
+    elif isinstance(change, bytes):
+        path.write_bytes(change)
+    elif isinstance(change, dict):
+        torch.save(change if "epoch" in change else random_weights(built(**change)), path)
+    with pytest.raises(typer.BadParameter, match=f"--weights .*{message}"):
+        start_from(model, path)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
+    train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
+    with pytest.raises(typer.BadParameter, match="another architecture; give the model --heads 2"):
+        start_from(built(heads=4), tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt")
+    state["average"]["head.bias"] += 1
+    torch.save(state, tmp_path / "run" / "checkpoint.pt")
+    with pytest.raises(typer.BadParameter, match="damaged"):
+        start_from(built(), tmp_path / "run")

@@ -1,12 +1,14 @@
 """Training on videos, on footage made here."""
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import videos as video_data
@@ -346,3 +348,110 @@ def test_bf16_on_a_gpu(footage, tmp_path, compile):
         AcceleratorState._reset_state(reset_partial_state=True)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
     assert losses[-1] < 0.7 * losses[0]
+
+
+# --- what is kept across runs, and validation ------------------------------------------------------------------------
+
+
+def train_once(footage, out, **options):
+    return train_video.run(
+        VideoTraining(**{**SMALL, "steps": 4, "log_every": 2, "data": [footage], "out": out, **options})
+    )
+
+
+@needs_decoder
+def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
+    """By the content of the file, the size and the decoder; damaged and half-written files are made anew."""
+    decoded, real = [], video_data.decode
+    monkeypatch.setattr(video_data, "decode", lambda *args: decoded.append(args) or real(*args))
+    cache = tmp_path / "cache"
+
+    def frames(path=footage, size=8):
+        video_data._decode_all.cache_clear()  # as in another process
+        cut = {"segment": 40, "parts": 4, "fold": 0, "gap": 8, "device": torch.device("cpu")}
+        return video_data.load_footage([path], size, cache=cache, **cut).frames
+
+    first = frames()
+    (kept,) = cache.iterdir()
+    assert torch.equal(frames(), first)
+    moved = tmp_path / "moved.mp4"
+    moved.write_bytes(footage.read_bytes())
+    assert torch.equal(frames(moved), first)
+    assert len(decoded) == 1
+    assert frames(size=16).shape[-1] == 16
+    assert len(decoded) == 2
+
+    whole = kept.read_bytes()
+    changed = bytearray(whole)
+    changed[-100] ^= 1
+    for number, damaged in enumerate((bytes(changed), whole[: len(whole) // 2], b"", b"no tensors"), 3):
+        kept.write_bytes(damaged)
+        assert torch.equal(frames(), first)
+        assert len(decoded) == number
+        assert torch.equal(safetensors.torch.load_file(kept)["value"], first)
+    (other,) = set(cache.iterdir()) - {kept}
+    kept.write_bytes(other.read_bytes())  # whole, but of another key
+    assert torch.equal(frames(), first)
+    assert len(decoded) == 7
+
+    moved.write_bytes(footage.read_bytes() + b"\0")
+    frames(moved)
+    assert len(decoded) == 8
+    monkeypatch.setattr(video_data.importlib.import_module(video_data.DECODERS[DECODERS[0]]), "__version__", "0")
+    frames()
+    assert len(decoded) == 9
+
+
+@needs_decoder
+def test_damaged_footage_is_not_kept(footage, tmp_path, monkeypatch):
+    def fail(*args):
+        raise VideoError("damaged")
+
+    monkeypatch.setattr(video_data, "decode", fail)
+    with pytest.raises(VideoError):
+        train_once(footage, tmp_path / "run", cache=str(tmp_path / "cache"))
+    assert not list(tmp_path.glob("cache/*"))
+
+
+@needs_decoder
+def test_a_cache_that_can_not_be_written_is_said(footage, tmp_path, capsys):
+    (tmp_path / "file").write_text("no folder")
+    video_data._decode_all.cache_clear()
+    train_once(footage, tmp_path / "run", cache=str(tmp_path / "file"))
+    assert "Nothing is kept for other runs" in capsys.readouterr().err
+
+
+@needs_decoder
+def test_where_frames_are_kept(footage, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for cache, folder in (("none", None), ("auto", "home/lrpe-md/footage"), (str(tmp_path / "mine"), "mine")):
+        video_data._decode_all.cache_clear()
+        train_once(footage, tmp_path / f"run-{folder and folder[:4]}", cache=cache)
+        assert len(list(tmp_path.glob("**/*.safetensors"))) == {"none": 0, "auto": 1}.get(cache, 2)
+        assert folder is None or len(list((tmp_path / folder).iterdir())) == 1
+
+
+def test_what_killed_processes_left_in_the_cache_goes(tmp_path):
+    from lrpe_md.scripts.common.cache import kept
+
+    old, new = tmp_path / "a.1.part", tmp_path / "b.2.part"
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert kept(tmp_path, ("x",), lambda: torch.ones(2)).tolist() == [1, 1]
+    assert kept(tmp_path, ("x",), lambda: torch.zeros(2)).tolist() == [1, 1]
+    assert kept(tmp_path, ("y",), lambda: torch.zeros(2)).tolist() == [0, 0]
+    assert not old.exists()
+    assert new.exists()
+
+
+@needs_decoder
+def test_validation_on_the_way(footage, tmp_path):
+    plain = train_once(footage, tmp_path / "plain")
+    checked = train_once(footage, tmp_path / "checked", validate_every=3)
+    assert checked["accuracy"] == plain["accuracy"]
+    weights = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("plain", "checked")]
+    assert all(torch.equal(value, weights[1]["model"][name]) for name, value in weights[0]["model"].items())
+    rows = weights[1]["history"]
+    assert [(row["step"], "accuracy" in row) for row in rows] == [(2, False), (3, True), (4, True)]
+    assert rows[-1]["accuracy"] == checked["accuracy"]["extrapolated"]["4x8x8"]

@@ -1,9 +1,13 @@
 """How exact the reference's angles are, for positions of every dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lrpe_md import Coordinates, cosine, rotate
+from lrpe_md import Coordinates, Grid, Rotate1d, cosine, rotate
+from lrpe_md.reference import Spec, encode, encode_backward
+from lrpe_md.testing import rounded_angles
 
 
 def _turned(positions, omega, num_tokens, **options):
@@ -38,3 +42,74 @@ def test_positions_of_too_few_bits(dtype):
         Coordinates(coords)
     with pytest.raises(TypeError, match=message):
         cosine(torch.zeros(1, 1, 3, 4), omega=torch.zeros(1, 4, 2), positions=coords)
+
+
+PLAIN = {"one axis": ((2**20,), 0), "two axes": ((1024, 1025), 3), "three": ((64, 128, 129), 1)}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("phase", [None, 2.5])
+def test_far_tokens_of_a_plain_grid(name, phase):
+    """Angles are right to 1e-6 at 2^20, and the same as those of a table."""
+    shape, prefix = PLAIN[name]
+    grid = Grid(shape, prefix=prefix)
+    end = replace(grid, start=grid.total - 16)
+    omega = torch.linspace(0.1, 1, 4)[None, :, None] * torch.linspace(1, 0.3, len(shape))
+    phi = None if phase is None else torch.full((1, 4), phase)
+    theta = (end.coordinates() @ omega[0].double().mT) + (phase or 0.0)
+    for positions in (end, end.coordinates().float(), end.coordinates(), replace(end, scale=1.0)):
+        cos, sin = _turned(positions, omega, 16, phase=phi)
+        torch.testing.assert_close(cos.double(), theta.cos(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(sin.double(), theta.sin(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_a_whole_pass_is_decoding(learnable):
+    """The last tokens of 8,192 at their offset, values and gradients."""
+    rope, x = Rotate1d(64, learnable=learnable), torch.randn(1, 2, 8192, 64, requires_grad=True)
+    whole, tail = rope(x)[:, :, -16:], rope(x[:, :, -16:], offset=8176)
+    torch.testing.assert_close(whole, tail, rtol=0, atol=1e-6)
+    dy = torch.randn_like(tail)
+    leaves = (x, rope.theta) if learnable else (x,)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, dy) for y in (whole, tail)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("map", ["cosine", "rotate"])
+def test_the_closed_form_is_exact_far_away(map):
+    """dω and dφ of far tokens, which float32 sums round to 7 digits a product."""
+    grid = Grid((2**20,), start=2**20 - 64)
+    s, x = grid.coordinates(), torch.randn(1, 1, 64, 8)
+    omega, phase = torch.rand(1, 8 if map == "cosine" else 4, 1), torch.rand(1, 8 if map == "cosine" else 4)
+    spec = Spec(map, num_channels=omega.shape[1])
+    dy = torch.randn(1, 1, 64, spec.out_dim(8))
+    leaves = [omega.double().requires_grad_(), phase.double().requires_grad_()]
+    y = encode(spec, x.double(), s, None, *leaves)
+    exact = torch.autograd.grad(y, leaves, dy.double())
+    for positions in (s, s.float()):
+        _, *found = encode_backward(spec, dy, x, positions, None, omega, phase)
+        for a, b in zip(found, exact, strict=True):
+            assert a.dtype == torch.float64
+            torch.testing.assert_close(a, b, rtol=0, atol=3e-7 * b.abs().max().item() + 3e-6 * b.abs().mean().item())
+        leaves32 = [t.clone().requires_grad_() for t in (omega, phase)]
+        for a, b in zip(
+            torch.autograd.grad(encode(spec, x, positions, None, *leaves32), leaves32, dy), exact, strict=True
+        ):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=5e-6 * b.abs().max().item())
+
+
+def test_the_budget_is_that_of_float32_angles():
+    """The judge keeps its measure: angles, and their gradient's sums, in the dtype of what they are made of."""
+    grid = Grid((3000,))
+    x, omega = torch.randn(1, 1, 3000, 8), torch.rand(1, 4, 1)
+    exact = rotate(x.double(), omega=omega.double(), positions=grid, impl="reference")
+    error = {"exact angles": rotate(x, omega=omega, positions=grid, impl="reference") - exact}
+    with rounded_angles():
+        error["rounded angles"] = rotate(x, omega=omega, positions=grid, impl="reference") - exact
+        table = rotate(x, omega=omega, positions=grid.coordinates().float(), impl="reference")
+        torch.testing.assert_close(table - exact, error["rounded angles"])
+        of_whole_numbers = rotate(x, omega=omega, positions=grid.coordinates().long(), impl="reference")
+        torch.testing.assert_close(of_whole_numbers - exact, error["exact angles"])
+    assert error["rounded angles"].square().mean() > 100 * error["exact angles"].square().mean()
+    again = rotate(x, omega=omega, positions=grid, impl="reference") - exact
+    assert torch.equal(again, error["exact angles"])

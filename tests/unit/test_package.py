@@ -28,7 +28,8 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "presets": {"frequencies", "positions"},
     "module_base": {"engine", "frequencies", "functional"},
     "modules_linear": {"engine", "functional_linear"},
-    "modules": {"checks", "engine", "frequencies", "module_base", "positions", "presets"},
+    "modules": {"checks", "engine", "frequencies", "module_base", "positions", "presets", "xpos"},
+    "xpos": {"checks", "engine", "positions", "reference"},
     "integrations": {
         "engine",
         "frequencies",
@@ -39,7 +40,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
         "presets",
         "reference",
     },
-    "testing": {"engine", "functional", "functional_linear", "positions"},
+    "testing": {"engine", "functional", "functional_linear", "positions", "reference"},
 }
 
 
@@ -81,7 +82,7 @@ def test_the_layer_test_can_fail():
 
 
 ENGINE = {  # within the engine, from top to bottom
-    "dispatch": {"boundary", "call", "memory", "sharding", "validate"},
+    "dispatch": {"boundary", "call", "memory", "sharding", "validate", "views"},
     "linear_dispatch": {
         "boundary",
         "call",
@@ -99,6 +100,7 @@ ENGINE = {  # within the engine, from top to bottom
     "boundary": {"call", "launch", "memory"},
     "sharding": {"call", "memory"},
     "validate": {"call"},
+    "views": set(),
     "launch": {"call", "kernels", "memory", "plan"},
     "plan": set(),
     "call": set(),

@@ -5,7 +5,7 @@ import torch
 from torch.func import jvp
 
 from lrpe_md import CosineMd, Grid, cosine, reference
-from lrpe_md.testing import budget_violation
+from lrpe_md.testing import budget_violation, rounded_angles
 
 GRID = Grid((2, 3), prefix=1)
 GROUPS = 3
@@ -209,7 +209,8 @@ def test_groups_on_a_gpu(dtype):
         return y, *torch.autograd.grad(y, leaves, g.to(device, dtype))
 
     exact = run("cpu", torch.float64, torch.float64, "reference")
-    same = run("cpu", dtype, torch.float32, "reference")
+    with rounded_angles():
+        same = run("cpu", dtype, torch.float32, "reference")
     found = run("cuda", dtype, torch.float32, "triton")
     for name, a, b, c in zip(("y", "dx", "domega", "dphase"), found, same, exact, strict=True):
         assert budget_violation(name, a.detach().cpu(), b.detach(), c.detach()) is None

@@ -121,7 +121,9 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 
 @kernel
-def linear_causal_forward_kernel(q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
+def linear_causal_forward_kernel(
+    q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+):
     """o of each piece of the tokens of a query head."""
     p_slots, p_slot_sums = slots
     q_side, k_side = sides

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...common.cache import digest_file, kept
 from ...common.devices import sent
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
@@ -32,6 +33,7 @@ OPENED_AS = {
     "protocol_whitelist": "file",
 }
 DECODERS = {"pyav": "av", "opencv": "cv2"}
+LAYOUT = 1  # of decoded frames that are kept: another where decode gives others
 
 
 class VideoError(typer.BadParameter):
@@ -203,23 +205,34 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 
 
 @lru_cache(maxsize=1)
-def _decode_all(videos: tuple[tuple[Path, int, int], ...], size: int) -> tuple[Tensor, list[int]]:
+def _decode_all(
+    videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """All frames, and how many of each video; once for all trainings of a process, unless a file changes.
 
     videos: path, bytes and time of the last change.
     """
-    console = Console(stderr=True)
+    console, with_ = Console(stderr=True), decoder()
     shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
-    frames = [decode(path, size) for path, *_ in shown]
+    about = "footage", LAYOUT, size, with_, importlib.import_module(DECODERS[with_]).__version__
+    frames = [kept(cache, (*about, cache and digest_file(path)), partial(decode, path, size)) for path, *_ in shown]
     return torch.cat(frames), [len(each) for each in frames]
 
 
 def load_footage(
-    paths: Sequence[Path], size: int, *, segment: int, parts: int, fold: int, gap: int, device: torch.device
+    paths: Sequence[Path],
+    size: int,
+    *,
+    segment: int,
+    parts: int,
+    fold: int,
+    gap: int,
+    device: torch.device,
+    cache: Path | None = None,
 ) -> Footage:
-    """Decode all videos and cut them."""
+    """Decode all videos and cut them; cache: a folder for frames that other runs decoded."""
     stats = [(path, path.stat()) for path in find_videos(paths)]
-    frames, lengths = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size)
+    frames, lengths = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size, cache)
     return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
 
 

@@ -224,9 +224,16 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         show(config, trainer, *draw(config, pairs, trainer))
         return result
 
+    def validate(trainer: Trainer) -> dict[str, float]:
+        """On the pairs of the evaluation, at the trained size."""
+        losses = held_out_loss(
+            trainer.averaged, pairs, config.size, config.test_samples, trainer.accelerator.autocast
+        )  # fmt: skip
+        return {"held_out": sum(losses) / TIMES}
+
     settings = {"model": model_arguments(config), "digest": data.digest}
     steps = partial(shuffle, len(pairs.train), config.batch, config.seed)
-    return Work(model, settings, steps, partial(batch, config, pairs), loss, finish)
+    return Work(model, settings, steps, partial(batch, config, pairs), loss, finish, validate)
 
 
 def show(config: DiffusionTraining, trainer: Trainer, captions: list[str], columns: dict[str, Tensor]) -> None:

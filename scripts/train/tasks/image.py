@@ -35,6 +35,7 @@ from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..order import shuffle
 from ..outcome import placements
+from ..weights import start_from
 from ..work import Work, train
 
 
@@ -71,6 +72,9 @@ class ImageTraining(Training):
     warmup: int = option(120, "Steps of the warm-up.", least=0, off=True)
     data: Path = field(metadata=describe("Folder of images; see the top of the file.", free=True))
     dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
+    weights: str = option(
+        "", "Start from them, resampled: a checkpoint of timm's, or a run of ours (its folder).", free=True
+    )
     limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
     encoding: str = option("rotate", f"One of: {', '.join(IMAGES.encodings)}.")
     attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
@@ -174,6 +178,8 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         )
     arguments = model_arguments(config, data)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
+    if config.weights:
+        settings["weights"] = start_from(model, Path(config.weights))
     data = data.to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:

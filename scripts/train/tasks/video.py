@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
+from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
 from ..config import Training, describe, option
@@ -75,6 +76,9 @@ class VideoTraining(Training):
     parts: int = option(5, "Every how many segments one is held out.", least=1)
     fold: int = option(0, "Which of them: 0 to parts - 1.")
     test_samples: int = option(1024, "Held-out clips × labels, about.", free=True, least=1)
+    cache: str = option(
+        "auto", "Folder for decoded frames, which other runs take: auto (the user's cache), none, or one.", free=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +95,10 @@ class VideoTraining(Training):
         multiple = TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
+
+    @property
+    def cache_folder(self) -> Path | None:
+        return {"auto": user_cache() / "footage", "none": None}.get(self.cache, Path(self.cache))
 
 
 def model_arguments(config: VideoTraining) -> dict[str, Any]:
@@ -163,15 +171,19 @@ def accuracy(
     return 100 * right / (len(starts) * task.num_classes)
 
 
+def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
+    """First frames of the clips to test on."""
+    starts = footage.starts(2 * config.frames * config.every, held_out=True)
+    number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
+    return starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
+
+
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
     """Accuracy at the trained length and size, at twice the frames, and at the other size, of the same clips."""
-    task, model = TASKS[config.task], trainer.averaged
+    model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
-    starts = footage.starts(2 * config.frames * config.every, held_out=True)
-    number = max(1, min(len(starts), config.test_samples // task.num_classes))
-    starts = starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
     conditions = ((config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size))
-    results: dict[str, Any] = {"test_clips": number}
+    results: dict[str, Any] = {"test_clips": len(starts)}
     for positions in placements(video):
         results[positions] = {
             f"{frames}x{size}x{size}": accuracy(
@@ -186,7 +198,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
     model, gap = build(config), 2 * config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
-        fold=config.fold, gap=gap, device=device,
+        fold=config.fold, gap=gap, device=device, cache=config.cache_folder,
     )  # fmt: skip
     footage.starts(gap, held_out=True)  # too little footage is said before the training
     starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(device)
@@ -198,10 +210,18 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
             "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
         }  # fmt: skip
 
+    def validate(trainer: Trainer) -> dict[str, float]:
+        """On the clips of the evaluation, at the trained length and size."""
+        found = accuracy(
+            config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
+            trainer.accelerator.autocast,
+        )  # fmt: skip
+        return {"accuracy": found}
+
     # The footage itself decides what a run is, wherever it lies.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
-    return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish)
+    return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
 
 
 run = partial(train, prepare)

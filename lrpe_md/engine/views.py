@@ -1,0 +1,87 @@
+"""Other layouts of q, k and v as views (B, H, N, D): projections in one tensor, tokens packed end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..checks import as_integer, check_dense
+from ..positions.coordinates import Coordinates
+from ..positions.sequences import Packed
+
+__all__ = ["Packed", "encode_packed", "encode_qkv", "unpack_positions"]
+
+# Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
+Encode = Callable[..., Any]
+
+
+def encode_qkv(
+    encode: Encode, xs: tuple[Any, ...], qkv: Tensor | None, num_key_heads: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of a projection encoded, and v as it is, in the projection's own order: (B, N, H, D) or (N, H, D)."""
+    if qkv is None:
+        raise ValueError(f"num_key_heads: expected it with qkv alone, got {num_key_heads}")
+    if xs:
+        raise TypeError(f"qkv: expected it alone, got {len(xs)} tensor{'s' * (len(xs) > 1)} beside it")
+    q, k, v = _split(qkv, num_key_heads)
+    batched = q.ndim == 4
+    q, k = encode(_heads_first(q), _heads_first(k))
+    return _tokens_first(q, batched), _tokens_first(k, batched), v
+
+
+def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
+    """x, or q and k, (N, H, D) each, encoded as (1, H, N, D), a view; tensors of four dimensions as they are."""
+    packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
+    if not any(packed):
+        return encode(*xs)
+    for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
+        check_dense(name, x, "(N, H, D)")
+        if x.ndim != 3:
+            raise ValueError(f"{name}: expected (N, H, D) as {'q' if name == 'k' else 'k'}, got {tuple(x.shape)}")
+    ys = encode(*map(_heads_first, xs))
+    return tuple(_tokens_first(y, False) for y in ys) if len(xs) > 1 else _tokens_first(ys, False)
+
+
+def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
+    """The positions of samples packed end to end, where dim is that of the call's softmax."""
+    if dim == -2:
+        raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
+    return packed.positions
+
+
+def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(.., N, H, D) each, views."""
+    check_dense("qkv", qkv, "(B, N, 3, H, D)")
+    if num_key_heads is None:
+        if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
+            raise ValueError(
+                f"qkv: expected (B, N, 3, H, D) or (N, 3, H, D), or (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with "
+                f"num_key_heads, got {tuple(qkv.shape)}"
+            )
+        q, k, v = qkv.unbind(-3)
+        return q, k, v
+    if qkv.ndim not in (3, 4):
+        raise ValueError(
+            f"qkv: expected (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with num_key_heads, got {tuple(qkv.shape)}"
+        )
+    heads, total = as_integer(num_key_heads), qkv.shape[-2]
+    if heads is None or heads < 1 or total - 2 * heads < 1:
+        raise ValueError(
+            f"num_key_heads: expected at least 1 and heads of q beside those of k and v, of {total} heads together, "
+            f"got {num_key_heads!r}"
+        )
+    q, k, v = qkv.split([total - 2 * heads, heads, heads], dim=-2)
+    return q, k, v
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, N, H, D) or (N, H, D) → (B or 1, H, N, D)."""
+    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+
+
+def _tokens_first(y: Tensor, batched: bool) -> Tensor:
+    """The way back."""
+    y = y.transpose(1, 2)
+    return y if batched else y[0]

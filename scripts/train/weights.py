@@ -1,0 +1,113 @@
+"""Weights that a training starts from: a checkpoint of timm's, or a run of ours."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from accelerate import PartialState
+from safetensors import SafetensorError
+from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
+
+from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
+
+from .loop import digest_of, read_checkpoint
+
+# What a model may have of its own, and what a file may have beyond the model.
+NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
+LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
+
+
+def start_from(model: LrpeVisionTransformer, path: Path) -> str:
+    """Load what fits into the model, and say what does not: the head of other classes, class and register tokens,
+    frequencies of another encoding. Patches, the learned table and the images' channels are resampled as timm does.
+
+    Returns:
+        a digest of the weights.
+
+    Raises:
+        typer.BadParameter: no such file, none with weights, or those of another architecture; the model is as it was.
+    """
+    found = _read(path, model.blocks[0].attn.num_heads)
+    digest = digest_of(found)
+    own = model.state_dict()
+    found = _fit(found, model)
+    # A head has as many rows as there are classes: those of another number mean others.
+    fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
+    wrong = [
+        f"{name} is {tuple(found[name].shape)} there and {tuple(own[name].shape)} here"
+        for name in found.keys() & own.keys() - fits.keys()
+        if not name.startswith(("head.", "encoding."))
+    ]
+    wrong += [f"{name} is there alone" for name in found.keys() - own.keys() if not name.startswith(LEFT_OUT)]
+    wrong += [f"{name} is here alone" for name in own.keys() - found.keys() if not name.startswith(NEW)]
+    if wrong:
+        raise typer.BadParameter(
+            f"--weights {path}: those of another architecture ({'; '.join(sorted(wrong)[:3])}); give the model "
+            "its --dim, --depth and --qk-norm"
+        )
+    model.load_state_dict(fits, strict=False)
+    if PartialState().is_main_process:
+        new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
+        said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
+        typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
+    return digest
+
+
+def _first_names(names: Iterable[str]) -> list[str]:
+    return sorted({name.split(".")[0] for name in names})
+
+
+def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
+    """The averaged weights of a run, or of its folder, or what timm reads."""
+    file = path / "checkpoint.pt" if path.is_dir() else path
+    if not file.is_file():
+        raise typer.BadParameter(f"--weights {path}: there is no such file, or no checkpoint.pt in the folder")
+    try:
+        content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(content, dict) and {"format", "settings", "model"} <= content.keys():
+            state = read_checkpoint(file)
+            heads = state["settings"].get("heads", num_heads)
+            if heads != num_heads:  # no weight's shape shows it
+                raise typer.BadParameter(
+                    f"--weights {path}: those of another architecture; give the model --heads {heads}"
+                )
+            return state.get("average", state["model"])
+        found: Any = load_state_dict(str(file))
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise typer.BadParameter(f"--weights {path}: can't be read ({said})") from error
+    if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
+        raise typer.BadParameter(f"--weights {path}: expected tensors by their names, as timm saves them")
+    return found
+
+
+def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:
+    """By the model's names, resampled to its sizes."""
+    found = dict(found)
+    kernel, table = found.get("patch_embed.proj.weight"), found.get("pos_embed")
+    channels = model.patch_embed.proj.weight.shape[1]
+    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != channels:
+        if kernel.shape[1] == 1:  # what was grey
+            found["patch_embed.proj.weight"] = kernel.expand(-1, channels, -1, -1) / channels
+        elif kernel.shape[1] == 3:
+            found["patch_embed.proj.weight"] = adapt_input_conv(channels, kernel)
+    if model.pos_embed is None:
+        found.pop("pos_embed", None)
+    elif table is not None and model.num_prefix_tokens == 0:
+        prefix = sum(found[name].shape[1] for name in ("cls_token", "reg_token") if name in found)
+        if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
+            found["pos_embed"] = table[:, prefix:]
+    own = model.state_dict().keys()
+    for name in ("weight", "bias"):  # of a mean over the tokens the norm is behind it
+        if f"fc_norm.{name}" in own and f"norm.{name}" in found:
+            found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
+    filtered = checkpoint_filter_fn(found, model)
+    # Without what the filter adds of the model's own.
+    return {name: value for name, value in filtered.items() if name in found or not name.startswith("encoding.")}

@@ -1,0 +1,130 @@
+"""Models for other runtimes: ONNX by both exporters, torch.jit.trace, and the operators that they meet."""
+
+import operator
+
+import lrpe_md.models.video
+import lrpe_md.models.vit  # noqa: F401  timm's entries
+import pytest
+import timm
+import torch
+
+from lrpe_md import adapt, adapt_rotary
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+MIXED = "vit_small_patch16_rope_mixed_224"
+
+
+def vit(encoding, **options):
+    return timm.create_model("lrpe_vit_tiny_patch16_224", encoding=encoding, **SMALL, **options)
+
+
+MODELS = {
+    "cosine": lambda: vit("cosine"),
+    "rotate, laid over a reference": lambda: with_reference(vit("rotate")),
+    "mixed, linear": lambda: vit("mixed", attention="linear", encoding_kwargs={"act": "relu"}),
+    "a preset, registers": lambda: vit("dinov3", reg_tokens=2),
+    "timm's mixed": lambda: adapt_rotary(timm.create_model(MIXED, dynamic_img_size=True, **SMALL)),
+    "a timm ViT": lambda: adapt(
+        timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **SMALL), "cosine", absolute="drop"
+    ),
+    "video": lambda: timm.create_model(
+        "lrpe_video_tiny_patch16_224", encoding="rotate", num_frames=4, tubelet_size=2, **SMALL
+    ),
+}
+
+
+def with_reference(model):
+    model.reference = (14, 14)
+    return model
+
+
+def build(name):
+    """A model, random also where it begins with zeros."""
+    model, generator = MODELS[name](), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def image(name, batch, height, width):
+    frames = (4,) if name == "video" else ()
+    generator = torch.Generator().manual_seed(height)
+    return torch.randn(batch, 3, *frames, 16 * height, 16 * width, generator=generator)
+
+
+def any_size(x):
+    return ({0: DYNAMIC, x.ndim - 2: DYNAMIC, x.ndim - 1: DYNAMIC},)
+
+
+OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_for_any_size(name):
+    """One program, of torch's own operators, and none of those at which exporters to ONNX fail."""
+    model, x = build(name), image(name, 2, 4, 6)
+    program = torch.export.export(model, (x,), dynamic_shapes=any_size(x)).run_decompositions()
+    for size in OTHER:
+        torch.testing.assert_close(program.module()(image(name, *size)), model(image(name, *size)))
+    operators = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    ours = {op for op in operators if isinstance(op, torch._ops.OpOverload) and op.namespace not in ("aten", "prims")}
+    assert not ours
+    assert operator.mod not in operators
+    assert not {op for op in operators if "remainder" in str(op)}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_at_a_fixed_size(name):
+    model, x = build(name), image(name, 2, 4, 6)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+        torch.testing.assert_close(traced(x.flip(0)), model(x.flip(0)))
+    # The older exporter to ONNX has no such operator.
+    assert "aten::mT" not in {node.kind() for node in traced.inlined_graph.nodes()}
+
+
+@pytest.mark.parametrize("name", ["cosine", "a timm ViT"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_causal_flag_that_is_a_tensor(name, fused):
+    """As ONNX's older exporter hands it on."""
+    attn = build(name).blocks[0].attn
+    attn.fused_attn = fused
+    x = torch.randn(2, 5, 64)
+    for causal in (True, False):
+        expected = attn(x, is_causal=causal)
+        torch.testing.assert_close(attn(x, is_causal=torch.tensor(causal)), expected)
+
+
+def run_onnx(path, x):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx(name, tmp_path):
+    """Any height, width and batch."""
+    pytest.importorskip("onnxscript")
+    model, x = build(name), image(name, 2, 4, 6)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, dynamic_shapes=any_size(x), verbose=False)
+    for size in OTHER:
+        x = image(name, *size)
+        torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_onnx_by_the_older_exporter(name, fused, tmp_path):
+    """At one size."""
+    pytest.importorskip("onnx")
+    model, x = build(name), image(name, 2, 4, 6)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    torch.onnx.export(model, (x,), str(tmp_path / "model.onnx"), dynamo=False)
+    torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
