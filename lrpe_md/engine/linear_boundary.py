@@ -20,20 +20,10 @@ from .. import reference_linear
 from ..reference_linear import Angles
 from .boundary import is_plain, transforming
 from .call import Layout, Tables
-from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, ends_of, flatten_linear, unflatten_linear
+from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
-__all__ = ["Operands", "backward", "forward", "run_kernels", "run_reference"]
-
-
-class Operands(NamedTuple):
-    """What is not in the call. state: S and Σ, S alone, or nothing."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None
-    state: tuple[Tensor, ...]
+__all__ = ["backward", "forward", "run_kernels", "run_reference"]
 
 
 def run_kernels(
@@ -138,16 +128,16 @@ _lib.define(
 
 def _launcher() -> Any:
     """Imported where triton is, and needed."""
-    from . import linear_launch  # pyright: ignore[reportAttributeAccessIssue]
+    from . import linear_launch
 
     return linear_launch
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool, direct: bool) -> list[Tensor]:
     """o, with ``return_state`` S and Σ, with ``keep`` what the backward would else form again."""
-    q, k, v, gate, state = operands
     if direct:
-        return _launcher().forward(call, q, k, v, gate, state, return_state, keep)
+        return _launcher().forward(call, operands, return_state, keep)
+    q, k, v, gate, state = operands
     return torch.ops.lrpe_md.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep)
 
 
@@ -160,10 +150,9 @@ def backward(
     direct: bool,
 ) -> list[Tensor]:
     """dq, dk, dv, and the gradients that are needed. grads: of o, or of o, S and Σ."""
-    q, k, v, gate, state = operands
     if direct:
-        do, *dstate = grads
-        return _launcher().backward(call, do, dstate, q, k, v, gate, state, saved, needs)
+        return _launcher().backward(call, grads, operands, saved, needs)
+    q, k, v, gate, state = operands
     return torch.ops.lrpe_md.linear_backward(
         list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs
     )
@@ -212,7 +201,8 @@ def _recording() -> Iterator[None]:
 
 
 def _forward_fake(*args: Any) -> list[Tensor]:
-    (q, k, v, _, _), (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    operands, (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    q, k, v, _, _ = operands
     out = [like_in_memory(q, v.shape[3])]
     if return_state:
         batch = k.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
@@ -222,8 +212,7 @@ def _forward_fake(*args: Any) -> list[Tensor]:
             sizes.append((batch, k.shape[1], k.shape[3] if call.attention.normalizer == "unrotated" else width))
         out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in sizes]
     if keep:
-        shapes = _launcher().saved_shapes(call, tuple(q.shape), tuple(k.shape), tuple(v.shape))
-        out += [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+        out += [q.new_empty(shape, dtype=dtype) for shape, dtype in _launcher().saved_shapes(call, operands)]
     return out
 
 

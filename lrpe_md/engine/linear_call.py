@@ -12,7 +12,7 @@ from .call import Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, declar
 
 __all__ = [
     "LINEAR_CALL", "Description", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone",
-    "NormalizerName", "Sides", "State", "ends_of", "flatten_linear", "unflatten_linear",
+    "NormalizerName", "Operands", "Sides", "State", "ends_of", "flatten_linear", "unflatten_linear",
 ]  # fmt: skip
 
 MapOrNone = Literal["cosine", "rotate"] | None
@@ -79,6 +79,16 @@ class LinearCall(NamedTuple):
     cu_seqlens: Tensor | None = None  # (num_seqs + 1,) int32
     # What was prepared for calls of the same sizes, dtypes and devices.
     launches: dict[Hashable, Any] | None = None
+
+
+class Operands(NamedTuple):
+    """What is not in the call. state: S and Σ, S alone, or nothing."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    state: tuple[Tensor, ...]
 
 
 class LinearNeeds(NamedTuple):

@@ -14,8 +14,7 @@ from ..reference_linear import Features, attend_encoded, take_out
 from . import boundary, linear_boundary
 from .call import Tables, remember, remembered
 from .dispatch import use_triton
-from .linear_boundary import Operands
-from .linear_call import LinearCall, LinearKnown, LinearOptions, Sides, State, ends_of
+from .linear_call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
 from .linear_validate import (
     Given,
     check_gate,
@@ -73,12 +72,23 @@ def _run_checked(
     if call.spec.dim == -2:
         operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
         call = call._replace(spec=call.spec._replace(act="none", dim=0))
-    if use_triton(impl, inputs, q_tables) and (k_tables is q_tables or use_triton(impl, inputs, k_tables)):
+    if _has_products(impl, operands.q) and (
+        use_triton(impl, inputs, q_tables) and (k_tables is q_tables or use_triton(impl, inputs, k_tables))
+    ):
         if direct:
             _, _, *others = q_tables
             direct = boundary.is_plain(others) and (k_tables is q_tables or boundary.is_plain(k_tables))
         return linear_boundary.run_kernels(call, operands, return_state, direct)
     return linear_boundary.run_reference(call, operands)
+
+
+def _has_products(impl: str, q: Tensor) -> bool:
+    """Triton has no float64 products for every GPU; torch's are those of the matrix units."""
+    if q.dtype != torch.float64 or not q.is_cuda:
+        return True
+    if impl == "triton":
+        raise ValueError("impl: 'triton' has no float64 products on a GPU, got q in float64; use impl='auto'")
+    return False
 
 
 def run_encoded(options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any) -> Any:

@@ -15,6 +15,7 @@ from ..positions.grid import affine_on
 from ..reference import ACTIVATIONS, split_pairs
 from . import kernels
 from .call import Call, Layout, Needs, Spec, Tables, Variant
+from .kernels.signature import pack
 from .launch import (
     INTERPRETING,
     count_grid,
@@ -27,9 +28,8 @@ from .launch import (
     reduce_partial,
     strides_in_eights,
 )
-from .linear_call import LinearCall, LinearNeeds, ends_of
+from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
 from .linear_plan import SCAN_BLOCK, LinearPass, choose_tile, cut_pieces, fits_one_pass
-from .kernels.signature import pack
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
@@ -61,13 +61,13 @@ class Sizes(NamedTuple):
         return self.v_dim * self.num_features + self.num_sums
 
 
-def measure(call: LinearCall, q: Any, k: Any, v: Any) -> Sizes:
+def measure(call: LinearCall, operands: Operands) -> Sizes:
     """From shapes."""
-    batch, heads, num_queries, head_dim = q
-    groups, num_keys = k[1:3]
+    batch, heads, num_queries, head_dim = operands.q.shape
+    _, groups, num_keys, v_dim = operands.v.shape
     features = call.spec.out_dim(head_dim)
     sums = {"unrotated": head_dim, "encoded": features, "none": 0}[call.attention.normalizer]
-    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v[3], features, sums)
+    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums)
 
 
 # --- pieces of the tokens --------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Pieces(NamedTuple):
 
     table: Tensor | None  # (P, 4) of begin, end, slot and sequence; None: as many tokens each, and one slot
     length: int
-    count: int
+    num_pieces: int
     num_slots: int
     num_tokens: int
 
@@ -93,7 +93,7 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout) ->
     count, length = cut_pieces(num_tokens, rows)
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
-        table = _cut_sequences(call.cu_seqlens, count, length, mask == "causal")
+        table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, length, mask == "causal")
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
         return Pieces(table, length, count, num_slots, num_tokens)
     if mask == "full":
@@ -107,12 +107,15 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout) ->
 
 
 def _cut_sequences(cu_seqlens: Tensor, count: int, length: int, by_piece: bool) -> Tensor:
-    """Without a wait for the lengths: a table of as many pieces as there can be, of which some are empty."""
+    """Without a wait for the lengths: a table of as many pieces as there can be, of which some are empty.
+
+    What lies outside the tokens nobody has checked: the caller has cut it off.
+    """
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     parts = ((ends - begins + length - 1) // length).clamp_min(1)
     last = parts.cumsum(0)
     piece = torch.arange(count, device=cu_seqlens.device)
-    sequence = torch.searchsorted(last, piece, right=True)
+    sequence = (piece[:, None] >= last).sum(1)
     there = sequence < len(parts)
     at = sequence.clamp_max(len(parts) - 1)
     begin = begins[at] + (piece - (last - parts)[at]) * length
@@ -156,11 +159,13 @@ def _as_table(rows: list[list[int]], device: torch.device) -> Tensor:
 class Work:
     """Readable inputs, and what all kernels of a call have in common."""
 
-    def __init__(self, call: LinearCall, tensors: Sequence[Tensor], gate: Tensor | None, needs: LinearNeeds) -> None:
-        self.call, self.needs = call, needs
-        self.q, self.k, self.v, *others = [materialise(t) for t in tensors]
-        self.do = others[0] if others else None
-        self.sizes = measure(call, self.q.shape, self.k.shape, self.v.shape)
+    def __init__(
+        self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NONE
+    ) -> None:
+        self.call, self.needs, gate = call, needs, operands.gate
+        self.q, self.k, self.v = (materialise(t) for t in (operands.q, operands.k, operands.v))
+        self.do = None if do is None else materialise(do)
+        self.sizes = measure(call, operands)
         self.dtype, self.device = self.q.dtype, self.q.device
         self.acc = accumulator(self.dtype)
         self.narrow = self.dtype.itemsize == 2
@@ -227,7 +232,7 @@ class Work:
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """What kernels of queries unpack."""
-        return pack(self.sizes.groups, self.sizes.repeats, pieces.count, self.sizes.batch)
+        return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
 
 
 def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -339,15 +344,12 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    call: LinearCall, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, state: Sequence[Tensor],
-    return_state: bool, keep: bool,
-) -> list[Tensor]:  # fmt: skip
+def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
     """o, then with return_state the state behind the last token, then with keep what the backward would form again."""
-    work = Work(call, (q, k, v), gate, NONE)
+    work, state = Work(call, operands), operands.state
     sizes, eps = work.sizes, call.attention.eps
     o = like_in_memory(work.q, sizes.v_dim)
-    with current_device(q):
+    with current_device(work.q):
         if is_one_pass(call, sizes, bool(state) or return_state):
             described = work.describe(LinearPass.FORWARD, work.k_side, [o])
             variant, _ = described
@@ -372,7 +374,7 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
     return plain and fits_one_pass(sizes.num_queries, sizes.num_keys)
 
 
-Seen = tuple[Tensor, ...]  # states that tokens see, by slot: S as operands, the sums; none
+Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the sums; none
 
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
@@ -380,12 +382,12 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     sizes, pieces = work.sizes, work.pieces(of_queries=False)
     described = work.describe(LinearPass.STATE, work.k_side)
     variant, _ = described
-    states = torch.empty(pieces.count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        flatten_side(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.count, sizes.batch),
+        flatten_side(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * pieces.count, args, described)
+    start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
     return scan_states(work, states, pieces, state, return_last)
 
 
@@ -419,7 +421,7 @@ def scan_states(
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
         states, (seen, sums), (begin, last), pieces.table,
-        pack(sizes.groups, repeats, pieces.count, sizes.batch, int(backward)),
+        pack(sizes.groups, repeats, pieces.num_pieces, sizes.batch, int(backward)),
     )  # fmt: skip
     start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, SCAN_BLOCK), args, (variant, {}))
     return (seen, sums), [] if last is None else split_state(work, last)
@@ -433,7 +435,7 @@ def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
         with_strides(work.q, variant), with_strides(o, variant), flatten_side(work.q_side, variant), seen,
         pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+    start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
 
 
 def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
@@ -445,16 +447,16 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
         tuple(flatten_side(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
         work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+    start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
 
 
-def saved_shapes(call: LinearCall, q: Any, k: Any, v: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what forward keeps, from the shapes of q, k, v and q's dtype (a tensor of any kind)."""
-    sizes = measure(call, q.shape, k.shape, v.shape)
+def saved_shapes(call: LinearCall, operands: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what forward keeps, from shapes and dtypes alone."""
+    q, sizes = operands.q, measure(call, operands)
     if is_one_pass(call, sizes, False):
         return []
     pieces = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
-    if call.attention.mask == "causal" and pieces.count == 1:
+    if call.attention.mask == "causal" and pieces.num_pieces == 1 and not operands.state:
         return []
     acc = accumulator(q.dtype)
     operand = _operand_dtype(q.dtype)
@@ -532,16 +534,20 @@ class Grads(NamedTuple):
 
 
 def backward(
-    call: LinearCall, do: Tensor, dstate: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None,
-    state: Sequence[Tensor], saved: Sequence[Tensor], needs: LinearNeeds,
-) -> list[Tensor]:  # fmt: skip
-    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, dS and dΣ, in this order."""
-    work = Work(call, (q, k, v, do), gate, needs)
+    call: LinearCall, grads: Sequence[Tensor], operands: Operands, saved: Sequence[Tensor], needs: LinearNeeds
+) -> list[Tensor]:
+    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, dS and dΣ, in this order.
+
+    grads: of o, or of o, S and Σ.
+    """
+    do, *dstate = grads
+    gate, state = operands.gate, operands.state
+    work = Work(call, operands, do, needs)
     sizes = work.sizes
     one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
     q_pieces, k_pieces = work.pieces(of_queries=True), work.pieces(of_queries=False)
-    q_rows = 1 if one_pass else q_pieces.count * sizes.repeats
-    k_rows = 1 if one_pass else k_pieces.count
+    q_rows = 1 if one_pass else q_pieces.num_pieces * sizes.repeats
+    k_rows = 1 if one_pass else k_pieces.num_pieces
     q_partial = k_partial = dgate = None
     if work.need_dangles:
         tables = work.q_side.tables
@@ -551,19 +557,19 @@ def backward(
     if needs.gate:
         dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
     dq, dk, dv = (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
-    grads = Grads(dq, dk, dv, dgate, q_partial, k_partial)
-    with current_device(q):
+    outs = Grads(dq, dk, dv, dgate, q_partial, k_partial)
+    with current_device(work.q):
         if one_pass:
             last: list[Tensor] = []
-            differentiate_one_pass(work, grads)
+            differentiate_one_pass(work, outs)
         elif call.attention.mask == "causal":
-            last = differentiate_causal(work, grads, state, dstate, tuple(saved))
+            last = differentiate_causal(work, outs, state, dstate, tuple(saved))
         else:
-            last = differentiate(work, grads, state, dstate, tuple(saved))
+            last = differentiate(work, outs, state, dstate, tuple(saved))
         found = [dq, dk, dv]
         if dgate is not None and gate is not None:
             found.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
-        found += reduce_partials(work, grads)
+        found += reduce_partials(work, outs)
     return found + last
 
 
@@ -573,7 +579,7 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
     described = work.describe(LinearPass.BACKWARD, work.k_side, outs, need_dgate=grads.dgate is not None)
     variant, _ = described
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
+        tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
         tuple(flatten_side(side, variant) for side in work.sides), grads.q_partial,
         pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
@@ -590,9 +596,9 @@ def differentiate(
     pieces = work.pieces(of_queries=True)
     described = work.describe(LinearPass.QUERIES, work.q_side, [grads.dq])
     variant, _ = described
-    programs = sizes.rows * sizes.repeats * pieces.count
+    programs = sizes.rows * sizes.repeats * pieces.num_pieces
     dstates = torch.empty(
-        pieces.count, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
+        pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
     )  # fmt: skip
     args = (
         *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), flatten_side(work.q_side, variant), seen,
@@ -608,9 +614,9 @@ def differentiate(
     args = (
         *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), flatten_side(work.k_side, variant), dseen,
-        grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.count, sizes.batch),
+        grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.count, args, described)
+    start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
     return last
 
 
@@ -623,7 +629,7 @@ def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Ten
         with_strides(work.q, variant), with_strides(work.do, variant), flatten_side(work.q_side, variant), seen, scales,
         dstates, pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.count, args, described)
+    start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
 
 
 def differentiate_causal(
@@ -635,10 +641,10 @@ def differentiate_causal(
     pieces = work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    alone = pieces.count == 1 and not dstate and not work.needs.state
+    alone = pieces.num_pieces == 1 and not dstate and not work.needs.state
     dstates = None
     if not alone:
-        dstates = torch.empty(pieces.count, heads, sizes.state, dtype=work.acc, device=work.device)
+        dstates = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
     described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
     variant, _ = described
     sides = tuple(flatten_side(side, variant) for side in work.sides)
@@ -647,7 +653,7 @@ def differentiate_causal(
         tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
         pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_causal_query_kernel, heads * pieces.count, args, described)
+    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
     dseen, last = (), []
     if dstates is not None:
         sum_query_states(work, seen or (None, None), scales, dstates, pieces)
@@ -663,7 +669,7 @@ def differentiate_causal(
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
         grads.k_partial, pieces.numbers, work.counts(pieces),
     )  # fmt: skip
-    start(kernels.linear_causal_key_kernel, sizes.rows * pieces.count, args, described)
+    start(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, described)
     return last
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .call import Layout, Tables
-from .linear_boundary import Operands
-from .linear_call import LinearCall
+from .linear_call import LinearCall, Operands
 from .linear_validate import check_edges
 from .memory import strides_in_memory
 from .sharding import (

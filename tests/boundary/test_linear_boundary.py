@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from lrpe_md import Coordinates, Grid, linear_attention
 from lrpe_md.engine import call as calls
 from lrpe_md.engine import linear_boundary
-from lrpe_md.engine.linear_boundary import Operands
 from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Sides, flatten_linear, unflatten_linear
 from lrpe_md.engine.linear_validate import Given, validate_linear
 from lrpe_md.engine.memory import like_in_memory
@@ -30,20 +29,20 @@ NAMES = ("omega", "phase", "gate", "S", "sums")
 class Launcher(SimpleNamespace):
     """The launcher's interface, by the reference. What it keeps is S, and the backward must get it."""
 
-    def forward(self, call, q, k, v, gate, state, return_state, keep):
+    def forward(self, call, operands, return_state, keep):
         self.seen.append("forward")
         with torch.no_grad():
-            o, after = linear_boundary.run_reference(call, Operands(q, k, v, gate, tuple(state)))
-        o = like_in_memory(q, v.shape[3]).copy_(o)
+            o, after = linear_boundary.run_reference(call, operands)
+        o = like_in_memory(operands.q, operands.v.shape[3]).copy_(o)
         return [o, *(after if return_state else ()), *([after[0].clone()] if keep else [])]
 
-    def backward(self, call, do, dstate, q, k, v, gate, state, saved, needs):
+    def backward(self, call, grads, operands, saved, needs):
         self.seen.append("backward")
+        _, k, v, _, _ = operands
         sequences = k.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         size = (sequences, k.shape[1], call.spec.out_dim(k.shape[3]), v.shape[3])
         assert [t.shape for t in saved] == [torch.Size(size)]
-        operands = Operands(q, k, v, gate, tuple(state))
-        return linear_boundary._differentiate_reference(call, operands, [do, *dstate], needs)
+        return linear_boundary._differentiate_reference(call, operands, grads, needs)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
     p, strides = tensor
     stride_b, stride_h, stride_n, stride_d = unpack(strides)
     row = (p, stride_n, stride_d)
-    return move_row(move_row(row, b, stride_b, V), h, stride_h, V)
+    return move_row(move_row(row, b, stride_b, V=V), h, stride_h, V=V)
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def load_side(side, b, h, V: tl.constexpr):
         m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
         if V.has_phase:
             p_phase += h * phase_h
-        omega = load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V)
+        omega = load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=V)
         sample = tl.cast(b, tl.int64)
         return omega, h * amplitude_h, sample * positions_b, sample * rotated_b
 
@@ -78,9 +78,9 @@ def load_side(side, b, h, V: tl.constexpr):
 def load_row(row, o_n, m_n, V: tl.constexpr):
     """A block of tokens: what the map turns, as two tiles or twice the same, then what passes."""
     if V.map == "none":
-        return load_passing(row, o_n, m_n, V)
+        return load_passing(row, o_n, m_n, V=V)
     else:
-        return load_inputs(row, o_n, m_n, first_channel(), V) + load_passing(row, o_n, m_n, V)
+        return load_inputs(row, o_n, m_n, first_channel(), V=V) + load_passing(row, o_n, m_n, V=V)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def load_values(row, o_n, m_n, V: tl.constexpr):
     mask = m_n[:, None]
     if V.v_dim % V.block_v != 0:
         mask = mask & (o_v < V.v_dim)
-    return load_at(row, o_n, o_v, mask, V)
+    return load_at(row, o_n, o_v, mask, V=V)
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def to_tiles(loaded, V: tl.constexpr):
     if V.map == "none":
         return loaded
     elif V.map == "cosine":
-        return (upcast(loaded[0], V),)
+        return (upcast(loaded[0], V=V),)
     else:
-        x = split_pairs(upcast(loaded[0], V), upcast(loaded[1], V), V)
+        x = split_pairs(upcast(loaded[0], V=V), upcast(loaded[1], V=V), V=V)
         for i in tl.static_range(2, len(loaded)):
             x += (loaded[i],)
         return x
@@ -165,7 +165,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
         tables = (p_rotated, p_amplitude, None, 0, False, num_tokens, first_index, num_grid)
         o_c = tl.arange(0, V.block_c)
         m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
+        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=V)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def map_features(x_bar, turned, V: tl.constexpr):
         return x_bar
     else:
         cos, sin, _, _ = turned
-        first, second = apply_map(x_bar, cos, sin, V)
+        first, second = apply_map(x_bar, cos, sin, V=V)
         BLOCK_N: tl.constexpr = V.block_n
         WIDTH: tl.constexpr = 2 * V.block_c
         x_hat = (tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH]),)
@@ -195,10 +195,10 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
         dy = tl.split(tl.reshape(dx_hat[0], [BLOCK_N, BLOCK_C, 2]))
-        dx_bar = apply_map_backward(dy, cos, sin, V)
+        dx_bar = apply_map_backward(dy, cos, sin, V=V)
         dangles = 0
         if V.need_dangles:
-            dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
+            dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V=V)
         for i in tl.static_range(1, len(dx_hat)):
             dx_bar += (dx_hat[i],)
         return dx_bar, dangles
@@ -207,12 +207,12 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
 @triton.jit
 def store_row_gradient(row, x, x_bar, dx_bar, o_n, m_n, V: tl.constexpr):
     """dx of a block of tokens."""
-    dx = activate_row_backward(x, x_bar, dx_bar, V)
+    dx = activate_row_backward(x, x_bar, dx_bar, V=V)
     if V.map != "none":
-        store_input_gradients(row, dx, o_n, m_n, first_channel(), V)
+        store_input_gradients(row, dx, o_n, m_n, first_channel(), V=V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
-        store_tile(row, dx[i], o_n, m_n, i, V)
+        store_tile(row, dx[i], o_n, m_n, i=i, V=V)
 
 
 @triton.jit
@@ -222,4 +222,4 @@ def store_values(row, value, o_n, m_n, V: tl.constexpr):
     mask = m_n[:, None]
     if V.v_dim % V.block_v != 0:
         mask = mask & (o_v < V.v_dim)
-    store_at(row, value, o_n, o_v, mask, V)
+    store_at(row, value, o_n, o_v, mask, V=V)

@@ -47,7 +47,7 @@ def empty_state(V: tl.constexpr):
     """Zeros for S: a tile (D_v, features) for each tile of features."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks)):
-        S += (empty(V.block_v, V.feature_blocks[i], V),)
+        S += (empty(ROWS=V.block_v, COLUMNS=V.feature_blocks[i], V=V),)
     return S
 
 
@@ -56,7 +56,7 @@ def empty_sums(V: tl.constexpr):
     """Zeros to be summed up over tokens: a tile (tokens, channels) for each that Z has."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
-        Z += (empty(V.block_n, V.sum_blocks[i], V),)
+        Z += (empty(ROWS=V.block_n, COLUMNS=V.sum_blocks[i], V=V),)
     return Z
 
 
@@ -100,7 +100,7 @@ def weigh(x, Z):
 def to_operands(S, V: tl.constexpr):
     result = ()
     for i in tl.static_range(len(S)):
-        result += (to_operand(S[i], V),)
+        result += (to_operand(S[i], V=V),)
     return result
 
 
@@ -110,10 +110,12 @@ def multiply_tiles(values, S, V: tl.constexpr):
     products = ()
     for i in tl.static_range(len(S)):
         if V.turned_products:
-            product = multiply(tl.trans(S[i]), tl.trans(values), empty(V.feature_blocks[i], V.block_n, V), V)
+            product = multiply(
+                tl.trans(S[i]), tl.trans(values), empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V), V=V
+            )
             products += (tl.trans(product),)
         else:
-            products += (multiply(values, S[i], empty(V.block_n, V.feature_blocks[i], V), V),)
+            products += (multiply(values, S[i], empty(ROWS=V.block_n, COLUMNS=V.feature_blocks[i], V=V), V=V),)
     return products
 
 
@@ -121,14 +123,14 @@ def multiply_tiles(values, S, V: tl.constexpr):
 def sum_products(x, S, V: tl.constexpr):
     """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
     if V.turned_products:
-        total = empty(V.block_v, V.block_n, V)
+        total = empty(ROWS=V.block_v, COLUMNS=V.block_n, V=V)
         for i in tl.static_range(len(S)):
-            total = multiply(S[i], tl.trans(to_operand(x[i], V)), total, V)
+            total = multiply(S[i], tl.trans(to_operand(x[i], V=V)), total, V=V)
         return tl.trans(total)
     else:
-        total = empty(V.block_n, V.block_v, V)
+        total = empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V)
         for i in tl.static_range(len(S)):
-            total = multiply(to_operand(x[i], V), tl.trans(S[i]), total, V)
+            total = multiply(to_operand(x[i], V=V), tl.trans(S[i]), total, V=V)
         return total
 
 
@@ -151,23 +153,23 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     place: sample, head, first token, offsets, and which tokens there are.
     """
     b, h, n0, o_n, m_n = place
-    k = to_tiles(load_row(k_row, o_n, m_n, V), V)
-    v = load_values(v_row, o_n, m_n, V)
-    turned = turn_block(side, n0, o_n, V)
+    k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
+    v = load_values(v_row, o_n, m_n, V=V)
+    turned = turn_block(side, n0, o_n, V=V)
     beta = 0.0
     if V.gated:
-        beta = load_gate(gate, b, h, n0 + o_n, m_n, V)
-        v = take_out(v, beta, V)
+        beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
+        v = take_out(v, beta, V=V)
         kept = ()
         for i in tl.static_range(len(k)):
-            kept += (take_out(k[i], beta, V),)
+            kept += (take_out(k[i], beta, V=V),)
         k = kept
-    return k, fill_rest(activate_tokens(k, V), m_n, True, V), v, beta, turned
+    return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, turned
 
 
 @triton.jit
 def activate_tokens(x, V: tl.constexpr):
-    return activate_row(x, (0, 0), V)
+    return activate_row(x, (0, 0), V=V)
 
 
 @triton.jit
@@ -178,21 +180,21 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
     """
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, h, V)
-    v_head = locate_tensor(v, b, h, V)
-    S = empty_state(V)
-    Z = empty_sums(V)
+    k_head = locate_tensor(k, b, h, V=V)
+    v_head = locate_tensor(v, b, h, V=V)
+    S = empty_state(V=V)
+    Z = empty_sums(V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V)
-        v_row = move_tokens(v_head, n0, V)
-        raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V)
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         if V.gated:
             k_bar = scale_tokens(k_bar, beta)
-        k_hat = map_features(k_bar, turned, V)
-        S = add_products(S, v_block, k_hat, V)
+        k_hat = map_features(k_bar, turned, V=V)
+        S = add_products(S, v_block, k_hat, V=V)
         if V.normalizer != "none":
-            Z = add_tiles(Z, counted(k_bar, k_hat, V))
+            Z = add_tiles(Z, counted(k_bar, k_hat, V=V))
     return S, sum_tokens(Z)
 
 
@@ -211,18 +213,18 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
     """o of tokens begin .. end of a head, from operands S and sums Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V)
-    o_head = locate_tensor(o, b, h, V)
+    q_head = locate_tensor(q, b, h, V=V)
+    o_head = locate_tensor(o, b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
-        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
-        x_hat = map_features(x_bar, turn_block(side, n0, o_n, V), V)
-        out = sum_products(x_hat, S, V)
+        x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        x_hat = map_features(x_bar, turn_block(side, n0, o_n, V=V), V=V)
+        out = sum_products(x_hat, S, V=V)
         if V.normalizer != "none":
-            scale, free = normalise(weigh(counted(x_bar, x_hat, V), Z), eps, V)
+            scale, free = normalise(weigh(counted(x_bar, x_hat, V=V), Z), eps, V=V)
             out *= scale[:, None]
-        store_values(move_tokens(o_head, n0, V), out, o_n, m_n, V)
+        store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
 # --- states in memory ----------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def find_counted(i: tl.constexpr, V: tl.constexpr):
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
     else:
-        return find_channels(i, V)
+        return find_channels(i=i, V=V)
 
 
 @triton.jit
@@ -250,10 +252,10 @@ def point_to_state(p, i: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
     for i in tl.static_range(len(S)):
-        p, mask = point_to_state(p_state, i, V)
+        p, mask = point_to_state(p_state, i=i, V=V)
         tl.store(p, S[i], mask=mask)
     for i in tl.static_range(len(Z)):
-        o_e, m_e = find_counted(i, V)
+        o_e, m_e = find_counted(i=i, V=V)
         tl.store(p_sums + o_e, Z[i][None, :], mask=m_e)
 
 
@@ -262,8 +264,8 @@ def load_state(p_state, V: tl.constexpr):
     """S as operands."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks)):
-        p, mask = point_to_state(p_state, i, V)
-        S += (to_operand(tl.load(p, mask=mask, other=0.0), V),)
+        p, mask = point_to_state(p_state, i=i, V=V)
+        S += (to_operand(tl.load(p, mask=mask, other=0.0), V=V),)
     return S
 
 
@@ -272,7 +274,7 @@ def load_sums(p_sums, V: tl.constexpr):
     """Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
-        o_e, m_e = find_counted(i, V)
+        o_e, m_e = find_counted(i=i, V=V)
         Z += (tl.sum(tl.load(p_sums + o_e, mask=m_e, other=0.0), axis=0),)
     return Z
 
@@ -329,9 +331,9 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
                 p_origin += coords
         positions = (p_coords, p_origin, p_affine, grid)
         _, _, o_g, m_g = turned
-        weights = weigh_tokens(o_g, m_g, positions, V)
+        weights = weigh_tokens(o_g, m_g, positions, V=V)
         if V.operand != "same":
-            return tl.dot(split_weights(weights, V), dangles, total, input_precision="tf32")
+            return tl.dot(split_weights(weights, V=V), dangles, total, input_precision="tf32")
         else:
             added = ()
             for j in tl.static_range(len(weights)):
@@ -367,31 +369,31 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
     dZ, total = grads
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V)
-    do_head = locate_tensor(do, b, h, V)
-    dq_head = locate_tensor(dq, b, h, V)
+    q_head = locate_tensor(q, b, h, V=V)
+    do_head = locate_tensor(do, b, h, V=V)
+    dq_head = locate_tensor(dq, b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
-        do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
-        turned = turn_block(side, n0, o_n, V)
-        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
-        dx_hat = multiply_tiles(do_block, S, V)  # of o z
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+        turned = turn_block(side, n0, o_n, V=V)
+        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        dx_hat = multiply_tiles(do_block, S, V=V)  # of o z
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
-            counts = map_features(x_bar, turned, V) if V.normalizer == "encoded" else x_bar
-            scale, free = normalise(weigh(counts, Z), eps, V)
+            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+            scale, free = normalise(weigh(counts, Z), eps, V=V)
             dz = tl.where(free, -scale * scale * weigh_tiles(x_bar, dx_bar), 0.0)
             dZ = add_tiles(dZ, scale_tokens(counts, dz))
             if V.normalizer == "encoded":
                 dx_hat = add_outer(scale_tokens(dx_hat, scale), dz, Z)
-                dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+                dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
             else:
                 dx_bar = add_outer(scale_tokens(dx_bar, scale), dz, Z)
                 if V.need_dangles:
                     dangles *= scale[:, None]
-        store_row_gradient(move_tokens(dq_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
-        total = add_angle_gradients(total, dangles, side, turned, V)
+        store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        total = add_angle_gradients(total, dangles, side, turned, V=V)
     return dZ, total
 
 
@@ -404,32 +406,32 @@ def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
     q, do, p_scale = tensors
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V)
-    do_head = locate_tensor(do, b, h, V)
+    q_head = locate_tensor(q, b, h, V=V)
+    do_head = locate_tensor(do, b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
-        do_block = load_values(move_tokens(do_head, n0, V), o_n, m_n, V)
-        x_bar = fill_rest(activate_tokens(x, V), m_n, False, V)
-        turned = turn_block(side, n0, o_n, V)
+        x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
+        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        turned = turn_block(side, n0, o_n, V=V)
         if V.normalizer != "none":
             if V.causal:
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
             else:
-                counts = map_features(x_bar, turned, V) if V.normalizer == "encoded" else x_bar
-                scale, free = normalise(weigh(counts, Z), eps, V)
+                counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+                scale, free = normalise(weigh(counts, Z), eps, V=V)
             x_bar = scale_tokens(x_bar, scale)
-        dS = add_products(dS, do_block, map_features(x_bar, turned, V), V)
+        dS = add_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
     return dS
 
 
 @triton.jit
 def add_products(S, values, features, V: tl.constexpr):
     """S + valuesᵀ features, tile by tile."""
-    values = tl.trans(to_operand(values, V))
+    values = tl.trans(to_operand(values, V=V))
     added = ()
     for i in tl.static_range(len(S)):
-        added += (multiply(values, to_operand(features[i], V), S[i], V),)
+        added += (multiply(values, to_operand(features[i], V=V), S[i], V=V),)
     return added
 
 
@@ -462,25 +464,27 @@ def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexp
     dS, dZ = state
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, h, V)
-    v_head = locate_tensor(v, b, h, V)
-    dk_head = locate_tensor(dk, b, h, V)
-    dv_head = locate_tensor(dv, b, h, V)
+    k_head = locate_tensor(k, b, h, V=V)
+    v_head = locate_tensor(v, b, h, V=V)
+    dk_head = locate_tensor(dk, b, h, V=V)
+    dv_head = locate_tensor(dv, b, h, V=V)
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V)
-        v_row = move_tokens(v_head, n0, V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V)
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         weight = m_n.to(ACC)  # of tokens that are not there 0
         if V.gated:
             weight *= beta
-        dx_hat = multiply_tiles(to_operand(v_block, V), dS, V)
+        dx_hat = multiply_tiles(to_operand(v_block, V=V), dS, V=V)
         gated = scale_tokens(x_bar, weight) if V.gated else x_bar
-        store_values(move_tokens(dv_head, n0, V), sum_products(map_features(gated, turned, V), dS, V), o_n, m_n, V)
+        store_values(
+            move_tokens(dv_head, n0, V=V), sum_products(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
+        )
         if V.normalizer == "encoded":
             dx_hat = add_outer(dx_hat, m_n.to(ACC), dZ)
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_outer(dx_bar, m_n.to(ACC), dZ)
         if V.gated:
@@ -489,8 +493,8 @@ def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexp
             dx_bar = scale_tokens(dx_bar, weight)
             if V.need_dangles:
                 dangles *= weight[:, None]
-        store_row_gradient(move_tokens(dk_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
-        total = add_angle_gradients(total, dangles, side, turned, V)
+        store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        total = add_angle_gradients(total, dangles, side, turned, V=V)
     return total
 
 
@@ -517,43 +521,45 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, V)), (b, g, 0, M), V)
-    S = to_operands(S, V)
-    side = (q_side, load_side(q_side, b, g, V))
+    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, V=V)), (b, g, 0, M), V=V)
+    S = to_operands(S, V=V)
+    side = (q_side, load_side(q_side, b, g, V=V))
     for r in range(R):
-        write_outputs(q, o, side, S, Z, (b, g * R + r, 0, N), eps, V)
+        write_outputs(q, o, side, S, Z, (b, g * R + r, 0, N), eps, V=V)
 
 
 @kernel
-def linear_backward_kernel(
-    q, k, v, do, dq, dk, dv, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr
-):  # fmt: skip
-    """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys."""
+def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr):
+    """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys.
+
+    tensors: q, k, v, do, dq, dk, dv.
+    """
+    q, k, v, do, dq, dk, dv = tensors
     G, R, N, M = unpack(sizes)
     q_side, k_side = sides
     gate, _dgate = gates
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    k_side = (k_side, load_side(k_side, b, g, V))
-    S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V)
-    S = to_operands(S, V)
-    grads = (empty_sums(V), empty_total(V))
-    q_side = (q_side, load_side(q_side, b, g, V))
+    k_side = (k_side, load_side(k_side, b, g, V=V))
+    S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
+    S = to_operands(S, V=V)
+    grads = (empty_sums(V=V), empty_total(V=V))
+    q_side = (q_side, load_side(q_side, b, g, V=V))
     for r in range(R):
-        grads = write_query_gradients((q, do, dq), q_side, (S, Z), grads, (b, g * R + r, 0, N), eps, V)
+        grads = write_query_gradients((q, do, dq), q_side, (S, Z), grads, (b, g * R + r, 0, N), eps, V=V)
     dZ, total = grads
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     if V.need_dangles:
-        store_total(p_partial + tl.cast(pid, tl.int64) * (J * V.num_channels), total, V)
-    dS = empty_state(V)
+        store_total(p_partial + tl.cast(pid, tl.int64) * (J * V.num_channels), total, V=V)
+    dS = empty_state(V=V)
     for r in range(R):
-        dS = sum_queries((q, do, None), q_side, Z, dS, (b, g * R + r, 0, N), eps, V)
-    state = (to_operands(dS, V), sum_tokens(dZ))
-    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, empty_total(V), (b, g, 0, M), V)
+        dS = sum_queries((q, do, None), q_side, Z, dS, (b, g * R + r, 0, N), eps, V=V)
+    state = (to_operands(dS, V=V), sum_tokens(dZ))
+    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, empty_total(V=V), (b, g, 0, M), V=V)
     if V.need_dangles:
         row = tl.cast(tl.num_programs(0) + pid, tl.int64)
-        store_total(p_partial + row * (J * V.num_channels), total, V)
+        store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
 # --- kernels in two passes -------------------------------------------------------------------------------------------
@@ -596,9 +602,9 @@ def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "siz
     """The state of each piece of the tokens: states (P, B G, D_v Ê + sums) float32."""
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
-    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, V)), (b, g, begin, end), V)
-    p_state = find_state(p_states, piece, b * G + g, B * G, V)
-    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V)
+    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, V=V)), (b, g, begin, end), V=V)
+    p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
+    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V=V)
 
 
 @kernel
@@ -608,13 +614,13 @@ def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps
     G, R, P, B = unpack(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    write_outputs(q, o, (side, load_side(side, b, g, V)), S, Z, (b, h, begin, end), eps, V)
+    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    write_outputs(q, o, (side, load_side(side, b, g, V=V)), S, Z, (b, h, begin, end), eps, V=V)
 
 
 @triton.jit
 def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
-    return load_state(p_slots + row * (V.v_dim * V.num_features), V), load_sums(p_slot_sums + row * V.num_sums, V)
+    return load_state(p_slots + row * (V.v_dim * V.num_features), V=V), load_sums(p_slot_sums + row * V.num_sums, V=V)
 
 
 @kernel
@@ -627,16 +633,16 @@ def linear_query_gradient_kernel(
     pid = tl.program_id(0)
     piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
     g = h // R
-    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    grads = (empty_sums(V), empty_total(V))
-    side = (side, load_side(side, b, g, V))
-    dZ, total = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
+    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    grads = (empty_sums(V=V), empty_total(V=V))
+    side = (side, load_side(side, b, g, V=V))
+    dZ, total = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V)
+        store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
 @kernel
@@ -648,15 +654,15 @@ def linear_query_state_kernel(
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V)
-    side = (side, load_side(side, b, g, V))
+    Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
+    side = (side, load_side(side, b, g, V=V))
     _table, cut = pieces
     _length, N = unpack(cut)
     if V.causal:
         p_scales += tl.cast(b * G * R + h, tl.int64) * N
-    dS = sum_queries((q, do, p_scales), side, Z, empty_state(V), (b, h, begin, end), eps, V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
-    store_state(p_dstate, p_dstate, dS, (), V)
+    dS = sum_queries((q, do, p_scales), side, Z, empty_state(V=V), (b, h, begin, end), eps, V=V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dstate, dS, (), V=V)
 
 
 @kernel
@@ -667,13 +673,13 @@ def linear_key_gradient_kernel(
     p_slots, p_slot_sums = slots
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    side = (side, load_side(side, b, g, V))
-    total = write_key_gradients((k, v, dk, dv), gates, side, state, empty_total(V), (b, g, begin, end), V)
+    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    side = (side, load_side(side, b, g, V=V))
+    total = write_key_gradients((k, v, dk, dv), gates, side, state, empty_total(V=V), (b, g, begin, end), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V)
+        store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
 @kernel
@@ -721,13 +727,13 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
                 total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         before = sequence
         if V.causal:
-            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V)
+            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         for r in range(R):
             index = (tl.cast(p, tl.int64) * rows + row) * R + r
             total += tl.load(p_states + index * SIZE + o, mask=mask, other=0.0)
         if not V.causal:
             if next_slot != slot:
-                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V)
+                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         if p_last is not None:
             if next_sequence != sequence:
                 tl.store(p_last + at * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))

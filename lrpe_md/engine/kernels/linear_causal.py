@@ -55,20 +55,20 @@ from .tiles import move_tokens
 @triton.jit
 def multiply_tokens(x, y, V: tl.constexpr):
     """x yᵀ (tokens, tokens), summed over the tiles."""
-    products = empty(V.block_n, V.block_n, V)
+    products = empty(ROWS=V.block_n, COLUMNS=V.block_n, V=V)
     for i in tl.static_range(len(x)):
-        products = multiply(to_operand(x[i], V), tl.trans(to_operand(y[i], V)), products, V)
+        products = multiply(to_operand(x[i], V=V), tl.trans(to_operand(y[i], V=V)), products, V=V)
     return products
 
 
 @triton.jit
 def mix_tokens(P, y, V: tl.constexpr):
     """P y (tokens, channels), tile by tile."""
-    P = to_operand(P, V)
+    P = to_operand(P, V=V)
     mixed = ()
     for i in tl.static_range(len(y)):
-        y_i = to_operand(y[i], V)
-        mixed += (multiply(P, y_i, empty(V.block_n, y_i.shape[1], V), V),)
+        y_i = to_operand(y[i], V=V)
+        mixed += (multiply(P, y_i, empty(ROWS=V.block_n, COLUMNS=y_i.shape[1], V=V), V=V),)
     return mixed
 
 
@@ -83,7 +83,7 @@ def see(V: tl.constexpr):
 def sum_seen(counts, Z, tri, V: tl.constexpr):
     """Z of each token (tokens, channels): that of the blocks before and what it sees of its own."""
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
-    seen = mix_tokens(tri.to(ACC), counts, V)
+    seen = mix_tokens(tri.to(ACC), counts, V=V)
     result = ()
     for i in tl.static_range(len(seen)):
         result += (seen[i] + Z[i][None, :],)
@@ -93,22 +93,22 @@ def sum_seen(counts, Z, tri, V: tl.constexpr):
 @triton.jit
 def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
     """Of tokens n0 + o_n: q, q̄, q̂ and what was turned, which is what was for keys where both have one side."""
-    x = to_tiles(load_row(move_tokens(q_head, n0, V), o_n, m_n, V), V)
-    x_bar = fill_rest(activate_tokens(x, V), m_n, True, V)
+    x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+    x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
     turned = k_turned
     if not V.one_side:
-        turned = turn_block(side, n0, o_n, V)
-    return x, x_bar, map_features(x_bar, turned, V), turned
+        turned = turn_block(side, n0, o_n, V=V)
+    return x, x_bar, map_features(x_bar, turned, V=V), turned
 
 
 @triton.jit
 def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
     """S and Z to be added to: of the tokens before a piece."""
     if V.has_state:
-        S, Z = load_slot(p_slots, p_slot_sums, row, V)
-        return add_tiles(empty_state(V), S), Z
+        S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
+        return add_tiles(empty_state(V=V), S), Z
     else:
-        return empty_state(V), sum_tokens(empty_sums(V))
+        return empty_state(V=V), sum_tokens(empty_sums(V=V))
 
 
 @triton.jit
@@ -130,34 +130,36 @@ def linear_causal_forward_kernel(
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    k_side = (k_side, load_side(k_side, b, g, V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
+    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    k_side = (k_side, load_side(k_side, b, g, V=V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
     o_n = tl.arange(0, V.block_n)
-    tri = see(V)
-    q_head = locate_tensor(q, b, h, V)
-    k_head = locate_tensor(k, b, g, V)
-    v_head = locate_tensor(v, b, g, V)
-    o_head = locate_tensor(o, b, h, V)
+    tri = see(V=V)
+    q_head = locate_tensor(q, b, h, V=V)
+    k_head = locate_tensor(k, b, g, V=V)
+    v_head = locate_tensor(v, b, g, V=V)
+    o_head = locate_tensor(o, b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V)
-        v_row = move_tokens(v_head, n0, V)
-        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
-        k_bar = gate_keys(k_bar, beta, V)
-        k_hat = map_features(k_bar, k_turned, V)
-        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V)
-        products = tl.where(tri, multiply_tokens(q_hat, k_hat, V), 0.0)
-        out = sum_products(q_hat, to_operands(S, V), V)
-        out += multiply(to_operand(products, V), to_operand(v_block, V), empty(V.block_n, V.block_v, V), V)
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        k_bar = gate_keys(k_bar, beta, V=V)
+        k_hat = map_features(k_bar, k_turned, V=V)
+        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
+        products = tl.where(tri, multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        out = sum_products(q_hat, to_operands(S, V=V), V=V)
+        out += multiply(
+            to_operand(products, V=V), to_operand(v_block, V=V), empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V), V=V
+        )
         if V.normalizer != "none":
-            k_counts = counted(k_bar, k_hat, V)
-            q_counts = counted(q_bar, q_hat, V)
-            scale, free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V)), eps, V)
+            k_counts = counted(k_bar, k_hat, V=V)
+            q_counts = counted(q_bar, q_hat, V=V)
+            scale, free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V=V)), eps, V=V)
             out *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))
-        S = add_products(S, v_block, k_hat, V)
-        store_values(move_tokens(o_head, n0, V), out, o_n, m_n, V)
+        S = add_products(S, v_block, k_hat, V=V)
+        store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
 @triton.jit
@@ -183,59 +185,59 @@ def linear_causal_query_kernel(
     _length, N = unpack(cut)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    k_side = (k_side, load_side(k_side, b, g, V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
-    total = empty_total(V)
-    dZ = empty_sums(V)
+    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    k_side = (k_side, load_side(k_side, b, g, V=V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
+    total = empty_total(V=V)
+    dZ = empty_sums(V=V)
     o_n = tl.arange(0, V.block_n)
-    tri = see(V)
-    q_head = locate_tensor(q, b, h, V)
-    k_head = locate_tensor(k, b, g, V)
-    v_head = locate_tensor(v, b, g, V)
-    do_head = locate_tensor(do, b, h, V)
-    dq_head = locate_tensor(dq, b, h, V)
+    tri = see(V=V)
+    q_head = locate_tensor(q, b, h, V=V)
+    k_head = locate_tensor(k, b, g, V=V)
+    v_head = locate_tensor(v, b, g, V=V)
+    do_head = locate_tensor(do, b, h, V=V)
+    dq_head = locate_tensor(dq, b, h, V=V)
     p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V)
-        v_row = move_tokens(v_head, n0, V)
-        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
-        k_bar = gate_keys(k_bar, beta, V)
-        k_hat = map_features(k_bar, k_turned, V)
-        v_block = to_operand(v_block, V)
-        x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V)
-        do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
-        products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V), 0.0)
-        dx_hat = multiply_tiles(do_block, to_operands(S, V), V)  # of o z
-        dx_hat = add_tiles(dx_hat, mix_tokens(products, k_hat, V))
-        dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V)
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        k_bar = gate_keys(k_bar, beta, V=V)
+        k_hat = map_features(k_bar, k_turned, V=V)
+        v_block = to_operand(v_block, V=V)
+        x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
+        do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+        products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V=V), 0.0)
+        dx_hat = multiply_tiles(do_block, to_operands(S, V=V), V=V)  # of o z
+        dx_hat = add_tiles(dx_hat, mix_tokens(products, k_hat, V=V))
+        dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
-            k_counts = counted(k_bar, k_hat, V)
-            seen = sum_seen(k_counts, Z, tri, V)
-            scale, free = normalise(weigh_tiles(counted(q_bar, q_hat, V), seen), eps, V)
+            k_counts = counted(k_bar, k_hat, V=V)
+            seen = sum_seen(k_counts, Z, tri, V=V)
+            scale, free = normalise(weigh_tiles(counted(q_bar, q_hat, V=V), seen), eps, V=V)
             dz = tl.where(free, -scale * scale * weigh_tiles(q_bar, dx_bar), 0.0)
-            dZ = add_tiles(dZ, scale_tokens(counted(q_bar, q_hat, V), dz))
+            dZ = add_tiles(dZ, scale_tokens(counted(q_bar, q_hat, V=V), dz))
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
                 dx_hat = add_tiles(scale_tokens(dx_hat, scale), scale_tokens(seen, dz))
-                dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V)
+                dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
             else:
                 dx_bar = add_tiles(scale_tokens(dx_bar, scale), scale_tokens(seen, dz))
                 if V.need_dangles:
                     dangles *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))
-        store_row_gradient(move_tokens(dq_head, n0, V), x, q_bar, dx_bar, o_n, m_n, V)
-        total = add_angle_gradients(total, dangles, q_side, turned, V)
-        S = add_products(S, v_block, k_hat, V)
+        store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, o_n, m_n, V=V)
+        total = add_angle_gradients(total, dangles, q_side, turned, V=V)
+        S = add_products(S, v_block, k_hat, V=V)
     if p_dstates is not None:
-        p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V)
-        store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V)
+        p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
+        store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V)
+        store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
 @triton.jit
@@ -250,24 +252,24 @@ def add_queries(tensors, side, keys, grads, scales, place, V: tl.constexpr):
     dx_hat, dv_block, dcounts, dS, dZ = grads
     p_scales, heads, N = scales
     b, h, n0, o_n, m_n = place
-    seen_by = tl.trans(see(V))
-    q_head = locate_tensor(q, b, h, V)
-    do_head = locate_tensor(do, b, h, V)
-    raw, q_bar, q_hat, q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V)
-    do_block = to_operand(load_values(move_tokens(do_head, n0, V), o_n, m_n, V), V)
+    seen_by = tl.trans(see(V=V))
+    q_head = locate_tensor(q, b, h, V=V)
+    do_head = locate_tensor(do, b, h, V=V)
+    raw, q_bar, q_hat, q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
+    do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
         dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-        q_counts = scale_tokens(counted(q_bar, q_hat, V), dz)
-        dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V))
+        q_counts = scale_tokens(counted(q_bar, q_hat, V=V), dz)
+        dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V=V))
         dZ = add_tiles(dZ, sum_tokens(q_counts))
         q_hat = scale_tokens(q_hat, scale)
-    products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V), 0.0)
-    dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V))
-    weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V), 0.0)
-    dv_block = multiply(to_operand(weights, V), do_block, dv_block, V)
-    return dx_hat, dv_block, dcounts, add_products(dS, do_block, q_hat, V), dZ
+    products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V=V), 0.0)
+    dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V=V))
+    weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V=V), 0.0)
+    dv_block = multiply(to_operand(weights, V=V), do_block, dv_block, V=V)
+    return dx_hat, dv_block, dcounts, add_products(dS, do_block, q_hat, V=V), dZ
 
 
 @kernel
@@ -283,42 +285,42 @@ def linear_causal_key_kernel(
     _table, cut = pieces
     _length, N = unpack(cut)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V)
-    k_side = (k_side, load_side(k_side, b, g, V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V))
-    total = empty_total(V)
+    dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    k_side = (k_side, load_side(k_side, b, g, V=V))
+    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
+    total = empty_total(V=V)
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, g, V)
-    v_head = locate_tensor(v, b, g, V)
-    dk_head = locate_tensor(dk, b, g, V)
-    dv_head = locate_tensor(dv, b, g, V)
+    k_head = locate_tensor(k, b, g, V=V)
+    v_head = locate_tensor(v, b, g, V=V)
+    dk_head = locate_tensor(dk, b, g, V=V)
+    dv_head = locate_tensor(dv, b, g, V=V)
     blocks = tl.cdiv(end - begin, V.block_n)
     for i in tl.range(0, blocks, num_stages=V.stages):
         n0 = begin + (blocks - 1 - i) * V.block_n
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V)
-        v_row = move_tokens(v_head, n0, V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V)
-        k_hat = map_features(gate_keys(x_bar, beta, V), turned, V)
-        v_block = to_operand(v_block, V)
-        operands = to_operands(dS, V)
-        dx_hat = multiply_tiles(v_block, operands, V)
-        dv_block = sum_products(k_hat, operands, V)
-        counts = counted(x_bar, k_hat, V)
-        dcounts = spread_sums(counts, dZ, V)
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        k_hat = map_features(gate_keys(x_bar, beta, V=V), turned, V=V)
+        v_block = to_operand(v_block, V=V)
+        operands = to_operands(dS, V=V)
+        dx_hat = multiply_tiles(v_block, operands, V=V)
+        dv_block = sum_products(k_hat, operands, V=V)
+        counts = counted(x_bar, k_hat, V=V)
+        dcounts = spread_sums(counts, dZ, V=V)
         keys = (k_hat, v_block, turned)
         grads = (dx_hat, dv_block, dcounts, dS, dZ)
         if V.alone:
-            grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G), N), (b, g, n0, o_n, m_n), V)
+            grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G), N), (b, g, n0, o_n, m_n), V=V)
         else:
             for r in range(R):
                 place = (b, g * R + r, n0, o_n, m_n)
-                grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G * R), N), place, V)
+                grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G * R), N), place, V=V)
         dx_hat, dv_block, dcounts, dS, dZ = grads
-        store_values(move_tokens(dv_head, n0, V), dv_block, o_n, m_n, V)
+        store_values(move_tokens(dv_head, n0, V=V), dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_tiles(dx_hat, dcounts)
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_tiles(dx_bar, dcounts)
         if V.gated:
@@ -327,12 +329,12 @@ def linear_causal_key_kernel(
             dx_bar = scale_tokens(dx_bar, beta)
             if V.need_dangles:
                 dangles *= beta[:, None]
-        store_row_gradient(move_tokens(dk_head, n0, V), x, x_bar, dx_bar, o_n, m_n, V)
-        total = add_angle_gradients(total, dangles, k_side, turned, V)
+        store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        total = add_angle_gradients(total, dangles, k_side, turned, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V)
+        store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
 @triton.jit

@@ -107,21 +107,21 @@ def softmax_sequence_kernel(
     if V.backward:
         dot = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
-            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
             dot += tl.sum(softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * g, axis=0)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
-            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V)
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
-            out = _at(p_dx, dx_strides, (b, h, n0), V)
+            out = _at(p_dx, dx_strides, (b, h, n0), V=V)
             store(out, dx, o_n, n0 + o_n < N, first_channel() + lo, 0, V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V)
+            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf

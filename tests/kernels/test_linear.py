@@ -1,0 +1,133 @@
+"""Linear attention's kernels in Triton's interpreter against float64: every map, activation, normaliser, gate, mask."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lrpe_md import linear_attention
+from lrpe_md.engine import linear_plan
+from lrpe_md.engine.call import remembered
+from lrpe_md.engine.dispatch import INTERPRETING
+from lrpe_md.testing import LinearCase, check_linear
+
+pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+
+# "encoded" where its z stays away from 0: all weights are positive and turn little.
+STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
+
+
+def holds(case: LinearCase, **changes) -> None:
+    assert not check_linear(case, ulps=1.0, **changes)
+
+
+@pytest.fixture(params=["one pass", "two passes", "many pieces"])
+def cut(request, monkeypatch):
+    """How the tokens are cut, at sizes that an interpreter can do."""
+    if request.param != "one pass":
+        monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
+    if request.param == "many pieces":
+        monkeypatch.setattr(linear_plan, "SHORTEST", 4)
+        monkeypatch.setattr(linear_plan, "PIECE", 4)
+        monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
+    remembered.clear()
+    yield request.param
+    remembered.clear()
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_maps_and_normalizers(name, normalizer, cut):
+    holds(LinearCase(name, **(STEADY if normalizer == "encoded" else {"normalizer": normalizer})))
+
+
+@pytest.mark.parametrize("act", ["none", "relu", "sigmoid", "silu", "softplus", "softmax"])
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_activations(name, act):
+    normalizer = "none" if act in ("none", "silu") else "unrotated"
+    holds(LinearCase(name, act=act, dim=-1 if act == "softmax" else None, normalizer=normalizer, head_dim=24))
+
+
+@pytest.mark.parametrize("gate", ["float", "bool", "nan"])
+@pytest.mark.parametrize("mask", ["full", "causal", "block"])
+def test_gates(gate, mask, cut):
+    holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", normalizer="unrotated"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (1,), "prefix": 0}, {"shape": (127,), "prefix": 0}, {"shape": (14, 14)}, {"shape": (2, 3, 5)},
+        {"shape": (2, 2, 2, 3), "omega_heads": 2}, {"prefix": 3, "suffix": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_grids(changes):
+    holds(LinearCase(**changes))
+
+
+@pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128])
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_widths(name, head_dim):
+    holds(LinearCase(name, head_dim=head_dim, batch=1, heads=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"v_dim": 24}, {"heads": (6, 1)}, {"heads": (3, 3), "omega_heads": 3}, {"layout": "packed"},
+        {"layout": "odd", "grad_layout": "odd"}, {"layout": "bnhd", "grad_layout": "expanded"},
+        {"coords": "shared"}, {"coords": "by_sample", "masked": True}, {"origin": "by_sample"},
+        {"phase": "both"}, {"phase": "k", "map": "rotate", "omega_heads": 2}, {"amplitude_heads": 1},
+        {"map": "rotate", "rotary_dim": 10}, {"map": "rotate", "rotary_dim": slice(4, 14), "pairs": "interleaved"},
+        {"map": "rotate", "pairs": (3, 5)}, {"order": "sin_cos"}, {"k_shape": (7, 4)}, {"omega_dtype": torch.float64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments(changes, cut):
+    holds(LinearCase(**{"return_state": "k_shape" not in changes and cut != "one pass", **changes}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_dtypes(name, mask, dtype):
+    holds(LinearCase(name, dtype=dtype, mask=mask, act="softplus", shape=(70,), state=True, return_state=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (131,), "prefix": 0},
+        {"normalizer": "none", "act": "silu", "shape": (131,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
+        {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("state", [False, True])
+def test_causal(changes, state, cut):
+    changes = {"act": "softplus", **changes}
+    holds(LinearCase(mask="causal", state=state, return_state=state, **changes))
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY], ids=str
+)
+def test_blocks(changes, state, cut):
+    changes = {"act": "softplus", **changes}
+    holds(LinearCase(mask="block", shape=(4, 5), block=5, state=state, return_state=state, **changes))
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "none"])
+def test_packed_sequences(normalizer, cut):
+    lengths = (5, 0, 9, 1, 17)
+    holds(LinearCase(shape=(31,), cu_seqlens=lengths, batch=1, state=True, return_state=True, normalizer=normalizer))
+
+
+def test_wrong_lengths_stay_in_bounds():
+    """Their values are on the GPU, where a check would be a wait: kernels go no further than the tokens."""
+    q = torch.ones(1, 1, 6, 16)
+    cu_seqlens = torch.tensor([0, 4, 100], dtype=torch.int32)
+    o = linear_attention(q, q, q, map=None, cu_seqlens=cu_seqlens, impl="triton")
+    torch.testing.assert_close(o, q)

@@ -1,0 +1,144 @@
+"""Linear attention's kernels on a GPU: real sizes, the launches of a user, big tensors, sequences in pieces."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lrpe_md import Grid, linear_attention
+from lrpe_md.engine import kernels
+from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
+
+pytestmark = pytest.mark.gpu
+
+STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 64}
+REAL = {"heads": (4, 2), "head_dim": 64}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "full"}, {"mask": "causal", "act": "softplus"}, {"mask": "causal", "act": "silu", "normalizer": "none"},
+        {"mask": "block", "block": 40, "act": "softplus"}, STEADY,
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+@pytest.mark.parametrize("shape", [(14, 14), (27, 40)], ids=str)
+def test_masks(shape, name, changes, dtype):
+    changes = {**REAL, **changes}
+    if changes.get("mask") == "block":
+        changes["block"] = shape[1]
+    assert not check_linear(LinearCase(name, shape, dtype=dtype, **changes), "auto", "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_widths(name, mask, head_dim):
+    case = LinearCase(name, (40, 30), head_dim=head_dim, dtype=torch.bfloat16, mask=mask, act="softplus", batch=1)
+    assert not check_linear(case, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (1,), "prefix": 0}, {"shape": (127,), "prefix": 0}, {"act": "softmax", "dim": -1},
+        {"gate": "nan", "phase": "k", "omega_heads": 2}, {"gate": "float", "gate_heads": 2, "amplitude_heads": 1},
+        {"layout": "packed", "v_dim": None}, {"layout": "odd", "grad_layout": "expanded"}, {"v_dim": 48},
+        {"coords": "by_sample", "masked": True}, {"origin": "by_sample"}, {"k_shape": (30, 30)},
+        {"map": "rotate", "rotary_dim": slice(8, 40), "pairs": "interleaved"}, {"map": "rotate", "pairs": (10, 22)},
+        {"cu_seqlens": (700, 0, 31, 170), "shape": (30, 30), "batch": 1, "state": True, "return_state": True},
+        {"state": True, "return_state": True, "shape": (40, 60), "order": "sin_cos"},
+        {"mask": "causal", "cu_seqlens": (700, 0, 31, 170), "shape": (30, 30), "batch": 1, "act": "softplus"},
+        {"mask": "causal", "state": True, "return_state": True, "shape": (40, 60), "act": "softplus", "gate": "float"},
+        {"mask": "block", "block": 60, "state": True, "return_state": True, "shape": (40, 60), "act": "softplus"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_arguments(changes, dtype):
+    changes = {**REAL, "dtype": dtype, "prefix": 0 if "cu_seqlens" in changes else 1, **changes}
+    assert not check_linear(LinearCase(**changes), device="cuda")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("shape", [(14, 14), (60, 60)], ids=str)
+def test_deterministic(shape, mask):
+    inputs = make_linear_inputs(LinearCase(shape=shape, dtype=torch.bfloat16, mask=mask, gate="float", **REAL), "cuda")
+    first = run_linear(inputs, "triton")
+    for _ in range(5):
+        again = run_linear(inputs, "triton")
+        for name, value in first.items():
+            assert torch.equal(value, again[name]), name
+
+
+def test_variants():
+    """No size compiles a kernel of its own: one pass is a variant, two passes are the other."""
+    names = [name for name in kernels.__all__ if name.startswith("linear")]
+
+    def compiled():
+        return {name: sum(len(each[0]) for each in getattr(kernels, name).device_caches.values()) for name in names}
+
+    def call(*shape, batch=2, heads=(4, 2)):
+        case = LinearCase(shape=shape, prefix=0, dtype=torch.bfloat16, batch=batch, heads=heads, head_dim=64)
+        run_linear(make_linear_inputs(case, "cuda"), "triton")
+
+    call(14, 14)
+    call(60, 60)
+    before = compiled()
+    for sizes in ((1, 1), (16, 16), (13, 7), (61, 59), (64, 64), (128, 128)):
+        call(*sizes)
+    call(16, 16, batch=1, heads=(1, 1))
+    call(64, 64, batch=16, heads=(16, 16))
+    assert compiled() == before
+
+
+def test_more_elements_than_32_bits_count():
+    """Head 0 of the last sample is right, and one pass over 4M tokens is."""
+    batch, heads, num_tokens, dim = 33, 16, 64 * 1024, 64
+    q = torch.randn(batch, heads, num_tokens, dim, device="cuda", dtype=torch.bfloat16)
+    omega = torch.randn(1, dim, 1, device="cuda")
+    o = linear_attention(q, q, q, omega=omega, positions=Grid((num_tokens,)))
+    assert q.numel() > 2**31
+    last = q[-1:, -1:]
+    alone = linear_attention(last, last, last, omega=omega, positions=Grid((num_tokens,)), impl="reference")
+    error = (o[-1:, -1:].double() - alone.double()).norm() / alone.double().norm()
+    assert error < 2**-6, error
+
+
+def test_four_million_tokens():
+    q = torch.randn(1, 1, 2**22, 64, device="cuda", dtype=torch.bfloat16)
+    omega = torch.randn(1, 64, 3, device="cuda")
+    grid = Grid((16, 512, 512))
+    o = linear_attention(q, q, q, omega=omega, positions=grid)
+    expected = linear_attention(q, q, q, omega=omega, positions=grid, impl="reference")
+    assert (o.double() - expected.double()).norm() / expected.double().norm() < 2**-6
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_cuda_graph(mask):
+    case = LinearCase(shape=(40, 40), dtype=torch.bfloat16, mask=mask, act="softplus", **REAL)
+    inputs = make_linear_inputs(case, "cuda")
+    q, k, v = inputs.qkv
+
+    def call():
+        return linear_attention(
+            q, k, v, omega=inputs.omega, positions=inputs.positions, act="softplus", is_causal=mask == "causal"
+        )
+
+    expected = call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call()
+    o.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+def test_float64_has_no_kernel():
+    q = torch.randn(1, 1, 5, 16, device="cuda", dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        linear_attention(q, q, q, map=None, impl="triton")
