@@ -15,6 +15,7 @@ from . import boundary, linear_boundary
 from .call import Tables, remember, remembered
 from .dispatch import use_triton
 from .linear_call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
+from .linear_plan import fits_kernels
 from .linear_validate import (
     Given,
     check_gate,
@@ -72,7 +73,7 @@ def _run_checked(
     if call.spec.dim == -2:
         operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
         call = call._replace(spec=call.spec._replace(act="none", dim=0))
-    if _has_products(impl, operands.q) and (
+    if _fits_kernels(impl, call, operands) and (
         use_triton(impl, inputs, q_tables) and (k_tables is q_tables or use_triton(impl, inputs, k_tables))
     ):
         if direct:
@@ -82,13 +83,17 @@ def _run_checked(
     return linear_boundary.run_reference(call, operands)
 
 
-def _has_products(impl: str, q: Tensor) -> bool:
-    """Triton has no float64 products for every GPU; torch's are those of the matrix units."""
-    if q.dtype != torch.float64 or not q.is_cuda:
+def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
+    """Whether the kernels take it: on a GPU no float64, for which Triton has no products, and no state too large."""
+    q, v = operands.q, operands.v
+    if not q.is_cuda:
         return True
-    if impl == "triton":
-        raise ValueError("impl: 'triton' has no float64 products on a GPU, got q in float64; use impl='auto'")
-    return False
+    features = call.spec.out_dim(q.shape[3])
+    fits = fits_kernels(v.shape[3], features, q.element_size())
+    if impl == "triton" and (q.dtype == torch.float64 or not fits):
+        what = "float64" if q.dtype == torch.float64 else f"a state of {features} x {v.shape[3]} elements"
+        raise ValueError(f"impl: 'triton' has no kernel for {what} in {q.dtype} on a GPU; use impl='auto'")
+    return fits and q.dtype != torch.float64
 
 
 def run_encoded(options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any) -> Any:

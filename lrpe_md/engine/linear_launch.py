@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from ..positions.grid import affine_on
 from ..reference import ACTIVATIONS, split_pairs
@@ -29,7 +30,7 @@ from .launch import (
     strides_in_eights,
 )
 from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
-from .linear_plan import SCAN_BLOCK, LinearPass, choose_tile, cut_pieces, fits_one_pass
+from .linear_plan import SCAN_BLOCK, LinearPass, LinearTile, choose_tile, cut_pieces, fits_one_pass, shrink
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
@@ -335,10 +336,29 @@ def flatten_side(side: Call, variant: Variant) -> tuple:
     return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
 
+_fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # in place of what took too much shared memory
+
+
 def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
-    if programs:
-        variant, options = described
+    if not programs:
+        return
+    variant, options = described
+    key = kernel, variant
+    variant, options = _fitting.get(key, described)
+    try:
         kernel[(programs,)](*args, V=variant, **options)
+    except OutOfResources:
+        smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
+        for i, tile in enumerate(smaller):
+            cut = variant._replace(block_n=tile.block_n, stages=tile.stages, turned_products=tile.block_n < 64)
+            try:
+                kernel[(programs,)](*args, V=cut, **options)
+            except OutOfResources:
+                if i + 1 == len(smaller):
+                    raise
+            else:
+                _fitting[key] = cut, options
+                return
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-import triton
-
-__all__ = ["PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_one_pass"]
+__all__ = [
+    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_kernels",
+    "fits_one_pass", "shrink",
+]  # fmt: skip
 
 
 class LinearPass(Enum):
@@ -31,20 +32,24 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 4,096 elements, 8,192, 16,384, more. How they were found: docs/tuning.md.
-_FEW, _MORE = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
+_16, _16_DEEP, _32, _32_DEEP = LinearTile(16, 4, 3), LinearTile(16, 4, 4), LinearTile(32, 4, 3), LinearTile(32, 4, 4)
+_64, _32_WIDE, _64_WIDE = LinearTile(64, 4, 3), LinearTile(32, 8, 3), LinearTile(64, 8, 3)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (_FEW, _FEW, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.BACKWARD: (_FEW, LinearTile(16, 4, 3), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.STATE: (_FEW, _MORE, LinearTile(32, 4, 2), LinearTile(64, 8, 2)),
-    LinearPass.OUTPUT: (_FEW, _MORE, LinearTile(64, 4, 2), LinearTile(32, 8, 1)),
-    LinearPass.QUERIES: (_MORE, _FEW, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.QUERY_STATE: (_FEW, _MORE, LinearTile(32, 4, 2), LinearTile(64, 8, 2)),
-    LinearPass.KEYS: (_FEW, _FEW, LinearTile(32, 4, 2), LinearTile(32, 8, 2)),
-    LinearPass.CAUSAL: (_MORE, _MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_QUERIES: (_MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
-    LinearPass.CAUSAL_KEYS: (_MORE, LinearTile(64, 8, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
-}
+    LinearPass.FORWARD: (_32_DEEP, LinearTile(32, 4, 3, 160), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.BACKWARD: (
+        LinearTile(32, 4, 3, 168), LinearTile(16, 4, 3, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)
+    ),
+    LinearPass.STATE: (_32, _64, _32, _64_WIDE),
+    LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
+    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32, _32_WIDE),
+    LinearPass.QUERY_STATE: (_32, _64, _32, _64_WIDE),
+    LinearPass.KEYS: (_16, _32_DEEP, _32_WIDE, _32_WIDE),
+    LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL_QUERIES: (_64, _32, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(32, 4, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+}  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
+LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
 SHORTEST = 512  # tokens of a piece
 SCAN_BLOCK = 1024  # elements of a state a program sums up
@@ -61,6 +66,16 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     return TILES[stage][sum(state > bound for bound in BOUNDS)]
 
 
+def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
+    """A program has a whole state at hand, in registers and, as operands, in shared memory."""
+    return (1 << (v_dim - 1).bit_length()) * num_features <= LARGEST // itemsize
+
+
+def shrink(tile: LinearTile) -> list[LinearTile]:
+    """What to try on a GPU with less shared memory than a tile takes."""
+    return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
+
+
 def fits_one_pass(num_queries: int, num_keys: int) -> bool:
     return max(num_queries, num_keys) <= ONE_PASS
 
@@ -68,5 +83,5 @@ def fits_one_pass(num_queries: int, num_keys: int) -> bool:
 def cut_pieces(num_tokens: int, rows: int) -> tuple[int, int]:
     """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go."""
     wanted = max(1, PROGRAMS // max(1, rows))
-    length = max(SHORTEST, triton.cdiv(triton.cdiv(num_tokens, wanted), PIECE) * PIECE)
-    return max(1, triton.cdiv(num_tokens, length)), length
+    length = max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
+    return max(1, -(-num_tokens // length)), length

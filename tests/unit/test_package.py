@@ -84,6 +84,7 @@ def test_the_layer_test_can_fail():
 ENGINE = {  # within the engine, from top to bottom
     "dispatch": {"boundary", "call", "memory", "sharding", "validate", "views"},
     "linear_dispatch": {
+        "linear_plan",
         "boundary",
         "call",
         "dispatch",
@@ -96,6 +97,8 @@ ENGINE = {  # within the engine, from top to bottom
     "linear_sharding": {"call", "linear_boundary", "linear_call", "linear_validate", "memory", "sharding"},
     "linear_boundary": {"boundary", "call", "linear_call", "linear_launch", "memory"},
     "linear_validate": {"call", "linear_call", "validate"},
+    "linear_launch": {"call", "kernels", "launch", "linear_call", "linear_plan", "memory"},
+    "linear_plan": set(),
     "linear_call": {"call"},
     "boundary": {"call", "launch", "memory"},
     "sharding": {"call", "memory"},

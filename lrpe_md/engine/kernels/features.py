@@ -1,8 +1,8 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
 A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables; that of q and that of k are often the
-same.
+(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables; that of q and
+that of k are often the same.
 """
 
 import triton
@@ -57,8 +57,8 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, h, V: tl.constexpr):
-    """Of a head of a sample: its frequencies in registers, and where its amplitude, its positions and which of its tokens
-    are rotated begin in their tables. (A function can't return pointers that may be None.)"""
+    """Of a head of a sample: its frequencies in registers, and where its amplitudes, positions and marks of what is
+    rotated begin. (A function can't return pointers that may be None.)"""
     if V.map == "none":
         return 0
     else:

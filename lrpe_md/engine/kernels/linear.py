@@ -104,12 +104,16 @@ def to_operands(S, V: tl.constexpr):
     return result
 
 
+# What several products have in common is their second factor, which is in shared memory: matrix units that take the
+# first one from registers, of which two products read the same, gave wrong results (Triton 3.6, sm_90).
+
+
 @triton.jit
 def multiply_tiles(values, S, V: tl.constexpr):
     """values (tokens, D_v) times S, tile by tile."""
     products = ()
     for i in tl.static_range(len(S)):
-        if V.turned_products:
+        if V.turned_products or len(S) > 1:
             product = multiply(
                 tl.trans(S[i]), tl.trans(values), empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V), V=V
             )
@@ -188,7 +192,7 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        _raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         if V.gated:
             k_bar = scale_tokens(k_bar, beta)
         k_hat = map_features(k_bar, turned, V=V)
@@ -203,9 +207,18 @@ def normalise(z, eps, V: tl.constexpr):
     """1/z of each token, and whether z is not clamped."""
     if V.normalizer == "encoded":
         free = tl.abs(z) >= eps
-        return tl.where(free, 1.0 / tl.where(free, z, 1.0), 0.0), free
+        return tl.where(free, invert(tl.where(free, z, 1.0), V=V), 0.0), free
     else:
-        return 1.0 / tl.maximum(z, eps), z > eps
+        return invert(tl.maximum(z, eps), V=V), z > eps
+
+
+@triton.jit
+def invert(z, V: tl.constexpr):
+    """1/z, rounded once where operands are not."""
+    if V.operand == "same" and not V.wide:
+        return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), z)
+    else:
+        return 1.0 / z
 
 
 @triton.jit
@@ -222,7 +235,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x_hat = map_features(x_bar, turn_block(side, n0, o_n, V=V), V=V)
         out = sum_products(x_hat, S, V=V)
         if V.normalizer != "none":
-            scale, free = normalise(weigh(counted(x_bar, x_hat, V=V), Z), eps, V=V)
+            scale, _free = normalise(weigh(counted(x_bar, x_hat, V=V), Z), eps, V=V)
             out *= scale[:, None]
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
@@ -419,7 +432,7 @@ def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
             else:
                 counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
-                scale, free = normalise(weigh(counts, Z), eps, V=V)
+                scale, _free = normalise(weigh(counts, Z), eps, V=V)
             x_bar = scale_tokens(x_bar, scale)
         dS = add_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
     return dS
@@ -428,10 +441,14 @@ def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
 @triton.jit
 def add_products(S, values, features, V: tl.constexpr):
     """S + valuesᵀ features, tile by tile."""
-    values = tl.trans(to_operand(values, V=V))
+    values = to_operand(values, V=V)
     added = ()
     for i in tl.static_range(len(S)):
-        added += (multiply(values, to_operand(features[i], V=V), S[i], V=V),)
+        if len(S) > 1:
+            product = multiply(tl.trans(to_operand(features[i], V=V)), values, tl.trans(S[i]), V=V)
+            added += (tl.trans(product),)
+        else:
+            added += (multiply(tl.trans(values), to_operand(features[i], V=V), S[i], V=V),)
     return added
 
 
@@ -650,7 +667,7 @@ def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dS by piece and query head, in front of dZ. scales (2, B, H, N): 1/z, with a causal mask alone."""
-    p_slots, p_slot_sums = slots
+    _p_slots, p_slot_sums = slots
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R

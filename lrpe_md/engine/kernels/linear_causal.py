@@ -68,7 +68,11 @@ def mix_tokens(P, y, V: tl.constexpr):
     mixed = ()
     for i in tl.static_range(len(y)):
         y_i = to_operand(y[i], V=V)
-        mixed += (multiply(P, y_i, empty(ROWS=V.block_n, COLUMNS=y_i.shape[1], V=V), V=V),)
+        if len(y) > 1:  # see multiply_tiles
+            product = multiply(tl.trans(y_i), tl.trans(P), empty(ROWS=y_i.shape[1], COLUMNS=V.block_n, V=V), V=V)
+            mixed += (tl.trans(product),)
+        else:
+            mixed += (multiply(P, y_i, empty(ROWS=V.block_n, COLUMNS=y_i.shape[1], V=V), V=V),)
     return mixed
 
 
@@ -128,7 +132,7 @@ def linear_causal_forward_kernel(
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack(sizes)
-    piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    _piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, V=V))
@@ -143,10 +147,10 @@ def linear_causal_forward_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
-        x, q_bar, q_hat, q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
+        _x, q_bar, q_hat, _q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
         products = tl.where(tri, multiply_tokens(q_hat, k_hat, V=V), 0.0)
         out = sum_products(q_hat, to_operands(S, V=V), V=V)
         out += multiply(
@@ -155,7 +159,7 @@ def linear_causal_forward_kernel(
         if V.normalizer != "none":
             k_counts = counted(k_bar, k_hat, V=V)
             q_counts = counted(q_bar, q_hat, V=V)
-            scale, free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V=V)), eps, V=V)
+            scale, _free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V=V)), eps, V=V)
             out *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))
         S = add_products(S, v_block, k_hat, V=V)
@@ -171,7 +175,8 @@ def point_to_scales(p_scales, b, h, heads, N):
 
 @kernel
 def linear_causal_query_kernel(
-    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32",
+    V: tl.constexpr,
 ):  # fmt: skip
     """dq, dZ behind dS by piece and query head, and what the gradients of keys need of each query: 1/z and dz.
 
@@ -202,7 +207,7 @@ def linear_causal_query_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
         v_block = to_operand(v_block, V=V)
@@ -242,7 +247,7 @@ def linear_causal_query_kernel(
 
 @triton.jit
 def add_queries(tensors, side, keys, grads, scales, place, V: tl.constexpr):
-    """What queries n0 + o_n of a head leave to the keys of their own block: to dk̂, dv and the normaliser's, and to dS and
+    """What queries n0 + o_n of a head leave to the keys of their own block, dk̂, dv and the normaliser's, and to dS and
     dZ, which keys of earlier blocks see.
 
     scales: see :func:`point_to_scales`.
@@ -255,7 +260,7 @@ def add_queries(tensors, side, keys, grads, scales, place, V: tl.constexpr):
     seen_by = tl.trans(see(V=V))
     q_head = locate_tensor(q, b, h, V=V)
     do_head = locate_tensor(do, b, h, V=V)
-    raw, q_bar, q_hat, q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
+    _raw, q_bar, q_hat, _q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
     do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
