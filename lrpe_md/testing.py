@@ -603,9 +603,10 @@ def check_linear(
 
     Of 16-bit inputs the kernels multiply operands in bfloat16. o and dv of bfloat16, which are rounded to it
     themselves, are judged by the plain reference nevertheless; all else by the reference with products of such
-    operands: what is float32 (the state, the gradients of the gate, the frequencies and the state), results in float16, which is finer
-    than the operands, dq and dk, which are differences (where a token sees one other, of equals: exactly 0), and the
-    results of normalizer "encoded", which divides by a difference, and with a causal or block mask.
+    operands: what is float32 (the state, the gradients of the gate, the frequencies and the state), results in
+    float16, which is finer than the operands, dq and dk, which are differences (where a token sees one other, of
+    equals: exactly 0), and the results of normalizer "encoded", which divides by a difference, and with a causal or
+    block mask.
     """
     return _check(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 

@@ -117,6 +117,19 @@ def uncovered() -> list[str]:
     return [str(set(pair)) for pair in all_pairs() if not any(pair <= row for row in rows)]
 
 
+def describe(value: Any, path: tuple[int, ...], constexprs: dict[tuple[int, ...], Any]) -> Any:
+    """The type of an argument that is no number, as a launch finds it. Numbers in tuples are packed (signature.py)."""
+    if value is None:
+        constexprs[path] = None
+        return "constexpr"
+    if isinstance(value, tuple):
+        return tuple(describe(each, (*path, i), constexprs) for i, each in enumerate(value))
+    if isinstance(value, torch.Tensor):
+        return "*" + DTYPES[value.dtype]
+    assert value % 16 not in (0, 1), f"{value} would be compiled into the kernel"
+    return "i64" if abs(value) >= 2**31 else "i32"
+
+
 class Recorder:
     """Stands in for a kernel and keeps what it was called with."""
 
@@ -135,16 +148,13 @@ class Recorder:
             signature, constexprs = {}, {}
             for i, param in enumerate(self.fn.params):
                 value = values[param.name]
-                if param.is_constexpr or value is None:
+                if param.is_constexpr:
                     signature[param.name], constexprs[(i,)] = "constexpr", value
-                elif isinstance(value, torch.Tensor):
-                    signature[param.name] = "*" + DTYPES[value.dtype]
-                elif isinstance(value, tuple):
-                    assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
-                    signature[param.name] = tuple("i64" for _ in value)
-                else:
+                elif isinstance(value, (int, float)):
                     assert param.do_not_specialize, f"{param.name} would be compiled into the kernel"
                     signature[param.name] = param.annotation_type
+                else:
+                    signature[param.name] = describe(value, (i,), constexprs)
             found.append((self.fn.__name__, ASTSource(self.fn, signature, constexprs), options))
         return found
 
@@ -154,8 +164,8 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
     saved = {name: getattr(launch, name) for name in names}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
-    has_ptx, launch._has_ptx = launch._has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
-    registers, launch._registers = launch._registers, lambda most: registers(most) if case.cuda else {}
+    has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
+    registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
     early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
     calls.remembered.clear()
     try:
@@ -163,7 +173,7 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
             setattr(launch, name, recorder)
         call(case)
     finally:
-        launch._has_ptx, launch._registers, launch._can_launch_early = has_ptx, registers, early
+        launch.has_ptx, launch.limit_registers, launch._can_launch_early = has_ptx, registers, early
         calls.remembered.clear()
         for name, fn in saved.items():
             setattr(launch, name, fn)

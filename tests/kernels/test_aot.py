@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+kernels = pytest.importorskip("lrpe_md.engine.kernels")
+
 AOT = Path(__file__).parent / "aot.py"
+LINEAR = Path(__file__).parent / "aot_linear.py"
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 
 
-def start(*args: str) -> subprocess.Popen:
+def start(*args: str, script: Path = AOT) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.Popen(
-        [sys.executable, str(AOT), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        [sys.executable, str(script), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
 
 
@@ -60,6 +63,16 @@ def test_compiles(target):
         wide = [row for row in angles if plain.items() <= row["case"].items() and "16" in row["case"]["dtype"]]
         assert {row["case"]["run"] for row in wide} >= {"forward", "backward"}
         assert not any(row["narrow"] for row in wide), "16-bit elements are moved one by one"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_linear_attention_compiles(target):
+    rows = finish(start(target, script=LINEAR))
+    failed = [f"{row['kernel']} {row['case']}: {row['error']}" for row in rows if row["error"]]
+    assert not failed, "\n".join(failed)
+    assert {row["kernel"] for row in rows} == {name for name in kernels.__all__ if name.startswith("linear")}
+    if target == "sm_90":
+        assert all(row["shared"] <= 227 * 1024 for row in rows), "more shared memory than a program can have"
 
 
 def test_the_residue_check_can_fail():

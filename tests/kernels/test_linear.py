@@ -9,6 +9,7 @@ from lrpe_md import linear_attention
 from lrpe_md.engine import linear_plan
 from lrpe_md.engine.call import remembered
 from lrpe_md.engine.dispatch import INTERPRETING
+from lrpe_md.engine.kernels.signature import pack
 from lrpe_md.testing import LinearCase, check_linear
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -131,3 +132,11 @@ def test_wrong_lengths_stay_in_bounds():
     cu_seqlens = torch.tensor([0, 4, 100], dtype=torch.int32)
     o = linear_attention(q, q, q, map=None, cu_seqlens=cu_seqlens, impl="triton")
     torch.testing.assert_close(o, q)
+
+
+@pytest.mark.parametrize("number", [-40, -1, 0, 1, 2, 16, 197, 2**20, 2**29 - 1, 2**32])
+def test_numbers_choose_no_variant(number):
+    """Inside a tuple Triton compiles 1 and what 16 divides into a kernel."""
+    (packed,) = pack(number)
+    assert packed % 16 not in (0, 1)
+    assert packed >> 2 == number

@@ -1,0 +1,94 @@
+"""Compile linear attention's kernels ahead of time, without a GPU: ``python tests/kernels/aot_linear.py TARGET``.
+
+As aot.py; prints one JSON line a kernel, which test_aot.py reads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import aot
+import torch
+import triton
+
+from lrpe_md.engine import kernels, linear_launch
+from lrpe_md.engine import linear_plan as plans
+from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
+
+BF16, HALF = torch.bfloat16, torch.float16
+CASES = [
+    LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
+    LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
+    LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),
+    LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=slice(4, 36), pairs="interleaved", phase="k", gate="bool"),
+    LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
+    LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),
+    LinearCase(dtype=BF16, head_dim=128, heads=(2, 2), state=True, origin="by_sample"),
+]
+
+
+def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[str, Any]]]:
+    """What the launcher runs for a case, forward and backward."""
+    case = inputs.case
+    phases = (None, inputs.phase) if case.phase == "k" else inputs.phase
+    options = LinearOptions(
+        case.map, case.act, case.dim, case.pairs, case.rotary_dim, case.order, case.normalizer, case.mask == "causal",
+        case.block or None, case.eps, case.return_state, "triton",
+    )  # fmt: skip
+    q, k, v = inputs.qkv
+    state = tuple(inputs.state)
+    given = Given(q, k, v, inputs.gate, inputs.cu_seqlens, state)
+    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions, phases, inputs.amplitude))
+    operands = Operands(q, k, v, inputs.gate, state)
+    mapped = case.map is not None
+    needs = LinearNeeds(case.gate == "float", mapped, False, mapped and case.phase != "none", case.state)
+    names = [name for name in kernels.__all__ if name.startswith("linear")]
+    saved = {name: getattr(kernels, name) for name in names}
+    recorders = {name: aot.Recorder(fn) for name, fn in saved.items()}
+    reduce, linear_launch.reduce_partial = linear_launch.reduce_partial, lambda *args: []
+    longest, plans.ONE_PASS = plans.ONE_PASS, 10**6 if one_pass else 0
+    try:
+        for name, recorder in recorders.items():
+            setattr(kernels, name, recorder)
+        linear_launch.forward(call, operands, case.return_state, False)
+        linear_launch.backward(call, [inputs.grad], operands, [], needs)
+    finally:
+        linear_launch.reduce_partial, plans.ONE_PASS = reduce, longest
+        for name, fn in saved.items():
+            setattr(kernels, name, fn)
+    return [source for recorder in recorders.values() for source in recorder.sources()]
+
+
+def main() -> None:
+    target = aot.TARGETS[sys.argv[1]]
+    linear_launch.INTERPRETING = False
+    on_cuda = target.backend == "cuda"
+    has_ptx = linear_launch.has_ptx
+    linear_launch.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
+    linear_launch.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
+    unique: dict[str, Any] = {}
+    for case in CASES:
+        for one_pass in (True, False):
+            for name, source, options in record(make_linear_inputs(case), one_pass):
+                unique.setdefault(source.hash() + str(options), (name, source, options, case))
+    linear_launch.has_ptx = has_ptx
+    for name, source, options, case in unique.values():
+        begin, error, shared = time.perf_counter(), None, 0
+        try:
+            shared = triton.compile(source, target=target, options=options).metadata.shared
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        row = SimpleNamespace(
+            kernel=name, case=str(case), error=error, shared=shared, seconds=round(time.perf_counter() - begin, 2)
+        )
+        print(json.dumps(vars(row)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
