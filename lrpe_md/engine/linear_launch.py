@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -181,17 +181,34 @@ class Work:
             self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
+        tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
+        address, strides = 0, []
+        for t in tensors:
+            address |= t.data_ptr()
+            strides.append(t.stride())
+        self.tensors, self.on_16_bytes = tensors, address % 16 == 0
+        launches = {} if call.launches is None else call.launches
+        # What calls like this one had.
+        self.known: dict[Any, Any] = launches.setdefault((*strides, self.on_16_bytes, needs), {})
 
     def describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
         """The variant of a kernel and the options of its compiler."""
+        key = stage, side is self.q_side, *changes.values()
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._describe(stage, side, outs, changes)
+        return found
+
+    def _describe(
+        self, stage: LinearPass, side: Call, outs: Sequence[Tensor], changes: dict[str, Any]
+    ) -> tuple[Variant, dict[str, Any]]:
         spec, sizes, tables = self.call.spec, self.sizes, side.tables
         positions = tables.coords if tables.coords is not None else tables.origin
-        tensors = [t for t in (self.q, self.k, self.v, self.do, *outs) if t is not None]
-        aligned = sizes.head_dim % 8 == sizes.v_dim % 8 == 0 and all(
-            t.data_ptr() % 16 == 0 and strides_in_eights(t.stride()) for t in tensors
-        )
+        tensors = [*self.tensors, *outs]
+        aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
+        aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         tiles = _cut_channels(spec, sizes.head_dim)
         block_v = max(16, triton.next_power_of_2(sizes.v_dim))
@@ -226,10 +243,29 @@ class Work:
         return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
     def pieces(self, of_queries: bool) -> Pieces:
-        sizes = self.sizes
+        key = "pieces", of_queries
+        found = self.known.get(key)
+        if found is not None:
+            return found
+        sizes, call = self.sizes, self.call
         if of_queries:
-            return make_pieces(self.call, sizes.num_queries, sizes.rows, self.call.q_layout)
-        return make_pieces(self.call, sizes.num_keys, sizes.rows, self.call.k_layout)
+            found = make_pieces(call, sizes.num_queries, sizes.rows, call.q_layout)
+        else:
+            found = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
+        if call.cu_seqlens is None:
+            self.known[key] = found
+        return found
+
+    def flatten(self, side: Call, variant: Variant) -> tuple:
+        """Tables and numbers of q or of k, as the kernels take them."""
+        if side.spec.map == "none":
+            return ()
+        key = "numbers", side is self.q_side
+        numbers = self.known.get(key)
+        if numbers is None:
+            numbers = self.known[key] = count_side(side, variant)
+        t = side.tables
+        return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """What kernels of queries unpack."""
@@ -310,9 +346,13 @@ def with_strides(t: Tensor | None, variant: Variant) -> tuple:
     """A tensor as the kernels take it."""
     if t is None:
         return None, pack(0, 0, 0, 0)
-    unit = 8 if variant.aligned else 1
-    b, h, n, d = t.stride()
-    return t, pack(b // unit, h // unit, n // unit, d)
+    return t, _pack_strides(t.stride(), 8 if variant.aligned else 1)
+
+
+@lru_cache(maxsize=4096)
+def _pack_strides(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    b, h, n, d = strides
+    return pack(b // unit, h // unit, n // unit, d)
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
@@ -322,18 +362,14 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
     return gate, pack(b, h if gate.shape[1] > 1 else 0, n)
 
 
-def flatten_side(side: Call, variant: Variant) -> tuple:
-    """Tables and numbers of q or of k."""
-    if side.spec.map == "none":
-        return ()
+def count_side(side: Call, variant: Variant) -> tuple:
+    """Where the tokens of q or of k are, and steps in their tables."""
     steps, grid = count_tables(side, variant), count_grid(side.layout)
-    numbers = (
+    return (
         pack(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
         pack(*(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b"))),
         pack(*(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3))),
-    )  # fmt: skip
-    t = side.tables
-    return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
+    )
 
 
 _fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # in place of what took too much shared memory
@@ -374,7 +410,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
             described = work.describe(LinearPass.FORWARD, work.k_side, [o])
             variant, _ = described
             tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
-            sides = (flatten_side(side, variant) for side in work.sides)
+            sides = (work.flatten(side, variant) for side in work.sides)
             counts = pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
             args = (*tensors, gate_with_strides(work.gate), *sides, counts, eps)
             start(kernels.linear_forward_kernel, sizes.rows, args, described)
@@ -405,7 +441,7 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        flatten_side(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        work.flatten(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
     return scan_states(work, states, pieces, state, return_last)
@@ -452,7 +488,7 @@ def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
     described = work.describe(LinearPass.OUTPUT, work.q_side, [o])
     variant, _ = described
     args = (
-        with_strides(work.q, variant), with_strides(o, variant), flatten_side(work.q_side, variant), seen,
+        with_strides(work.q, variant), with_strides(o, variant), work.flatten(work.q_side, variant), seen,
         pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -464,7 +500,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     variant, _ = described
     args = (
         *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
-        tuple(flatten_side(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
+        tuple(work.flatten(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
         work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -601,7 +637,7 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
-        tuple(flatten_side(side, variant) for side in work.sides), grads.q_partial,
+        tuple(work.flatten(side, variant) for side in work.sides), grads.q_partial,
         pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_backward_kernel, sizes.rows, args, described)
@@ -621,7 +657,7 @@ def differentiate(
         pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
     )  # fmt: skip
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), flatten_side(work.q_side, variant), seen,
+        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), work.flatten(work.q_side, variant), seen,
         dstates, grads.q_partial, pieces.numbers, work.counts(pieces), eps,
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
@@ -633,7 +669,7 @@ def differentiate(
     variant, _ = described
     args = (
         *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), flatten_side(work.k_side, variant), dseen,
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), work.flatten(work.k_side, variant), dseen,
         grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
@@ -646,7 +682,7 @@ def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Ten
     described = work.describe(LinearPass.QUERY_STATE, work.q_side)
     variant, _ = described
     args = (
-        with_strides(work.q, variant), with_strides(work.do, variant), flatten_side(work.q_side, variant), seen, scales,
+        with_strides(work.q, variant), with_strides(work.do, variant), work.flatten(work.q_side, variant), seen, scales,
         dstates, pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -667,7 +703,7 @@ def differentiate_causal(
         dstates = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
     described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
     variant, _ = described
-    sides = tuple(flatten_side(side, variant) for side in work.sides)
+    sides = tuple(work.flatten(side, variant) for side in work.sides)
     tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
     args = (
         tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
@@ -683,7 +719,7 @@ def differentiate_causal(
         LinearPass.CAUSAL_KEYS, work.k_side, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
     )
     variant, _ = described
-    sides = tuple(flatten_side(side, variant) for side in work.sides)
+    sides = tuple(work.flatten(side, variant) for side in work.sides)
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
