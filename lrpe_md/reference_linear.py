@@ -311,9 +311,14 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    chunks = num_tokens // CHUNK + 1  # at least a token is added: none would be another graph to a compiler
-    pad = chunks * CHUNK - num_tokens
-    terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, CHUNK)))
+    if torch.compiler.is_compiling():
+        # At least a token is added: none would be another graph to a compiler.
+        size, chunks = CHUNK, num_tokens // CHUNK + 1
+    else:
+        size = max(1, min(CHUNK, num_tokens))
+        chunks = -(-num_tokens // size)
+    pad = chunks * size - num_tokens
+    terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
     through = _accumulate(before, _sum(terms, operands))
     rows, z = _within_chunks(terms, through.map(lambda t: t[:, :, :-1]), operands)
     rows, z = (None if t is None else t.flatten(2, 3)[:, :, :num_tokens] for t in (rows, z))
