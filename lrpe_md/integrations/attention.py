@@ -114,7 +114,8 @@ class Carried:
     """Sums of linear attention from one piece of a sequence to the next, an entry an attention, in their order."""
 
     def __init__(self, before: Sequence[State] = ()) -> None:
-        self.before, self.after = tuple(before), list[State]()
+        self.before = tuple(before)
+        self.after: list[State] = []
 
     def take(self) -> State | None:
         """Those of the attention that is next."""

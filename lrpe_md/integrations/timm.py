@@ -293,8 +293,13 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     def _block(
         self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        args = x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal
-        return checkpoint(self.blocks[i], *args) if self.grad_checkpointing else self.blocks[i](*args)
+        return self._run(i, x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal)
+
+    def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
+        args = x, context, is_causal
+        # What carries sums on must not be run a second time.
+        again = self.grad_checkpointing and context.carried is None
+        return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Strictly, weights of timm's model load, too, as by ``create_model(.., checkpoint_path=..)``."""
