@@ -282,7 +282,7 @@ Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state behind
 def _sum(terms: _Terms, operands: torch.dtype | None) -> _State:
     """Over the tokens of each (.., N, ·)."""
     return _State(
-        product(terms.k.mT, terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
+        product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
     )  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def _within_chunks(
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
-    weights = product(terms.q, _share(terms.k, heads).mT, operands).tril()
+    weights = product(terms.q, _share(terms.k, heads).transpose(-2, -1), operands).tril()
     rows = rows + product(weights, _share(terms.v, heads), operands)
     if z is not None and terms.z_q is not None and terms.z_k is not None:
         z = z + (terms.z_q * _share(terms.z_k.cumsum(-2), heads)).sum(-1, keepdim=True)
