@@ -96,18 +96,13 @@ def _exact_products(x: Tensor) -> Iterator[None]:
 class _Product(torch.autograd.Function):
     """a @ b, whose derivatives are products of the same kind."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
-        with _exact_products(a):
-            return _rounded(a, operands) @ _rounded(b, operands)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, ctx.operands = inputs
+    def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
+        ctx.operands = operands
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore
@@ -124,6 +119,23 @@ class _Product(torch.autograd.Function):
         return sum(parts[1:], parts[0]) if parts else None
 
 
+class _TransformedProduct(_Product):
+    """In the form that function transforms ask for, which takes longer to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:  # pyright: ignore
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.operands = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+
+
 def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     return t if dtype is None else t.to(dtype).to(t.dtype)
 
@@ -136,7 +148,8 @@ def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor
     if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
         with no_autocast(a):
             return _rounded(a, operands) @ _rounded(b, operands)
-    return _Product.apply(a, b, operands)
+    transformed = torch._C._are_functorch_transforms_active()
+    return (_TransformedProduct if transformed else _Product).apply(a, b, operands)
 
 
 # --- features -----------------------------------------------------------------------------------------------------
