@@ -83,6 +83,9 @@ def _exact_products(x: Tensor) -> Iterator[None]:
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
+    if not loose and not torch.is_autocast_enabled(x.device.type):
+        yield
+        return
     try:
         for backend, _ in loose:
             backend.fp32_precision = "ieee"

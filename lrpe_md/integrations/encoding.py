@@ -302,6 +302,14 @@ class Stretched(nn.Module):
         self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
         self.register_load_state_dict_post_hook(_materialise)
 
+    @property
+    def act(self) -> str:
+        return self.frequencies.act
+
+    @property
+    def dim(self) -> int | None:
+        return self.frequencies.dim
+
     def describe(self) -> Description:
         """What :func:`lrpe_md.linear_attention` takes of it, stretched as it is now."""
         own: Any = self.frequencies.describe()
