@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .reference import Spec, activate, activate_and_map, no_autocast
 
@@ -83,7 +84,7 @@ def _exact_products(x: Tensor) -> Iterator[None]:
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
-    if not loose and not torch.is_autocast_enabled(x.device.type):
+    if not loose and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         yield
         return
     try:
@@ -327,12 +328,14 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    if torch.compiler.is_compiling():
-        # At least a token is added: none would be another graph to a compiler.
-        size, chunks = CHUNK, num_tokens // CHUNK + 1
-    else:
+    if has_static_value(num_tokens):
+        if num_tokens == 1:
+            return _attend_full(attention, terms, before, ends, operands)
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
+    else:
+        # At least a token is added: none would be another graph to a compiler.
+        size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
     through = _accumulate(before, _sum(terms, operands))

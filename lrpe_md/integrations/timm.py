@@ -149,8 +149,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             encoding. See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
-        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told otherwise.
-        normalizer: of linear attention.
+        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told
+            otherwise.
+        normalizer: of linear attention: "unrotated", "encoded" or "none".
         copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
         dynamic_img_size: any input size that the patch size divides, on by default.
         args, kwargs: timm's.

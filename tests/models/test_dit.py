@@ -27,7 +27,6 @@ from lrpe_md.models.flow import (
 )
 from lrpe_md.models.text import PAD, START, TextEncoder, drop_text, tokenize
 
-
 RED, DOG = "red", "a green dog"
 ENCODINGS = {
     "none": {},

@@ -472,7 +472,8 @@ def test_linear_attention(cls, normalizer, is_causal):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(*low, **kwargs)
     assert out.dtype == torch.bfloat16
-    assert (out.double() - naive_linear(*low, encoding, normalizer=normalizer, **kwargs)).norm() < 1e-2 * expected.norm()
+    rounded = naive_linear(*low, encoding, normalizer=normalizer, **kwargs)
+    assert (out.double() - rounded).norm() < 1e-2 * expected.norm()
 
 
 def test_linear_attention_accumulates_in_float32():
@@ -518,6 +519,41 @@ def test_linear_is_causal():
     z = model._block(0, changed, grid, None, True)
     torch.testing.assert_close(z[:, :9], y[:, :9], rtol=1e-5, atol=1e-5)
     assert (z[:, 9:] - y[:, 9:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("encoding", [None, "rotate"])
+@pytest.mark.parametrize("normalizer", ["encoded", "none"])
+def test_linear_attention_without_an_activation(normalizer, encoding):
+    """Features are q and k themselves, and are summed by the weights that they give."""
+    model = lrpe_vit(encoding=encoding, encoding_kwargs={"act": "none"}, attention="linear", normalizer=normalizer)
+    tokens, grid = model._embed(image())
+    attn = model.blocks[0].attn
+    q, k, v = attn.qkv(tokens).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).double().unbind()
+    if encoding is not None:
+        q, k = model.encoding(q, k, positions=grid)
+    weights = q @ k.mT
+    if normalizer == "encoded":
+        weights = weights / weights.sum(-1, keepdim=True)
+    expected = attn.proj((weights @ v).float().transpose(1, 2).flatten(2))
+    found = attn(tokens, vit.Context(model.encoding, grid))
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_linear_attention_of_normed_q_and_k_under_autocast():
+    """Norms that are float32 there, as v is not."""
+
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.float()
+
+    model, x = lrpe_vit(encoding="rotate", attention="linear"), image()
+    expected = model(x)
+    for block in model.blocks:
+        block.attn.q_norm = block.attn.k_norm = Wide()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
 
 
 def test_linear_errors():
