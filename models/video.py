@@ -187,8 +187,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         super().__init__(*args, absolute=absolute, attention=attention, normalizer=normalizer, **kwargs)
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
         if causal and self.global_pool == "token":
-            raise ValueError("global_pool: expected 'avg' with causal='frames', since a class token sees none, got 'token'")
-                "global_pool: expected 'avg' with causal='frames', whose class token sees none, got 'token'"
+            raise ValueError(
+                "global_pool: expected 'avg' with causal='frames', since a class token sees no frame, got 'token'"
             )
         self.space_time: SpaceTime = space_time
         self.causal: Literal["frames"] | None = causal
