@@ -273,10 +273,11 @@ def attend_encoded(
         if gate is not None:
             beta = _factors(gate, wide)
             terms = terms._replace(k=beta * terms.k, z_k=None if terms.z_k is None else beta * terms.z_k)
-        before = _initial(terms, state, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if cu_seqlens is not None:
+            before = _initial(terms, state, cu_seqlens.shape[0] - 1)
             rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands)
         else:
+            before = _initial(terms, state, 0) if state or attention.mask != "full" else None
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
         return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
@@ -318,9 +319,10 @@ def _read(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[T
 
 
 def _attend_full(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
+    attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
-    state = before.add(_sum(terms, operands))
+    own = _sum(terms, operands)
+    state = own if before is None else before.add(own)
     return *_read(terms, state, operands), state
 
 
@@ -396,7 +398,7 @@ def _attend_blocks(
     return torch.cat(rows, dim=2), None if zs[0] is None else torch.cat(zs, dim=2), state
 
 
-_ATTEND = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
+_ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
 
 
 # --- several sequences in one -------------------------------------------------------------------------------------
