@@ -46,6 +46,7 @@ class FrequencyModule(nn.Module):
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
     phase_range: tuple[float, float] | None = None
+    describes = True  # describe() says all of what it does to q and k
 
     def __init__(
         self,
@@ -186,6 +187,7 @@ class FrequencyModule(nn.Module):
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
+        attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
 
@@ -194,12 +196,16 @@ class FrequencyModule(nn.Module):
                 or what :func:`lrpe_md.pack` gives, for packed tokens (N, H, D).
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ; for the cosine map there is none.
+            attend: return ``attend(self.describe(), *xs)`` instead. So linear attention takes the frequencies within
+                the module's hooks, in which FSDP gathers them.
 
         Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
 
         Raises:
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
+        if attend is not None:
+            return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse)
             return encode_qkv(again, xs, qkv, num_key_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,7 @@ class Rotate1d(RotateMd):
         elif scale_centre != 0:
             raise ValueError(f"scale_centre: expected it with scale_base alone, got {scale_centre!r}")
         self.scale_base, self.scale_centre = scale_base, scale_centre
+        self.describes = scale_base is None
         if theta is not None:
             check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,)")
         self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
@@ -238,6 +240,7 @@ class Rotate1d(RotateMd):
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
+        attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
 
@@ -248,12 +251,15 @@ class Rotate1d(RotateMd):
                 :func:`lrpe_md.pack` gives, for (N, H, D).
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ.
+            attend: see :meth:`RotateMd.forward`.
 
         Differentiable with respect to xs and a learned theta.
 
         Raises:
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
+        if attend is not None:
+            return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse)
             return encode_qkv(again, xs, qkv, num_key_heads)

@@ -12,7 +12,7 @@ from .engine.linear_dispatch import run_encoded
 from .engine.linear_validate import Given, as_state, check_eps, check_normalizer
 from .functional_linear import linear_attention
 
-__all__ = ["LinearAttention"]
+__all__ = ["LinearAttention", "attend_with"]
 
 
 class LinearAttention(nn.Module):
@@ -21,7 +21,8 @@ class LinearAttention(nn.Module):
     Args:
         encoding: a module that can say what it is made of, by ``describe()``: :class:`CosineMd`, :class:`RotateMd`,
             :class:`Rotate1d`, :class:`PresetMd`. It stays the encoding's own: frequencies that learn are parameters of
-            this module too. None: no positions, and act "relu". Any other module or function is called as
+            this module too. None: no positions, and act "relu". Any other module or function, and a Rotate1d with a
+            ``scale_base``, is called as
             ``encoding(q, k, positions=positions)`` and gives q̂ and k̂, which are then in memory; with "unrotated"
             its ``act`` and ``dim`` (default: none) say what q̄ and k̄ are, and all but the encoding runs in plain torch.
         normalizer, eps: see :func:`lrpe_md.linear_attention`.
@@ -67,20 +68,47 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError, TypeError: what does not fit, before anything is launched.
         """
-        describe: Any = getattr(self.encoding, "describe", None)
-        if self.encoding is not None and describe is None:
-            encoding: Any = self.encoding
-            options = LinearOptions(
-                None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=self.normalizer,
-                is_causal=is_causal, block=block, eps=self.eps, return_state=return_state,
-            )  # fmt: skip
-            return run_encoded(options, Given(q, k, v, gate, cu_seqlens, as_state(state)), encoding, positions)
-        own = Description(None, act="relu") if describe is None else describe()
-        return linear_attention(
-            q, k, v, positions=positions, normalizer=self.normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=self.eps, **own._asdict(),
+        return attend_with(
+            self.encoding, q, k, v, positions, normalizer=self.normalizer, gate=gate, is_causal=is_causal, block=block,
+            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=self.eps,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         encoding = "" if isinstance(self.encoding, nn.Module) else f"encoding={self.encoding!r}, "
         return f"{encoding}normalizer={self.normalizer!r}, eps={self.eps:g}"
+
+
+def attend_with(
+    encoding: nn.Module | Callable[..., Any] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Any = None,
+    *,
+    normalizer: NormalizerName = "unrotated",
+    gate: Tensor | None = None,
+    is_causal: bool = False,
+    block: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: State | tuple[Tensor] | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+) -> Any:
+    """What a :class:`LinearAttention` of this encoding gives: for a backbone that holds the encoding itself."""
+    call: Any = encoding
+    if encoding is not None and not getattr(encoding, "describes", False):
+        options = LinearOptions(
+            None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
+            is_causal=is_causal, block=block, eps=eps, return_state=return_state,
+        )  # fmt: skip
+        return run_encoded(options, Given(q, k, v, gate, cu_seqlens, as_state(state)), call, positions)
+
+    def attend(own: Description, q: Tensor, k: Tensor) -> Any:
+        return linear_attention(
+            q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
+            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=eps, **own._asdict(),
+        )  # fmt: skip
+
+    if encoding is None:
+        return attend(Description(None, act="relu"), q, k)
+    return call(q, k, positions=positions, attend=attend)

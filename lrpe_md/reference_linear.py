@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .reference import Spec, activate, activate_and_map, no_autocast
 
@@ -83,6 +84,9 @@ def _exact_products(x: Tensor) -> Iterator[None]:
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
+    if not loose and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+        yield
+        return
     try:
         for backend, _ in loose:
             backend.fp32_precision = "ieee"
@@ -96,18 +100,13 @@ def _exact_products(x: Tensor) -> Iterator[None]:
 class _Product(torch.autograd.Function):
     """a @ b, whose derivatives are products of the same kind."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
-        with _exact_products(a):
-            return _rounded(a, operands) @ _rounded(b, operands)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, ctx.operands = inputs
+    def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
+        ctx.operands = operands
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore
@@ -124,6 +123,23 @@ class _Product(torch.autograd.Function):
         return sum(parts[1:], parts[0]) if parts else None
 
 
+class _TransformedProduct(_Product):
+    """In the form that function transforms ask for, which takes longer to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:  # pyright: ignore
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.operands = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+
+
 def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     return t if dtype is None else t.to(dtype).to(t.dtype)
 
@@ -136,7 +152,8 @@ def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor
     if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
         with no_autocast(a):
             return _rounded(a, operands) @ _rounded(b, operands)
-    return _Product.apply(a, b, operands)
+    transformed = torch._C._are_functorch_transforms_active()
+    return (_TransformedProduct if transformed else _Product).apply(a, b, operands)
 
 
 # --- features -----------------------------------------------------------------------------------------------------
@@ -256,10 +273,11 @@ def attend_encoded(
         if gate is not None:
             beta = _factors(gate, wide)
             terms = terms._replace(k=beta * terms.k, z_k=None if terms.z_k is None else beta * terms.z_k)
-        before = _initial(terms, state, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if cu_seqlens is not None:
+            before = _initial(terms, state, cu_seqlens.shape[0] - 1)
             rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands)
         else:
+            before = _initial(terms, state, 0) if state or attention.mask != "full" else None
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
         return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
@@ -282,7 +300,7 @@ Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state behind
 def _sum(terms: _Terms, operands: torch.dtype | None) -> _State:
     """Over the tokens of each (.., N, ·)."""
     return _State(
-        product(terms.k.mT, terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
+        product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
     )  # fmt: skip
 
 
@@ -301,9 +319,10 @@ def _read(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[T
 
 
 def _attend_full(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
+    attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
-    state = before.add(_sum(terms, operands))
+    own = _sum(terms, operands)
+    state = own if before is None else before.add(own)
     return *_read(terms, state, operands), state
 
 
@@ -311,9 +330,16 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    chunks = num_tokens // CHUNK + 1  # at least a token is added: none would be another graph to a compiler
-    pad = chunks * CHUNK - num_tokens
-    terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, CHUNK)))
+    if has_static_value(num_tokens):
+        if num_tokens == 1:
+            return _attend_full(attention, terms, before, ends, operands)
+        size = max(1, min(CHUNK, num_tokens))
+        chunks = -(-num_tokens // size)
+    else:
+        # At least a token is added: none would be another graph to a compiler.
+        size, chunks = CHUNK, num_tokens // CHUNK + 1
+    pad = chunks * size - num_tokens
+    terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
     through = _accumulate(before, _sum(terms, operands))
     rows, z = _within_chunks(terms, through.map(lambda t: t[:, :, :-1]), operands)
     rows, z = (None if t is None else t.flatten(2, 3)[:, :, :num_tokens] for t in (rows, z))
@@ -342,7 +368,7 @@ def _within_chunks(
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
-    weights = product(terms.q, _share(terms.k, heads).mT, operands).tril()
+    weights = product(terms.q, _share(terms.k, heads).transpose(-2, -1), operands).tril()
     rows = rows + product(weights, _share(terms.v, heads), operands)
     if z is not None and terms.z_q is not None and terms.z_k is not None:
         z = z + (terms.z_q * _share(terms.z_k.cumsum(-2), heads)).sum(-1, keepdim=True)
@@ -372,7 +398,7 @@ def _attend_blocks(
     return torch.cat(rows, dim=2), None if zs[0] is None else torch.cat(zs, dim=2), state
 
 
-_ATTEND = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
+_ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
 
 
 # --- several sequences in one -------------------------------------------------------------------------------------

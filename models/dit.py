@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.integrations.attention import Context, Normalizer
+from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
 
 from .joint import JointBlock, TimeEmbedding, modulate, modulation
@@ -96,7 +97,7 @@ class DiT(nn.Module):
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
-        normalizer: Normalizer = "unrotated",
+        normalizer: NormalizerName = "unrotated",
         text_encoder: Any = None,
         text_positions: str | Tokens | None = None,
         image_after: Sequence[int] | None = None,

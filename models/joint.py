@@ -15,7 +15,8 @@ from timm.layers.norm import RmsNorm
 from torch import Tensor, nn
 
 from lrpe_md import geometric_theta
-from lrpe_md.integrations.attention import Context, Normalizer, linear_attention, softmax_attention
+from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.integrations.attention import Context, attend_linearly, softmax_attention
 
 __all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
 
@@ -92,11 +93,11 @@ class JointBlock(nn.Module):
         text: bool,
         last: bool,
         attention: Literal["softmax", "linear"],
-        normalizer: Normalizer,
+        normalizer: NormalizerName,
     ) -> None:
         super().__init__()
         self.attention = attention
-        self.normalizer: Normalizer = normalizer
+        self.normalizer: NormalizerName = normalizer
         norm = attention == "linear" and normalizer == "none"
         self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
         self.text = Stream(embed_dim, num_heads, mlp_ratio, norm=norm, last=last) if text else None
@@ -117,9 +118,8 @@ class JointBlock(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         if self.attention == "linear":
-            return linear_attention(
-                q, k, v, encoding=encoding, positions=positions, normalizer=self.normalizer, key_mask=mask
-            )
+            gate = None if mask is None else mask[:, None]
+            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate)
         if encoding is not None:
             q, k = encoding(q, k, positions=positions)
         mask = None if mask is None else mask[:, None, None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,14 +23,14 @@ from torch.nn import functional as F
 from lrpe_md import Grid
 from lrpe_md.integrations.attention import softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
+from lrpe_md.modules_linear import attend_with
 from lrpe_md.presets.scheme import Scaling
 
-__all__ = ["Cache", "CausalLm", "LmConfig", "Scaling", "chunked_linear_attention"]
+__all__ = ["Cache", "CausalLm", "LmConfig", "Scaling"]
 
 ENCODINGS = ("rotate", "cosine", "none")
 ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
 ATTENTIONS = ("softmax", "linear")
-CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -102,42 +103,12 @@ def build_layers(config: LmConfig) -> EncodingStack:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def chunked_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, chunk: int = CHUNK
-) -> tuple[Tensor, Tensor]:
-    """Σ_{m ≤ n} (q_n · k_m) v_m + q_n · state, without a denominator, in time linear in N.
-
-    Args:
-        q: (B, H, N, E), k (B, G, N, E), v (B, G, N, D): encoded; query head h goes with key head h // R.
-        state: (B, G, E, D), Σ k_m v_mᵀ of the tokens before.
-        chunk: tokens that attend to each other quadratically.
-
-    Returns:
-        (B, H, N, D) and the state behind these tokens, in the state's dtype; sums are formed in it.
-
-    Source: the chunked form of GLA (arXiv 2312.06635) and RetNet (arXiv 2307.08621), without decay.
-    """
-    batch, heads, length, _ = q.shape
-    groups, width = k.shape[1], v.shape[-1]
-    size = min(chunk, length)
-    count = -(-length // size)
-    with torch.autocast(q.device.type, enabled=False):
-        # (B, G, R or 1, chunks, tokens, ..)
-        q, k, v = (F.pad(t.to(state.dtype), (0, 0, 0, count * size - length)) for t in (q, k, v))
-        q = q.unflatten(1, (groups, heads // groups)).unflatten(3, (count, size))
-        k, v = (t.unflatten(2, (count, size))[:, :, None] for t in (k, v))
-        added = (k.transpose(-2, -1) @ v).cumsum(3) + state[:, :, None, None]
-        before = torch.cat([state[:, :, None, None], added[:, :, :, :-1]], dim=3)
-        out = q @ before + (q @ k.transpose(-2, -1)).tril() @ v
-        return out.reshape(batch, heads, count * size, width)[:, :, :length], added[:, :, 0, -1]
-
-
 class Context(NamedTuple):
     """What a forward tells each attention."""
 
     positions: Grid | Tensor
     rows: Any = None  # (N,), where the cache takes these tokens
-    mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N, 1)
+    mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N)
 
 
 class LmAttention(nn.Module):
@@ -147,7 +118,6 @@ class LmAttention(nn.Module):
         super().__init__()
         self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.linear = config.attention == "linear"
-        self.key_dim = config.key_dim
         self.encoding: Any = encoding
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
         self.norm = nn.RMSNorm(config.dim, eps=1e-6) if self.linear else nn.Identity()
@@ -156,15 +126,15 @@ class LmAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.groups, self.groups], dim=1)
-        q, k = self.encoding(q, k, positions=context.positions)
-        if self.linear:
-            x = self._linear(q, k, v, context, layer)
-        elif layer:
-            x = self._cached(q, k, v, context, *layer)
-        else:
-            k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))
-            x = softmax_attention(q, k, v, scale=self.head_dim**-0.5, is_causal=True)
+        x = (self._linear if self.linear else self._softmax)(q, k, v, context, layer)
         return self.proj(self.norm(x.transpose(1, 2).flatten(2)))
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
+        q, k = self.encoding(q, k, positions=context.positions)
+        if layer:
+            return self._cached(q, k, v, context, *layer)
+        k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))
+        return softmax_attention(q, k, v, scale=self.head_dim**-0.5, is_causal=True)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
         keys.index_copy_(2, context.rows, k.to(keys.dtype))
@@ -175,14 +145,13 @@ class LmAttention(nn.Module):
         return x.unflatten(2, (self.heads // self.groups, -1)).flatten(1, 2)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        state = layer[0] if layer else q.new_zeros(q.shape[0], self.groups, self.key_dim, self.head_dim, dtype=dtype)
-        if context.mask is not None:
-            v = v * context.mask
-        out, after = chunked_linear_attention(q, k, v, state)
-        if layer:
-            state.copy_(after)
-        return out.to(v.dtype)
+        attend = partial(attend_with, self.encoding, q, k, v, context.positions, normalizer="none", is_causal=True)
+        if not layer:
+            return attend()
+        (state,) = layer
+        out, (after, _) = attend(gate=context.mask, state=(state,), return_state=True)
+        state.copy_(after)
+        return out
 
 
 class Block(nn.Module):
@@ -259,7 +228,7 @@ class CausalLm(nn.Module):
         rows = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
         positions = (rows - cache.padding[:, None])[..., None]
         if self.config.attention == "linear":
-            return Context(positions, rows, positions[:, None] >= 0)
+            return Context(positions, rows, positions[..., 0][:, None] >= 0)
         columns = torch.arange(cache.max_length, device=tokens.device)
         rows_ = rows[:, None]
         # Padding sees itself: a row without any key would be NaN.

@@ -13,7 +13,7 @@ Shapes: B batch, T, H, W the grid of tubelets, S = H W places, P prefix tokens (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
+from lrpe_md.engine.linear_call import NormalizerName, State
+from lrpe_md.integrations.attention import Carried, Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt, with_own_frequencies
 
 from .vit import timm_cfg, with_positions
 
-__all__ = ["LrpeVideoTransformer", "TubeletEmbed", "inflate"]
+__all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
 
 SpaceTime = Literal["joint", "factorised"]
 Reference = Sequence[int | None] | None
@@ -96,6 +98,19 @@ class Layout(NamedTuple):
     joint: Grid | Coordinates | None  # None: factorised
     space: Grid | Coordinates | None = None
     time: Grid | None = None
+    block: int | None = None  # tokens of a frame, where it sees none that is later
+    carried: Carried | None = None
+
+
+@dataclass(frozen=True)
+class VideoState:
+    """What the frames that :meth:`LrpeVideoTransformer.stream` has seen leave to those behind.
+
+    num_frames: of the grid, T. sums: of each attention, see ``state`` of :func:`lrpe_md.linear_attention`.
+    """
+
+    num_frames: int
+    sums: tuple[State, ...]
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
@@ -112,6 +127,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         space_time: "joint": every token attends to all. "factorised": blocks 0, 2, .. within each frame, blocks
             1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
             tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
+        causal: "frames": tokens attend to their frame and to those before it, prefix tokens to themselves, so that a
+            video can be read frame by frame (:meth:`stream`). Of joint linear attention; pool the patches
+            (``global_pool="avg"``), since a class token sees no frame.
         temporal: False leaves time out of all positions. Parameters stay; with ``tubelet_size=1`` and joint or
             factorised attention the output does not depend on the order of the frames.
         patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
@@ -140,8 +158,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "learned", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
-        normalizer: Any = "unrotated",
+        normalizer: NormalizerName = "unrotated",
         space_time: SpaceTime = "joint",
+        causal: Literal["frames"] | None = None,
         temporal: bool = True,
         patch_drop_rate: float = 0.0,
         drop_unit: Literal["token", "tube"] = "token",
@@ -153,12 +172,26 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"drop_unit: expected 'token' or 'tube', got {drop_unit!r}")
         if not 0 <= patch_drop_rate < 1:
             raise ValueError(f"patch_drop_rate: expected at least 0 and less than 1, got {patch_drop_rate}")
-        if space_time == "factorised" and patch_drop_rate and drop_unit == "token":
-            raise ValueError("drop_unit: 'token' leaves frames of unequal places, factorised needs drop_unit='tube'")
+        if causal not in ("frames", None):
+            raise ValueError(f"causal: expected 'frames' or None, got {causal!r}")
+        if causal and (attention != "linear" or space_time != "joint"):
+            raise ValueError(
+                f"causal: 'frames' is of attention='linear' and space_time='joint', got {attention!r}, {space_time!r}"
+            )
+        if (causal or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
+            raise ValueError(
+                "drop_unit: 'token' leaves frames of unequal places, factorised and causal attention need "
+                "drop_unit='tube'"
+            )
         kwargs.setdefault("embed_layer", partial(TubeletEmbed, num_frames=num_frames, tubelet_size=tubelet_size))
         super().__init__(*args, absolute=absolute, attention=attention, normalizer=normalizer, **kwargs)
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
+        if causal and self.global_pool == "token":
+            raise ValueError(
+                "global_pool: expected 'avg' with causal='frames', since a class token sees no frame, got 'token'"
+            )
         self.space_time: SpaceTime = space_time
+        self.causal: Literal["frames"] | None = causal
         self.temporal, self.patch_drop_rate, self.drop_unit = temporal, patch_drop_rate, drop_unit
         self._reference: Reference = None
         adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
@@ -187,22 +220,63 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             x = self._block(i, x, layout, attn_mask, is_causal)
         return self.norm(x)
 
-    def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
+        """The next frames of a video, read piece by piece with causal="frames": the same as read at once.
+
+        x (B, in_chans, frames, height, width) → tokens (B, T H W, C), those of the first piece behind the prefix, and
+        the state that the next call takes; None begins a video. No tokens are dropped, nothing is recomputed.
+
+        Differentiable, also through the state.
+
+        Raises:
+            ValueError: positions, or a learned table, that are laid over the whole video in time.
+        """
+        if self.causal is None:
+            raise ValueError("stream: expected a model with causal='frames', got causal=None")
+        shape = self._shape(x)
+        seen = 0 if state is None else state.num_frames
+        whole = self.positions((seen + shape[0], *shape[1:]))
+        self._check_growing(whole)
+        first, size = seen * shape[1] * shape[2], shape[0] * shape[1] * shape[2]
+        x = self._absolute(self.patch_embed(x), shape, replace(whole, prefix=0, start=first, length=size))
+        start = 0 if state is None else self.num_prefix_tokens + first
+        x = self._begin(x, prefix=state is None)
+        carried = Carried(() if state is None else state.sums)
+        layout = Layout(replace(whole, start=start), block=shape[1] * shape[2], carried=carried)
+        for i in range(len(self.blocks)):
+            x = self._block(i, x, layout, None, False)
+        return self.norm(x), VideoState(seen + shape[0], tuple(carried.after))
+
+    def _check_growing(self, grid: Grid) -> None:
+        """A frame must stay where it is when others follow."""
+        longer = self.positions((grid.shape[0] + 1, *grid.shape[1:]))
+        if (grid.scale, grid.shift) != (longer.scale, longer.shift):
+            raise ValueError(
+                "stream: expected positions in time that do not depend on the number of frames, as one unit a frame; "
+                f"with reference={self.reference} and this encoding they do; leave time out of it, (None, H, W)"
+            )
+        if self.pos_embed is not None and self.temporal:
+            raise ValueError(
+                "stream: absolute='learned' is laid over the whole video; use 'sincos', an encoding or temporal=False"
+            )
+
+    def _shape(self, x: Tensor) -> tuple[int, ...]:
         if x.ndim != 5:
             raise ValueError(f"x: expected a video (B, in_chans, frames, height, width), got {tuple(x.shape)}")
-        shape = self.patch_embed.dynamic_feat_size(x.shape[2:])
+        return self.patch_embed.dynamic_feat_size(x.shape[2:])
+
+    def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shape = self._shape(x)
         grid = self.positions(shape)
-        x = self._absolute(self.patch_embed(x), grid)
+        x = self._absolute(self.patch_embed(x), shape, replace(grid, prefix=0))
         keep = self._choose(grid, x) if keep is None else keep
         if keep is not None:
             x = self._keep(x, shape, keep)
-        prefix = self._prefix(x)
-        x = torch.cat([prefix, x], dim=1)
-        x = self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
+        x = self._begin(x)
         if self.space_time == "joint":
-            if keep is None:
-                return x, Layout(grid)
-            return x, Layout(grid.take(self._tokens(keep, shape)))
+            places = shape[1] * shape[2] if keep is None else keep.shape[-1]
+            where = grid if keep is None else grid.take(self._tokens(keep, shape))
+            return x, Layout(where, block=places if self.causal else None)
         # Relative positions within a frame do not depend on its time, nor those along time on the place.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
         time = replace(grid, shape=(shape[0], 1, 1)).rescale((1, 0, 0))
@@ -210,17 +284,23 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             return x, Layout(None, space, time)
         return x, Layout(None, space.take(keep if keep.ndim == 1 else keep.repeat_interleave(shape[0], 0)), time)
 
-    def _absolute(self, x: Tensor, grid: Grid) -> Tensor:
-        """Tokens (B, T H W, C) with the absolute positions of the grid."""
+    def _begin(self, x: Tensor, prefix: bool = True) -> Tensor:
+        """What goes into the blocks."""
+        if prefix:
+            x = torch.cat([self._prefix(x), x], dim=1)
+        return self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
+
+    def _absolute(self, x: Tensor, shape: Sequence[int], positions: Grid) -> Tensor:
+        """Tokens (B, T H W, C) of a grid of this shape with their absolute positions."""
         if self.sincos is not None:
             ones = torch.ones((1, 1, x.shape[1], x.shape[2] // 2), dtype=x.dtype, device=x.device)
-            return x + self.sincos(ones, positions=replace(grid, prefix=0))[:, 0]  # [cos Θ, sin Θ]
+            return x + self.sincos(ones, positions=positions)[:, 0]  # [cos Θ, sin Θ]
         table = self._table()
         if table is None:
             return x
         if not self.temporal:
             table = table.mean(2, keepdim=True)
-        return x + _resample(table, grid.shape).flatten(2).transpose(-2, -1)
+        return x + _resample(table, shape).flatten(2).transpose(-2, -1)
 
     def _prefix(self, x: Tensor) -> Tensor:
         """Class and register tokens (B, P, C), with their part of a learned table."""
@@ -246,8 +326,11 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return (frames[:, None] + keep[..., None, :]).flatten(-2)
 
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
-        if self.space_time == "factorised" and self.drop_unit == "token":
-            raise ValueError("keep: single tokens leave frames of unequal places, factorised needs drop_unit='tube'")
+        if (self.causal or self.space_time == "factorised") and self.drop_unit == "token":
+            raise ValueError(
+                "keep: single tokens leave frames of unequal places, factorised and causal attention need "
+                "drop_unit='tube'"
+            )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")
         index = self._tokens(keep, shape).expand(x.shape[0], -1)
@@ -255,7 +338,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
     def _block(self, i: int, x: Tensor, layout: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if layout.joint is not None:
-            return super()._block(i, x, layout.joint, attn_mask, is_causal)
+            encoding = EncodingStack(self.encoding)[i]
+            context = Context(encoding, layout.joint, attn_mask, block=layout.block, carried=layout.carried)
+            return self._run(i, x, context, is_causal)
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask, is_causal: factorised attention takes none; use space_time='joint'")
         frames, prefix = layout.time.shape[0], self.num_prefix_tokens

@@ -55,10 +55,12 @@ def run_reference(
     rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
     """
     q, k, v, gate, state = operands
+    q_angles = _angles(call, call.q_layout, call.q_tables)
+    one_side = call.k_tables is call.q_tables and call.k_layout == call.q_layout
+    k_angles = q_angles if one_side else _angles(call, call.k_layout, call.k_tables)
     o, after = reference_linear.attend(
-        call.attention, call.spec, q, k, v,
-        q_angles=_angles(call, call.q_layout, call.q_tables), k_angles=_angles(call, call.k_layout, call.k_tables),
-        gate=gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), operands=rounded,
+        call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, gate=gate,
+        cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), operands=rounded,
     )  # fmt: skip
     return arrange_in_memory(o, memory_order(q)), after
 

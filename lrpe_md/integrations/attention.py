@@ -1,12 +1,14 @@
-"""Softmax and linear attention for q and k that an encoding has made wider, and what a backbone tells its attentions.
+"""Softmax and linear attention of a backbone's q, k and v, and what it tells its attentions.
 
 Shapes: B batch, N tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +16,41 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..engine.boundary import transforming
+from ..engine.linear_call import NormalizerName, State
+from ..modules_linear import attend_with
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from ..reference import ACTIVATIONS, activate
+from .encoding import Activation
 
 __all__ = [
-    "Context", "Normalizer", "attend", "check_causal", "check_linear", "linear_attention", "sdpa_backends",
-    "softmax_attention",
+    "Carried", "Context", "attend", "attend_linearly", "check_causal", "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
-
-Normalizer = Literal["unrotated", "none"]
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph
 
-NON_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
+
+NOTHING = Activation()
 
 
 class Context:
     """What a forward of the backbone tells each attention, through its ``attn_mask`` argument.
 
     No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
+
+    block, carried: of linear attention, see :func:`lrpe_md.linear_attention` and :class:`Carried`.
     """
 
     def __init__(
-        self, encoding: nn.Module | None, positions: Grid | Coordinates | None, attn_mask: Tensor | None = None
+        self,
+        encoding: nn.Module | None,
+        positions: Grid | Coordinates | None,
+        attn_mask: Tensor | None = None,
+        *,
+        block: int | None = None,
+        carried: Carried | None = None,
     ) -> None:
         self.encoding, self.positions, self.attn_mask = encoding, positions, attn_mask
+        self.block, self.carried = block, carried
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
@@ -99,73 +110,46 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None,
     return attn.attn_drop(weights.softmax(dim=-1)) @ v
 
 
-def linear_attention(
+class Carried:
+    """Sums of linear attention from one piece of a sequence to the next, an entry an attention, in their order."""
+
+    def __init__(self, before: Sequence[State] = ()) -> None:
+        self.before = tuple(before)
+        self.after: list[State] = []
+
+    def take(self) -> State | None:
+        """Those of the attention that is next."""
+        return self.before[len(self.after)] if self.before else None
+
+
+def attend_linearly(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    encoding: nn.Module | None,
+    positions: Grid | Coordinates | None,
     *,
-    encoding: nn.Module | None = None,
-    positions: Grid | Coordinates | None = None,
-    normalizer: Normalizer = "unrotated",
+    normalizer: NormalizerName,
+    attn_mask: Tensor | None = None,
+    gate: Tensor | None = None,
     is_causal: bool = False,
-    key_mask: Tensor | None = None,
-    eps: float = 1e-6,
+    block: int | None = None,
+    carried: Carried | None = None,
 ) -> Tensor:
-    """Linear attention: q̂ (k̂ᵀ v) / z, where q̂, k̂ are encoded and q̄, k̄ only activated.
-
-    Args:
-        q, k, v: (B, H, N, D), raw, any strides.
-        encoding: called as ``encoding(q, k, positions=positions)``; its ``act`` and ``dim`` (default: none) say how
-            q̄ = act(q) is formed. None: q̂ = q.
-        normalizer: "unrotated" takes z = q̄ · Σ k̄, at least ``eps``, a sum of positive weights as the encoded product
-            is not; "none" takes z = 1 (put a norm behind it: timm's ``scale_attn_norm=True``).
-        is_causal: token n attends to tokens up to n. This is the quadratic form.
-        key_mask: (B, N), False for tokens that no other attends to: padding.
-
-    Returns:
-        (B, H, N, D) in v's dtype. Sums are formed in float32 at least, also under autocast.
-
-    Raises:
-        ValueError: "unrotated" with an activation that can be negative; causal or a key_mask with a softmax over the
-            sequence.
-
-    Source: RoFormer (arXiv 2104.09864, eq. 19); LRPE (arXiv 2307.09270).
-    """
-    act, dim = getattr(encoding, "act", "none"), getattr(encoding, "dim", None)
-    check_linear(act, normalizer)
-    if is_causal:
-        check_causal(encoding)
-    if key_mask is not None and dim == -2:
-        raise ValueError("key_mask: a softmax over the sequence (dim=-2) counts masked tokens; use dim=-1")
-    q_hat, k_hat = (q, k) if encoding is None else encoding(q, k, positions=positions)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        q_hat, k_hat, v_wide = q_hat.to(dtype), k_hat.to(dtype), v.to(dtype)
-        if key_mask is not None:
-            v_wide = torch.where(key_mask[:, None, :, None], v_wide, 0)
-        out = (
-            (q_hat @ k_hat.transpose(-2, -1)).tril() @ v_wide
-            if is_causal
-            else q_hat @ (k_hat.transpose(-2, -1) @ v_wide)
-        )
-        if normalizer == "unrotated":
-            q_bar, k_bar = activate(q.to(dtype), act, dim), activate(k.to(dtype), act, dim)
-            if key_mask is not None:
-                k_bar = torch.where(key_mask[:, None, :, None], k_bar, 0)
-            total = k_bar.cumsum(-2) if is_causal else k_bar.sum(-2, keepdim=True)
-            out = out / (q_bar * total).sum(-1, keepdim=True).clamp_min(eps)
-    return out.to(v.dtype)
-
-
-def check_linear(act: str, normalizer: str) -> None:
-    if normalizer not in ("unrotated", "none"):
-        raise ValueError(f"normalizer: expected 'unrotated' or 'none', got {normalizer!r}")
-    if normalizer == "unrotated" and act not in NON_NEGATIVE:
+    """Linear attention of raw q, k, v (B, H, N, D) as a backbone's :class:`Context` says, in v's dtype."""
+    if attn_mask is not None:
         raise ValueError(
-            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
-            f"one of {NON_NEGATIVE}, got act={act!r}; choose one (encoding_kwargs={{'act': 'relu'}}) or "
-            f"normalizer='none'"
+            "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
+            f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
         )
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast their norms give float32
+    own = NOTHING if encoding is None else encoding
+    attend = partial(attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block)
+    if carried is None:
+        return attend(is_causal=bool(is_causal))  # ONNX's older exporter hands it on as a tensor
+    o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)
+    carried.after.append(after)
+    return o
 
 
 def check_causal(encoding: nn.Module | None) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..engine.linear_call import Description
+from ..engine.linear_call import Description, NormalizerName
+from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
 from ..functional import cosine, rotate
 from ..module_base import FrequencyModule
@@ -22,7 +23,6 @@ from ..positions.sequences import After, Tokens, compose
 from ..presets.registry import list_presets, preset
 from ..presets.scheme import Axial, Preset, Scaling
 from ..reference import activate
-from .attention import Normalizer, check_linear
 
 __all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "Stretched", "build_encoding", "lay_out"]
 
@@ -34,6 +34,8 @@ Encoding: TypeAlias = str | nn.Module | Callable[..., nn.Module] | None
 class Activation(nn.Module):
     """``encoding=None`` with an activation: q, k → act(q), act(k), whatever the positions."""
 
+    describes = True
+
     def __init__(self, act: str = "none", dim: int | None = None) -> None:
         super().__init__()
         check_act(act, dim)
@@ -44,7 +46,9 @@ class Activation(nn.Module):
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
-    def forward(self, *xs: Tensor, positions: Any = None) -> tuple[Tensor, ...]:
+    def forward(self, *xs: Tensor, positions: Any = None, attend: Callable[..., Any] | None = None) -> Any:
+        if attend is not None:
+            return attend(self.describe(), *xs)
         return tuple(activate(x, self.act, self.dim) for x in xs)
 
     def extra_repr(self) -> str:
@@ -240,10 +244,10 @@ class EncodingStack:
         if not isinstance(made.scheme.grid((2,) * num_axes), Grid):
             raise ValueError(f"encoding: expected a preset whose tokens come row by row, got {made.name!r}")
 
-    def check_linear(self, normalizer: Normalizer) -> None:
+    def check_linear(self, normalizer: NormalizerName) -> None:
         """The activations must suit linear attention with this normalizer."""
         for module in self.distinct:
-            check_linear(getattr(module, "act", "none"), normalizer)
+            check_normalizer(normalizer, getattr(module, "act", "none"))
 
     def lay_out(self, size: Sequence[int], before: int | Tokens = 0, **options: Any) -> Grid | Coordinates:
         """:func:`lay_out` by the rule of this encoding."""
@@ -286,6 +290,7 @@ class Stretched(nn.Module):
 
     ratio: Tensor
     amplitude: Tensor
+    describes = True
 
     def __init__(self, frequencies: CosineMd | RotateMd) -> None:
         super().__init__()
@@ -297,14 +302,24 @@ class Stretched(nn.Module):
         self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
         self.register_load_state_dict_post_hook(_materialise)
 
+    @property
+    def act(self) -> str:
+        return self.frequencies.act
+
+    @property
+    def dim(self) -> int | None:
+        return self.frequencies.dim
+
     def describe(self) -> Description:
         """What :func:`lrpe_md.linear_attention` takes of it, stretched as it is now."""
         own: Any = self.frequencies.describe()
         gain = self.amplitude if own.amplitude is None else self.amplitude * own.amplitude
         return own._replace(omega=own.omega * self.ratio, amplitude=gain)
 
-    def forward(self, q: Tensor, k: Tensor, *, positions: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, *, positions: Any, attend: Callable[..., Any] | None = None) -> Any:
         own: Any = self.describe()
+        if attend is not None:
+            return attend(own, q, k)
         options: dict[str, Any] = {
             "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
             "amplitude": own.amplitude, "impl": own.impl,

@@ -34,10 +34,11 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..engine.linear_call import NormalizerName
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
-from .attention import Context, Normalizer, attend, check_causal, linear_attention
+from .attention import Context, attend, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
 
 __all__ = [
@@ -57,7 +58,7 @@ class LrpeAttention(Attention):
     """timm's attention, with its parameters and their names, encoding q and k as the :class:`Context` says.
 
     Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
-    ``normalizer`` that of :func:`linear_attention`.
+    ``normalizer`` that of :func:`lrpe_md.linear_attention`.
 
     The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
     five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
@@ -66,7 +67,7 @@ class LrpeAttention(Attention):
     """
 
     attention: Literal["softmax", "linear"] = "softmax"
-    normalizer: Normalizer = "unrotated"
+    normalizer: NormalizerName = "unrotated"
     copy_v: bool = False
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -80,9 +81,12 @@ class LrpeAttention(Attention):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
             x = attend_linearly(
-                q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal
-            )
+                q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
+                block=context.block, carried=context.carried,
+            )  # fmt: skip
         else:
+            if context.block is not None:
+                raise ValueError("attention: expected 'linear' where frames see earlier ones alone, got 'softmax'")
             if encoding is not None:
                 q, k = encode(encoding, q, k, positions, is_causal)
                 if self.copy_v:
@@ -106,25 +110,6 @@ def encode(
     if is_causal:
         check_causal(encoding)
     return encoding(q, k, positions=positions)
-
-
-def attend_linearly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    encoding: nn.Module | None,
-    positions: Grid | Coordinates | None,
-    *,
-    normalizer: Normalizer,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-) -> Tensor:
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
-            f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
-        )
-    return linear_attention(q, k, v, encoding=encoding, positions=positions, normalizer=normalizer, is_causal=is_causal)
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
@@ -164,8 +149,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             encoding. See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
-        attention: "softmax" or "linear" (:func:`linear_attention`), which takes act="relu" unless told otherwise.
-        normalizer: of linear attention.
+        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told
+            otherwise.
+        normalizer: of linear attention: "unrotated", "encoded" or "none".
         copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
         dynamic_img_size: any input size that the patch size divides, on by default.
         args, kwargs: timm's.
@@ -196,7 +182,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "learned", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
-        normalizer: Normalizer = "unrotated",
+        normalizer: NormalizerName = "unrotated",
         copy_v: bool = False,
         dynamic_img_size: bool = True,
         **kwargs: Any,
@@ -308,8 +294,13 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     def _block(
         self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        args = x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal
-        return checkpoint(self.blocks[i], *args) if self.grad_checkpointing else self.blocks[i](*args)
+        return self._run(i, x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal)
+
+    def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
+        args = x, context, is_causal
+        # What carries sums on must not be run a second time.
+        again = self.grad_checkpointing and context.carried is None
+        return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Strictly, weights of timm's model load, too, as by ``create_model(.., checkpoint_path=..)``."""
@@ -360,7 +351,7 @@ def adapt(
     *,
     encoding_kwargs: dict[str, Any] | None = None,
     attention: Literal["softmax", "linear"] = "softmax",
-    normalizer: Normalizer = "unrotated",
+    normalizer: NormalizerName = "unrotated",
     copy_v: bool = False,
 ) -> LrpeVisionTransformer:
     """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.

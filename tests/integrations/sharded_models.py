@@ -31,7 +31,10 @@ def run(rank: int, folder: str) -> None:
     )
     mesh, failed = init_device_mesh("cpu", (2,)), ""
     cases: list[Any] = [(name, rotary_model, kind) for name in NAMES for kind in (shard_2, shard_1)]
-    for name, check, kind in [*cases, ("vit", vit, shard_2), ("modules", modules, shard_1)]:
+    for name, check, kind in [
+        *cases, ("vit", vit, shard_2), ("modules", modules, shard_1),
+        *((name, linear, shard_2) for name in ("cosine", "rotate", "mixed")),
+    ]:  # fmt: skip
         try:
             check(name, kind, mesh)
         except (Exception, pytest.fail.Exception):
@@ -137,3 +140,26 @@ def vit(name: str, shard: Any, mesh: Any) -> None:
         assert columns.dtype == torch.float32
         assert columns.unique().numel() == 150  # every second, each where it was
     assert len(seen) == 2
+
+
+def linear(name: str, shard: Any, mesh: Any) -> None:
+    """Learned frequencies of linear attention are gathered, used and reduced in their own dtype."""
+    torch.manual_seed(0)
+    model = models.library("timm").create_model(
+        "vit_tiny_patch16_224", img_size=(16, 16 * 20), depth=2, embed_dim=64, num_heads=2
+    )
+    options = {} if name == "mixed" else {"encoding_kwargs": {"learnable": True, "phase": name == "cosine"}}
+    model = adapt(model, name, attention="linear", **options)
+    x, single = torch.randn(2, 3, 16, 16 * 20), copy.deepcopy(model)
+    expected = single(x)
+    expected.square().mean().backward()
+    for layer in model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding]:
+        fully_shard(layer, mesh=mesh)
+    found = shard(model, mesh)(x)
+    found.float().square().mean().backward()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    right = dict(single.encoding.named_parameters())
+    for key, parameter in model.encoding.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert gradient.dtype == torch.float32
+        assert (gradient - right[key].grad).norm() < 0.1 * right[key].grad.norm(), key

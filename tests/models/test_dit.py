@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, jvp
 
-from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, Tokens
+from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, RotateMd, Tokens
 
 pytest.importorskip("timm")
 
@@ -26,8 +26,6 @@ from lrpe_md.models.flow import (
     time_grid,
 )
 from lrpe_md.models.text import PAD, START, TextEncoder, drop_text, tokenize
-
-from lrpe_md.integrations.attention import linear_attention
 
 RED, DOG = "red", "a green dog"
 ENCODINGS = {
@@ -229,18 +227,18 @@ def test_autocast_keeps_the_residual_and_rounds_q_and_k():
     assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16] * 2
 
 
-def test_key_mask_of_linear_attention():
+def test_padding_is_a_gate_of_linear_attention():
     q, k, v = torch.randn(3, 2, 1, 6, 4).unbind()
     mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
     for encoding, normalizer in ((CosineMd(4, 1, act="softplus"), "unrotated"), (RotateMd(4, 1), "none")):
-        kwargs = {"encoding": encoding, "normalizer": normalizer}
-        y = linear_attention(q, k, v, positions=Grid((6,)), key_mask=mask, **kwargs)
-        short = linear_attention(*(a[:1, :, :4] for a in (q, k, v)), positions=Grid((4,)), **kwargs)
+        attention = LinearAttention(encoding, normalizer=normalizer)
+        y = attention(q, k, v, Grid((6,)), gate=mask[:, None])
+        short = attention(*(a[:1, :, :4] for a in (q, k, v)), Grid((4,)))
         torch.testing.assert_close(y[:1, :, :4], short)
-        torch.testing.assert_close(y[1:], linear_attention(q, k, v, positions=Grid((6,)), **kwargs)[1:])
+        torch.testing.assert_close(y[1:], attention(q, k, v, Grid((6,)))[1:])
     encoding = CosineMd(4, 1, act="softmax", dim=-2)
-    with pytest.raises(ValueError, match=r"key_mask: .*dim=-2"):
-        linear_attention(q, k, v, encoding=encoding, positions=Grid((6,)), key_mask=mask)
+    with pytest.raises(ValueError, match=r"gate: .*dim=-2"):
+        LinearAttention(encoding)(q, k, v, Grid((6,)), gate=mask[:, None])
 
 
 @pytest.mark.parametrize("name", ["text on an axis", "diagonal, linear", "flux1", "lumina2", "qwen_image"])

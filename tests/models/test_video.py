@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 timm = pytest.importorskip("timm")
 
 from lrpe_md.models.video import LrpeVideoTransformer, inflate  # noqa: E402
+from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
 
 from lrpe_md import preset  # noqa: E402
 from lrpe_md.integrations.attention import Context  # noqa: E402
@@ -374,3 +376,137 @@ def test_on_a_gpu_it_is_the_reference(name, attention):
     for name, p in model.named_parameters():
         scale = grads[name].abs().max().clamp_min(1e-3)
         torch.testing.assert_close(p.grad.cpu() / scale, grads[name] / scale, rtol=1e-2, atol=1e-2)
+
+
+# --- frames that see earlier ones alone ------------------------------------------------------------------------------
+
+STREAMED = {
+    "none": {"encoding_kwargs": {"act": "softplus"}},
+    "rotate": {"encoding": "rotate", "encoding_kwargs": {"act": "softplus"}},
+    "cosine-split": ENCODINGS["cosine-split"],
+    "mixed, encoded": {"encoding": "mixed", "normalizer": "encoded"},
+    "wan, norm": {"encoding": "wan", "normalizer": "none", "scale_attn_norm": True},
+    "sincos": {"absolute": "sincos"},
+    "registers": {"encoding": "rotate", "reg_tokens": 2},
+    "no prefix": {"encoding": "rotate", "class_token": False},
+    "parallel": {"encoding": "rotate", "block_fn": ParallelThingsBlock},
+    "space interpolated": {"encoding": "rotate", "reference": (None, 5, 5)},
+    "blind to time": {"absolute": "learned", "encoding": "rotate", "temporal": False, "reference": (7, 5, 5)},
+}
+
+
+def causal(name, **kwargs):
+    kwargs = {**STREAMED[name], "attention": "linear", "causal": "frames", "global_pool": "avg", **kwargs}
+    reference = kwargs.pop("reference", None)
+    model = build(**kwargs).double()
+    model.reference = reference
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STREAMED)
+def test_frames_see_earlier_ones_alone(name):
+    """The tokens of the first frames are those of a video that ends there."""
+    model, x = causal(name), video(5, 8, 12).double()
+    tokens, prefix = model.forward_features(x), model.num_prefix_tokens
+    assert tokens.shape[1] == prefix + 5 * 6
+    for frames in (1, 3):
+        torch.testing.assert_close(tokens[:, : prefix + frames * 6], model.forward_features(x[:, :, :frames]))
+    changed = x.clone()
+    changed[:, :, 2, :4, :4] += 1
+    difference = (model.forward_features(changed) - tokens).abs().amax((0, 2))[prefix:].unflatten(0, (5, 6)).amax(1)
+    assert (difference[:2] == 0).all()
+    assert (difference[2:] > 1e-4).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_is_the_whole(name):
+    model, x = causal(name), video(5, 8, 12).double()
+    whole = model.forward_features(x)
+    for sizes in ((1,) * 5, (2, 3), (5,)):
+        state, found = None, []
+        for piece in x.split(sizes, 2):
+            tokens, state = model.stream(piece, state)
+            found.append(tokens)
+        assert state.num_frames == 5
+        assert len(state.sums) == (4 if name == "parallel" else 2)
+        torch.testing.assert_close(torch.cat(found, 1), whole)
+    sums = [t for pair in state.sums for t in pair if t is not None]
+    state = model.stream(x[:, :, :1])[1]
+    assert [t.shape for t in sums] == [t.shape for pair in state.sums for t in pair if t is not None]
+
+
+def test_a_stream_learns_through_its_state():
+    model, x = causal("cosine-split"), video(3).double()
+    model.set_grad_checkpointing()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    first, state = model.stream(x[:, :, :2])
+    tokens = torch.cat([first, model.stream(x[:, :, 2:], state)[0]], 1)
+    found = torch.autograd.grad(tokens.sin().sum(), parameters, allow_unused=True)
+    expected = torch.autograd.grad(model.forward_features(x).sin().sum(), parameters, allow_unused=True)
+    for name, a, b in zip(names, found, expected, strict=True):
+        assert (a is None) == (b is None) == name.startswith(("head", "fc_norm")), name
+        if a is not None:
+            torch.testing.assert_close(a, b, msg=name)
+    assert parameters[names.index("encoding.omega")].requires_grad
+    assert found[names.index("encoding.omega")].abs().max() > 0
+
+
+@torch.no_grad()
+def test_a_stream_compiles_once():
+    torch._dynamo.reset()
+    model, x = causal("registers"), video(6).double()
+    counter = CompileCounter()
+    stream = torch.compile(model.stream, backend=counter, fullgraph=True, dynamic=True)
+    whole, found = model.forward_features(x), []
+    tokens, state = model.stream(x[:, :, :1])
+    for i in range(1, 6):
+        tokens, state = stream(x[:, :, i : i + 1], state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 4 :])
+    assert counter.frame_count <= 2, counter.frame_count  # 1 is no size that varies: one frame seen, then any
+
+
+@torch.no_grad()
+def test_tubes_of_causal_frames_may_be_dropped():
+    model, x = causal("registers", drop_unit="tube", patch_drop_rate=0.5), video(3).double()
+    keep = torch.tensor([0, 3])
+    tokens = model.forward_features(x, keep=keep)
+    assert tokens.shape[1] == 3 + 3 * 2
+    torch.testing.assert_close(tokens[:, : 3 + 4], model.forward_features(x[:, :, :2], keep=keep))
+    model.train()
+    assert model(x).shape == (2, 5)
+
+
+def test_errors_of_causal_frames():
+    made = {"attention": "linear", "causal": "frames", "global_pool": "avg"}
+    for message, change in {
+        r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
+        r"causal: 'frames' is of attention='linear' .* got 'softmax', 'joint'": {"attention": "softmax"},
+        r"causal: .* got 'linear', 'factorised'": {"space_time": "factorised"},
+        r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},
+        r"drop_unit: 'token' leaves frames": {"patch_drop_rate": 0.5},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            build(**{**made, **change})
+    model, x = build(**made), video(2)
+    with pytest.raises(ValueError, match="is_causal: expected False with block"):
+        model.forward_features(x, is_causal=True)
+    with pytest.raises(ValueError, match="keep: single tokens"):
+        model.forward_features(x, keep=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"attention: expected 'linear' where frames"):
+        adapt(build(**made), "rotate", attention="softmax")(x)
+    with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
+        build(attention="linear").stream(x)
+    with pytest.raises(ValueError, match="stream: absolute='learned' is laid over the whole video"):
+        build(**made, absolute="learned").stream(x)
+    with pytest.raises(ValueError, match="x: expected a video"):
+        model.stream(x[0])
+    model = build(**made, encoding="rotate")
+    _, state = model.stream(x)
+    with pytest.raises(ValueError, match="state: expected"):
+        model.stream(x[:1], state)
+    model.reference = (4, 2, 2)
+    with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
+        model.stream(x)

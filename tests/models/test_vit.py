@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, Tokens, preset, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, RotateMd, Tokens, preset, rotate
 
 timm = pytest.importorskip("timm")
 
@@ -21,7 +21,7 @@ from timm.layers.attention import Attention  # noqa: E402
 from timm.models.vision_transformer import DiffAttention, ParallelScalingBlock, ParallelThingsBlock, ResPostBlock  # noqa: E402
 
 from lrpe_md.integrations import timm as vit  # noqa: E402
-from lrpe_md.integrations.attention import linear_attention, sdpa_backends, softmax_attention  # noqa: E402
+from lrpe_md.integrations.attention import sdpa_backends, softmax_attention  # noqa: E402
 from lrpe_md.integrations.encoding import Activation, lay_out  # noqa: E402
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt  # noqa: E402
 
@@ -459,31 +459,34 @@ def test_linear_attention(cls, normalizer, is_causal):
     q, k, v = torch.randn(2, 13, 3, 3, 8).permute(2, 0, 3, 1, 4).unbind(0)
     kwargs = {"encoding": encoding, "positions": grid, "normalizer": normalizer, "is_causal": is_causal}
     expected = naive_linear(q, k, v, **kwargs)
-    out = linear_attention(q, k, v, **kwargs)
+    attention = LinearAttention(encoding, normalizer=normalizer)
+    kwargs = {"positions": grid, "is_causal": is_causal}
+    out = attention(q, k, v, **kwargs)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(linear_attention(q.double(), k.double(), v.double(), **kwargs), expected)
+    torch.testing.assert_close(attention(q.double(), k.double(), v.double(), **kwargs), expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(linear_attention(q, k, v, **kwargs), out)
+        torch.testing.assert_close(attention(q, k, v, **kwargs), out)
     # 16 bits: sums are formed in float32, so that only the encoded q and k are rounded
     low = [t.bfloat16() for t in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = linear_attention(*low, **kwargs)
+        out = attention(*low, **kwargs)
     assert out.dtype == torch.bfloat16
-    assert (out.double() - naive_linear(*low, **kwargs)).norm() < 1e-2 * expected.norm()
+    rounded = naive_linear(*low, encoding, normalizer=normalizer, **kwargs)
+    assert (out.double() - rounded).norm() < 1e-2 * expected.norm()
 
 
 def test_linear_attention_accumulates_in_float32():
     n = 4096
     q = k = torch.ones(1, 1, n, 4, dtype=torch.float16)
     v = torch.full((1, 1, n, 4), 5.0, dtype=torch.float16)
-    out = linear_attention(q, k, v, encoding=Activation("relu"))  # Σ is 20,480 · 4: beyond float16
+    out = LinearAttention(Activation("relu"))(q, k, v)  # Σ is 20,480 · 4: beyond float16
     torch.testing.assert_close(out, v)
 
 
 def test_linear_attention_survives_tokens_that_relu_silences():
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
-    out = linear_attention(-q.abs(), k, v, encoding=Activation("relu"))
+    out = LinearAttention(Activation("relu"))(-q.abs(), k, v)
     assert (out == 0).all()
 
 
@@ -518,12 +521,47 @@ def test_linear_is_causal():
     assert (z[:, 9:] - y[:, 9:]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("encoding", [None, "rotate"])
+@pytest.mark.parametrize("normalizer", ["encoded", "none"])
+def test_linear_attention_without_an_activation(normalizer, encoding):
+    """Features are q and k themselves, and are summed by the weights that they give."""
+    model = lrpe_vit(encoding=encoding, encoding_kwargs={"act": "none"}, attention="linear", normalizer=normalizer)
+    tokens, grid = model._embed(image())
+    attn = model.blocks[0].attn
+    q, k, v = attn.qkv(tokens).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).double().unbind()
+    if encoding is not None:
+        q, k = model.encoding(q, k, positions=grid)
+    weights = q @ k.mT
+    if normalizer == "encoded":
+        weights = weights / weights.sum(-1, keepdim=True)
+    expected = attn.proj((weights @ v).float().transpose(1, 2).flatten(2))
+    found = attn(tokens, vit.Context(model.encoding, grid))
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_linear_attention_of_normed_q_and_k_under_autocast():
+    """Norms that are float32 there, as v is not."""
+
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.float()
+
+    model, x = lrpe_vit(encoding="rotate", attention="linear"), image()
+    expected = model(x)
+    for block in model.blocks:
+        block.attn.q_norm = block.attn.k_norm = Wide()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
+
+
 def test_linear_errors():
     with pytest.raises(ValueError, match=r"normalizer.*never negative.*'silu'"):
         lrpe_vit(encoding="cosine", encoding_kwargs={"act": "silu"}, attention="linear")
     with pytest.raises(ValueError, match=r"normalizer.*'none'"):
         adapt(timm_vit(), RotateMd(16, 2), attention="linear")
-    with pytest.raises(ValueError, match=r"normalizer: expected 'unrotated' or 'none', got 'mean'"):
+    with pytest.raises(ValueError, match=r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'mean'"):
         lrpe_vit(encoding="cosine", attention="linear", normalizer="mean")
     with pytest.raises(ValueError, match="attn_drop_rate"):
         lrpe_vit(encoding="cosine", attention="linear", attn_drop_rate=0.1)
@@ -533,7 +571,7 @@ def test_linear_errors():
         model(image(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match="normalizer"):
-        linear_attention(q, q, q)
+        LinearAttention(Activation())(q, q, q)
     for attention in ("softmax", "linear"):
         kwargs = {"act": "softmax", "dim": -2}
         model = lrpe_vit(encoding="rotate", encoding_kwargs=kwargs, attention=attention)

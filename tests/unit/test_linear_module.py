@@ -64,8 +64,6 @@ def encoding_axes(encoding):
 def test_described_encodings_are_themselves(name, normalizer):
     """Against q̂ and k̂ that the encoding itself forms: values, gradients, those of what it learns among them."""
     encoding, positions = made(name)
-    inner = encoding.frequencies if isinstance(encoding, Stretched) else encoding
-    encoding.act, encoding.dim = inner.act, inner.dim
     whole, foreign = (LinearAttention(e, normalizer=normalizer) for e in (encoding, Foreign(encoding)))
     tensors = [*qkv(), *encoding.parameters()]
     found = []
@@ -145,6 +143,29 @@ def test_encodings_of_another_make(normalizer, options):
     if normalizer == "unrotated":
         with pytest.raises(ValueError, match=r"state: expected \(S, Σ\), Σ of shape \(2, 2, 8\)"):
             LinearAttention(function)(q, k, v, positions, state=(state[0], state[0][..., 0]))
+
+
+def test_xpos_is_no_description():
+    """Its scales of q and k are not lost."""
+    encoding = Rotate1d(8, act="relu", scale_base=4.0)
+    q, k, v = qkv()
+    q_hat, k_hat = encoding(q, k, positions=TEXT)
+    expected = (q_hat @ k_hat.repeat_interleave(2, 1).mT).tril() @ v.repeat_interleave(2, 1)
+    o = LinearAttention(encoding, normalizer="none")(q, k, v, TEXT, is_causal=True)
+    torch.testing.assert_close(o, expected)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_hooks_of_the_encoding_run(name):
+    encoding, positions = made(name)
+    seen = []
+    encoding.register_forward_pre_hook(lambda _, xs, kwargs: seen.append((xs, kwargs["positions"])), with_kwargs=True)
+    q, k, v = qkv()
+    LinearAttention(encoding)(q, k, v, positions)
+    ((xs, where),) = seen
+    assert xs[0] is q
+    assert xs[1] is k
+    assert where is positions
 
 
 def test_what_cannot_be_normalised():

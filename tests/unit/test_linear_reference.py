@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -525,6 +526,10 @@ def test_derivatives_of_any_order(mask):
     for a, b, t, y, right in zip(up, down, tangents, values, call(*plain), strict=True):
         torch.testing.assert_close((a - b) / (2 * eps), t, rtol=1e-5, atol=1e-6)
         assert torch.equal(y, right)
+    with dual_level():  # without a transform
+        outputs = call(*(make_dual(t, torch.ones_like(t)) for t in plain))
+        for y, t in zip(outputs, tangents, strict=True):
+            torch.testing.assert_close(unpack_dual(y).tangent, t)
     both = [torch.stack([t, t + 1]) for t in plain]
     for y, first, second in zip(vmap(call)(*both), *(call(*(t[i] for t in both)) for i in range(2)), strict=True):
         torch.testing.assert_close(y, torch.stack([first, second]))

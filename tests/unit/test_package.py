@@ -36,6 +36,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
         "functional",
         "module_base",
         "modules",
+        "modules_linear",
         "positions",
         "presets",
         "reference",
