@@ -5,9 +5,9 @@
     python -m scripts.bench linear --impl lrpe-md,SDPA --limit 300
 
 Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand, in turns on three copies of
-the inputs. A share is that of a copy of 4·BHND elements forward (q, k and v read, o written) and 7·BHND backward (and do;
-dq, dk, dv written), against a copy of 2 GiB timed in the same run. A wrong result is not timed: values and gradients of
-one sample are held against float64 first.
+the inputs. A share is that of a copy of 4·BHND elements forward (q, k and v read, o written) and 7·BHND backward (and
+do; dq, dk, dv written), against a copy of 2 GiB timed in the same run. A wrong result is not timed: values and
+gradients of one sample are held against float64 first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..common.provenance import measured_on
 from .measure import cold_times, in_words, quantiles
 from .operators import choose_in_order
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "workload", "map", "act", "normalizer", "mask", "pass", "impl", "ms", "share", "gpu", "versions", "commit", "note",
 )  # fmt: skip
 PASSES = {"forward": 4, "backward": 7, "backward_omega": 7}  # and the elements that must move, in units of q's
@@ -70,7 +70,7 @@ class Inputs:
         return {"act": case.act, "normalizer": case.normalizer, "is_causal": case.mask == "causal"}
 
 
-Attend = Callable[[Inputs, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+Attend = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
@@ -141,12 +141,12 @@ def make_pass(which: str, attend: Attend, inputs: Inputs) -> Callable[[], Any]:
                 return attend(inputs, inputs.q, inputs.k, inputs.v, inputs.omega)
 
         return forward
-    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     omega = inputs.omega
     if which == "backward_omega" and omega is not None:
         omega = omega.detach().requires_grad_()
-    wanted = [*leaves, *([omega] if omega is not None and omega.requires_grad else [])]
-    o = attend(inputs, *leaves, omega)
+    wanted = [q, k, v, *([omega] if omega is not None and omega.requires_grad else [])]
+    o = attend(inputs, q, k, v, omega)
     return lambda: torch.autograd.grad(o, wanted, inputs.do, retain_graph=True)
 
 
