@@ -212,7 +212,8 @@ def test_readme_snippets_run():
     snippets = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
     video, diffusion = ["torch.Size([1, 10])", "torch.Size([1, 10])"], ["torch.Size([2, 3, 24, 16])"]
     image = ["torch.Size([2, 281, 192])", "torch.Size([2, 1000])"]
-    printed = [image, ["577"], ["True"], ["True"], video, diffusion]
+    linear = ["torch.Size([2, 8, 281, 64])"]
+    printed = [image, ["577"], linear, ["True"], ["True"], video, diffusion]
     assert [run(code).splitlines() for code in snippets] == printed
 
 
