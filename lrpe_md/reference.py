@@ -51,6 +51,12 @@ class Spec(NamedTuple):
         return MAPS[self.map].head_dim(out_dim)
 
 
+def widen(omega: Tensor) -> Tensor:
+    """The dtype of angles, for frequencies that q and k share: the gradients of both are added up before they are
+    rounded (a rotation's cancel each other)."""
+    return omega.to(torch.float64)
+
+
 def angles(
     coords: Tensor,
     omega: Tensor,

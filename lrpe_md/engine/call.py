@@ -146,7 +146,7 @@ class Variant(NamedTuple):
     early: bool = False  # the second pass of dω may be launched as soon as all programs of this one run
     rows_first: bool = False  # frequencies are read after the rows
     # Linear attention.
-    turned_products: bool = False  # with few tokens, which matrix units take for columns alone
+    turned_products: bool = False  # tokens are columns: few can't be rows, and factors of several products must not be
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from .. import reference_linear
+from .. import reference, reference_linear
 from ..reference_linear import Angles
 from .boundary import is_plain, transforming
 from .call import Layout, Tables
@@ -55,9 +55,10 @@ def run_reference(
     rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
     """
     q, k, v, gate, state = operands
-    q_angles = _angles(call, call.q_layout, call.q_tables)
+    omega = reference.widen(call.q_tables.omega)
+    q_angles = _angles(call, call.q_layout, call.q_tables, omega)
     one_side = call.k_tables is call.q_tables and call.k_layout == call.q_layout
-    k_angles = q_angles if one_side else _angles(call, call.k_layout, call.k_tables)
+    k_angles = q_angles if one_side else _angles(call, call.k_layout, call.k_tables, omega)
     o, after = reference_linear.attend(
         call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, gate=gate,
         cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), operands=rounded,
@@ -65,11 +66,11 @@ def run_reference(
     return arrange_in_memory(o, memory_order(q)), after
 
 
-def _angles(call: LinearCall, layout: Layout, tables: Tables) -> Angles | None:
+def _angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
     if call.spec.map == "none":
         return None
-    coords, rotated = layout.positions(tables, tables.omega.device)
-    return Angles(coords, rotated, tables.omega, tables.phase, tables.amplitude)
+    coords, rotated = layout.positions(tables, omega.device)
+    return Angles(coords, rotated, omega, tables.phase, tables.amplitude)
 
 
 def _differentiate_reference(

@@ -216,6 +216,7 @@ class Work:
         affine, mapped = tables.affine is not None, spec.map != "none"
         tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING)
         num_axes = tables.omega.shape[2] if mapped else 0
+        causal = self.call.attention.mask == "causal"
         has_phase = tables.phase is not None
         variant = Variant(
             *spec, head_dim=sizes.head_dim, num_axes=num_axes, backward=stage not in FORWARD,
@@ -228,7 +229,7 @@ class Work:
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
-            turned_products=tile.block_n < 64, alone=sizes.repeats == 1, keeps_zero=_keeps_zero(spec.act),
+            turned_products=causal or tile.block_n < 64, alone=sizes.repeats == 1, keeps_zero=_keeps_zero(spec.act),
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
@@ -237,7 +238,7 @@ class Work:
             sum_blocks={"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[
                 self.call.attention.normalizer
             ],
-            num_sums=sizes.num_sums, state_size=sizes.state, causal=self.call.attention.mask == "causal",
+            num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             weight_rows=max(16, 2 * triton.next_power_of_2(num_axes + has_phase)),
         )._replace(**changes)  # fmt: skip
         return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
@@ -386,7 +387,8 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         for i, tile in enumerate(smaller):
-            cut = variant._replace(block_n=tile.block_n, stages=tile.stages, turned_products=tile.block_n < 64)
+            turned = variant.causal or tile.block_n < 64
+            cut = variant._replace(block_n=tile.block_n, stages=tile.stages, turned_products=turned)
             try:
                 kernel[(programs,)](*args, V=cut, **options)
             except OutOfResources:

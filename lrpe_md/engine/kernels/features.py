@@ -31,7 +31,9 @@ def multiply(a, b, acc, V: tl.constexpr):
     elif V.operand == "bfloat16":
         return tl.dot(a, b, acc)
     else:
-        return acc + tl.dot(a, b, input_precision="ieee")  # sums of sums are rounded less
+        # Sums of sums are rounded less; a plain + would become the accumulator of the product.
+        product = tl.dot(a, b, input_precision="ieee")
+        return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
