@@ -229,7 +229,7 @@ class Work:
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
-            turned_products=causal or tile.block_n < 64, alone=sizes.repeats == 1, keeps_zero=_keeps_zero(spec.act),
+            turned_products=causal or tile.block_n < 64, alone=causal and sizes.repeats == 1, keeps_zero=_keeps_zero(spec.act),
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
@@ -438,7 +438,9 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """What the tokens of each slot see, and the state behind the last token."""
     sizes, pieces = work.sizes, work.pieces(of_queries=False)
-    described = work.describe(LinearPass.STATE, work.k_side)
+    # A state that is given out is float32, and sums of what 16 bits are good enough for are not.
+    finer = {"functions": int(has_ptx(work.dtype))} if return_last else {}
+    described = work.describe(LinearPass.STATE, work.k_side, **finer)
     variant, _ = described
     states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (

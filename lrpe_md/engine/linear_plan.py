@@ -35,9 +35,9 @@ class LinearTile(NamedTuple):
 _16, _16_DEEP, _32, _32_DEEP = LinearTile(16, 4, 3), LinearTile(16, 4, 4), LinearTile(32, 4, 3), LinearTile(32, 4, 4)
 _64, _32_WIDE, _64_WIDE = LinearTile(64, 4, 3), LinearTile(32, 8, 3), LinearTile(64, 8, 3)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (_32_DEEP, LinearTile(32, 4, 3, 160), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), LinearTile(16, 4, 4, 128), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
     LinearPass.BACKWARD: (
-        LinearTile(32, 4, 3, 168), LinearTile(16, 4, 3, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)
+        LinearTile(16, 4, 4, 128), LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)
     ),
     LinearPass.STATE: (_32, _64, _32, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
@@ -46,7 +46,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.KEYS: (_16, _32_DEEP, _32_WIDE, _32_WIDE),
     LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_QUERIES: (_64, _32, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
-    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(32, 4, 2), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), _16, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
 }  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
 LARGEST = 2 * 32768  # bytes of a state as operands

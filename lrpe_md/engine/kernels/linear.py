@@ -706,7 +706,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     states (P, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the operands' dtype and their
     sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal: of those before it. ends:
     the states to begin with and to end with (B or sequences, G, size) float32, either None. table: that of
-    :func:`locate_piece`.
+    :func:`locate_piece`. Sums are rounded where they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
@@ -720,8 +720,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     b = row // G
     g = row - b * G
     rows = tl.cast(B * G, tl.int64)
-    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
-    total = tl.zeros([BLOCK], dtype=ACC)
+    total = tl.zeros([BLOCK], dtype=tl.float64)
     before = -2
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
@@ -739,7 +738,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
             next_sequence = tl.load(p_table + after * 4 + 3, mask=there, other=-2)
         at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
         if before != sequence:
-            total = tl.zeros([BLOCK], dtype=ACC)
+            total = tl.zeros([BLOCK], dtype=tl.float64)
             if p_first is not None:
                 total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         before = sequence
