@@ -97,9 +97,9 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
     }
     with ThreadPoolExecutor(THREADS) as pool:
         for name, arguments in calls.items():
-            tuner = getattr(module, name, None)
+            tuner: Any = getattr(module, name, None)
             for config in getattr(tuner, "configs", ()):
-                pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())  # pyright: ignore
+                pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())
             if hasattr(tuner, "cache"):
                 tuner.cache.clear()  # its key is the length alone
 
