@@ -1,14 +1,15 @@
-"""``python -m scripts.bench operators | linear | training | counters | tune | report``."""
+"""``python -m scripts.bench operators | linear | linear-scaling | training | counters | tune | report``."""
 
 from __future__ import annotations
 
 import typer
 
-from . import counters, linear, operators, report, training, tune
+from . import counters, linear, linear_scaling, operators, report, training, tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("operators")(operators.main)
 app.command("linear")(linear.main)
+app.command("linear-scaling")(linear_scaling.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)
 app.command("tune")(tune.main)

@@ -2,12 +2,16 @@
 
     python -m scripts.bench linear                                the workloads, both maps and none, three passes
     python -m scripts.bench linear --workload vit224 --map cosine
-    python -m scripts.bench linear --impl lrpe-md,SDPA --limit 300
+    python -m scripts.bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand, in turns on three copies of
 the inputs. A share is that of a copy of 4·BHND elements forward (q, k and v read, o written) and 7·BHND backward (and
 do; dq, dk, dv written), against a copy of 2 GiB timed in the same run. A wrong result is not timed: values and
 gradients of one sample are held against float64 first.
+
+Other libraries are timed where Python finds them, see :mod:`.linear_peers`:
+
+    PYTHONPATH=.:FOLDER python -m scripts.bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
 """
 
 from __future__ import annotations
@@ -15,8 +19,7 @@ from __future__ import annotations
 import csv
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,66 +30,30 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lrpe_md import Grid, cosine, linear_attention, rotate
+from lrpe_md import cosine, linear_attention, rotate
 from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase, check_linear
 
 from ..common.provenance import measured_on
-from .measure import cold_times, in_words, quantiles
+from .linear_measure import (
+    COLUMNS,
+    PASSES,
+    TURNS,
+    WORKLOADS,
+    Attend,
+    Inputs,
+    Run,
+    make_inputs,
+    make_pass,
+    shrink,
+)  # fmt: skip
+from .linear_peers import PEERS, SANA, SANA_WORKLOADS, STOCK, measure_peer, measure_sana, missing
+from .measure import in_words
 from .operators import choose_in_order
 
-COLUMNS: tuple[str, ...] = (
-    "workload", "map", "act", "normalizer", "mask", "pass", "impl", "ms", "share", "gpu", "versions", "commit", "note",
-)  # fmt: skip
-PASSES = {"forward": 4, "backward": 7, "backward_omega": 7}  # and the elements that must move, in units of q's
 MAPS: dict[str, Any] = {"cosine": "cosine", "rotate": "rotate", "none": None}
-TURNS = 3
-BF16 = torch.bfloat16
-WORKLOADS = {
-    "vit224": LinearCase(shape=(14, 14), batch=256, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
-    "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
-    "video64": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=64, dtype=BF16),
-    "video128": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=128, dtype=BF16),
-    "causal": LinearCase(
-        shape=(8192,), prefix=0, batch=8, heads=(16, 16), head_dim=64, dtype=BF16, act="silu", normalizer="none",
-        mask="causal",
-    ),
-}  # fmt: skip
-
-
-@dataclass
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    omega: Tensor | None
-    positions: Grid
-    case: LinearCase
-
-    @property
-    def options(self) -> dict[str, Any]:
-        case = self.case
-        return {"act": case.act, "normalizer": case.normalizer, "is_causal": case.mask == "causal"}
-
-
-Attend = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
-
-def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
-    grid = Grid(case.shape, prefix=case.prefix)
-    size = (case.batch, grid.num_tokens, 3, case.heads[0], case.head_dim)
-    if case.layout == "packed":
-        q, k, v = torch.randn(size, device=device, dtype=case.dtype).permute(2, 0, 3, 1, 4)
-    else:
-        q, k, v = (torch.randn(size, device=device, dtype=case.dtype)[:, :, 0].transpose(1, 2) for _ in range(3))
-        q, k, v = (t.contiguous() for t in (q, k, v))
-    omega = None
-    if case.map is not None:
-        channels = case.head_dim if case.map == "cosine" else case.head_dim // 2
-        omega = torch.randn(1, channels, len(case.shape), device=device)
-        omega *= torch.logspace(0, -2, channels, device=device)[:, None]
-    return Inputs(q, k, v, torch.randn_like(q), omega, grid, case)
+ALL_WORKLOADS = (*WORKLOADS, *SANA_WORKLOADS)
+DEFAULT = [name for name in ALL_WORKLOADS if not name.endswith("-b2")]
 
 
 # --- implementations -----------------------------------------------------------------------------------------------
@@ -124,65 +91,17 @@ IMPLS: dict[str, Attend] = {
 }  # fmt: skip
 
 
-def takes(impl: str, case: LinearCase) -> bool:
+NAMES = [*IMPLS, *PEERS, STOCK]
+
+
+def takes(impl: str, name: str, case: LinearCase) -> bool:
+    if name in SANA_WORKLOADS:
+        return case.map == "rotate" and impl in (OURS, STOCK)
+    if impl in PEERS:
+        return PEERS[impl].takes(name, case)
     if impl == SDPA:
         return case.map is None
-    return impl == OURS or case.mask == "full"
-
-
-# --- passes --------------------------------------------------------------------------------------------------------
-
-
-def make_pass(which: str, attend: Attend, inputs: Inputs) -> Callable[[], Any]:
-    if which == "forward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(inputs, inputs.q, inputs.k, inputs.v, inputs.omega)
-
-        return forward
-    q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    omega = inputs.omega
-    if which == "backward_omega" and omega is not None:
-        omega = omega.detach().requires_grad_()
-    wanted = [q, k, v, *([omega] if omega is not None and omega.requires_grad else [])]
-    o = attend(inputs, q, k, v, omega)
-    return lambda: torch.autograd.grad(o, wanted, inputs.do, retain_graph=True)
-
-
-def time_calls(fns: list[Callable[[], Any]], device: torch.device, rep: int) -> float:
-    if device.type == "cuda":
-        return quantiles(cold_times(fns, rep))["p50"]
-    start = time.perf_counter()
-    for fn in fns:
-        fn()
-    return 1e3 * (time.perf_counter() - start) / len(fns)
-
-
-@dataclass
-class Run:
-    out: Path
-    device: torch.device
-    rep: int
-    deadline: float
-    here: dict[str, str]
-    console: Console
-    copy_ms: float = 0.0  # a byte read and written
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, **values: Any) -> None:
-        """One row, on the disk at once."""
-        row = {**values, **self.here}
-        self.rows.append(row)
-        with self.out.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-        found = f"{row['ms']:.4f} ms, {row['share']:.3f} of copy" if "ms" in row else row.get("note", "")
-        self.console.print(" ".join(str(row.get(name)) for name in COLUMNS[:7]), found, highlight=False, markup=False)
-
-    def measure_copy(self, size: int) -> None:
-        x = torch.ones(size, dtype=BF16, device=self.device)
-        y = torch.empty_like(x)
-        self.copy_ms = time_calls([lambda: y.copy_(x)], self.device, self.rep) / (2 * x.numel() * x.element_size())
+    return impl == OURS or (impl != STOCK and case.mask == "full")
 
 
 def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
@@ -190,6 +109,9 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
         "workload": name, "map": case.map or "none", "act": case.act, "normalizer": case.normalizer, "mask": case.mask,
         "impl": impl,
     }  # fmt: skip
+    if impl in PEERS:
+        measure_peer(run, name, case, impl, key)
+        return
     if impl == OURS:
         small = replace(case, batch=1, heads=(2, 2))
         wrong = check_linear(small, "auto", run.device)
@@ -198,26 +120,20 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
             return
     inputs = [make_inputs(case, run.device) for _ in range(TURNS)]
     attend: Any = torch.compile(IMPLS[impl]) if impl == COMPILED else IMPLS[impl]
-    for which, elements in PASSES.items():
+    for which in PASSES:
         if which == "backward_omega" and (case.map is None or impl != OURS):
             continue
-        ms = time_calls([make_pass(which, attend, each) for each in inputs], run.device, run.rep)
-        size = elements * inputs[0].q.numel() * inputs[0].q.element_size()
-        run.add(**{**key, "pass": which}, ms=ms, share=run.copy_ms * size / ms)
-
-
-def shrink(case: LinearCase) -> LinearCase:
-    shape = {1: (12,), 2: (3, 4), 3: (2, 3, 4)}[len(case.shape)]
-    return replace(case, batch=1, heads=(2, 2), shape=shape, head_dim=16)
+        run.time(inputs[0], which, [make_pass(which, attend, each) for each in inputs], **key)
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; else all but -b2.")] = None,
     map: Annotated[str | None, typer.Option(help=f"Of {', '.join(MAPS)}; all where not given.")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(IMPLS)}; all where not given.")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(NAMES)}; else those found.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
     out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-linear.csv"),
+    append: Annotated[bool, typer.Option("--append", help="Keep the rows that the CSV has.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
     commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
@@ -228,25 +144,31 @@ def main(
     if device == "cpu" and not smoke:
         raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
-    maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, IMPLS, IMPLS)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="", encoding="utf-8") as file:
-        csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+    works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)
+    maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, NAMES, NAMES)
     console = Console(width=160, soft_wrap=True)
+    for name, why in missing([*impls, STOCK]).items():
+        impls = [each for each in impls if each != name]
+        works = [each for each in works if name != STOCK or each not in SANA_WORKLOADS]
+        console.print(f"without {name}: {why}", highlight=False, markup=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not (append and out.exists()):
+        with out.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
     run = Run(out, where, rep, time.monotonic() + limit, measured_on(where, commit), console)
     run.measure_copy(2**16 if smoke else 2**30)
-    plan = [(by, name, chosen) for by in impls for name in works for chosen in maps]
-    for by, name, chosen in plan:
-        case = replace(WORKLOADS[name], map=MAPS[chosen])
-        case = shrink(case) if smoke else case
-        if not takes(by, case):
+    for by, name, chosen in [(by, name, chosen) for by in impls for name in works for chosen in maps]:
+        case = replace(WORKLOADS.get(name, SANA), map=MAPS[chosen])
+        if not takes(by, name, case):
             continue
         if time.monotonic() > run.deadline:
             console.print(f"stopped after {limit:g} s; finished rows are in {out}")
             break
         try:
-            measure(run, name, case, by)
+            if name in SANA_WORKLOADS:
+                measure_sana(run, name, by, OURS, smoke)
+            else:
+                measure(run, name, shrink(case) if smoke else case, by)
         except Exception as error:  # out of memory, a backend that refuses: the next can be measured
             run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=in_words(error))
         gc.collect()

@@ -2,8 +2,8 @@
 
     make readme-tables            or python -m scripts.bench report [FOLDER] [--readme FILE] [--gpu NAME]
 
-All is from scripts/results: benchmark-*.csv, counters.csv, training.csv, backbones.csv. Of several files that measured
-the same, the latest counts.
+All is from scripts/results: benchmark-*.csv, counters.csv, training.csv, backbones.csv, linear-scaling.csv. Of several
+files that measured the same, the latest counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lrpe_md.testing import WORKLOADS
 from ..common.folder import ROOT
 from ..common.markdown import fill, table
 from ..common.plots import OKABE_ITO, STYLE, plt
+from . import linear_report
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS
@@ -37,7 +38,7 @@ COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     """All rows of one GPU (the one with most of them), the latest of each measurement."""
-    files = sorted(folder.glob("benchmark-*.csv"))
+    files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name != linear_report.LINEAR)
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, *HERE])
@@ -86,7 +87,10 @@ def render(rows: pd.DataFrame) -> str:
 
 def section(rows: pd.DataFrame, folder: Path) -> str:
     """What is between the README's markers."""
-    parts = render(rows), counters(folder / "counters.csv"), training(folder / "training.csv")
+    parts = (
+        render(rows), counters(folder / "counters.csv"), training(folder / "training.csv"),
+        linear_report.section(folder),
+    )  # fmt: skip
     return "\n".join(text for text in parts if text)
 
 
@@ -364,11 +368,13 @@ def main(
     readme: Annotated[Path, typer.Option(help="The file with the markers.")] = ROOT / "README.md",
     gpu: Annotated[str | None, typer.Option(help="The one with most rows where not given.")] = None,
 ) -> None:
-    """Tables between the README's markers, and two plots."""
+    """Tables between the README's markers, and the plots."""
     rows = read(folder, gpu)
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):
             print(folder / name)
+    for path in linear_report.plots(folder):
+        print(path)
     text = update(readme.read_text(encoding="utf-8"), section(rows, folder))
     text = fill(text, *BACKBONES, backbones(folder / "backbones.csv"))
     readme.write_text(text, encoding="utf-8")

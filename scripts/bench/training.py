@@ -2,12 +2,14 @@
 
     python -m scripts.bench training --models vit_b --modes compiled --out training.csv
     python -m scripts.bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
+    python -m scripts.bench training --models vit_b,vit_b_1024 --modes compiled --encodings axial,linear-cosine
     python -m scripts.bench training --models image,video_model,dit --out scripts/results/backbones.csv
 
 A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step: eager, compiled, or with
 forward and backward as CUDA graphs (graphs). All models of a run are resident, and take their steps in turn, in a new
 order each round; each step is compared with that of its baseline in the same round. Every encoding is compared with the
-same model without it. vit_b and vit_s (timm's ViTs) and video (a layer of a video transformer) have:
+same model without it. vit_b, vit_b_1024 (at 1,024 pixels) and vit_s (timm's ViTs) and video (a layer of a video
+transformer) have:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
@@ -222,8 +224,8 @@ def compare(
         attention[name], peak[name] = observed_step(trainees[name])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
             raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
-    # Of cosine q and k are wider than v, which other kernels take.
-    if len({attention[name] for name in trainees if not name.startswith("cosine")}) > 1:
+    # Of cosine q and k are wider than v, which other kernels take; linear attention takes none.
+    if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
         raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one by --backend")
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
     host = {name: host_ms(trainee) for name, trainee in trainees.items()}
@@ -289,8 +291,9 @@ def main(
 ) -> None:  # fmt: skip
     """Time training steps with each positional encoding and without any.
 
-    Encodings of vit_b, vit_s and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed; of
-    image, video_model and dit those of their train scripts. What they are compared with is added.
+    Encodings of the ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed, and of the
+    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts. What they are
+    compared with is added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))

@@ -43,9 +43,9 @@ class ViT:
     batch: int = 128
     baselines: ClassVar = {
         "none": "none", "learned": "none", "timm-none": "none", "timm-axial": "timm-none", "timm-mixed": "timm-none",
-        "axial": "none", "mixed": "none", "cosine": "none",
+        "axial": "none", "mixed": "none", "cosine": "none", "linear-axial": "none", "linear-cosine": "none",
     }  # fmt: skip
-    default = ("none", "timm-none", "timm-axial", "timm-mixed", "axial", "mixed")
+    default: tuple[str, ...] = ("none", "timm-none", "timm-axial", "timm-mixed", "axial", "mixed")
 
     def build(self, encoding: str) -> nn.Module:
         if encoding.startswith("timm-"):
@@ -58,7 +58,9 @@ class ViT:
             return model
         if encoding == "mixed":
             return adapt(model, "mixed")
-        return adapt(model, "cosine" if encoding == "cosine" else "rotate", encoding_kwargs={"base": 100.0})
+        attention = "linear" if encoding.startswith("linear-") else "softmax"
+        kind = "cosine" if encoding.endswith("cosine") else "rotate"
+        return adapt(model, kind, encoding_kwargs={"base": 100.0}, attention=attention)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         generator = torch.Generator(device).manual_seed(0)
@@ -229,6 +231,10 @@ class DiffusionBackbone(Backbone):
 Workload = ViT | Video | Backbone
 MODELS: dict[str, Workload] = {
     "vit_b": ViT("vit_base_patch16_224", "vit_base_patch16_rope_224", "vit_base_patch16_rope_mixed_224"),
+    "vit_b_1024": ViT(
+        "vit_base_patch16_224", "vit_base_patch16_rope_224", "vit_base_patch16_rope_mixed_224", {"img_size": 1024}, 8,
+        ("none", "axial", "linear-axial", "linear-cosine"),
+    ),
     "vit_s": ViT("vit_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"),
     "video": Video(),
     "image": ImageBackbone(

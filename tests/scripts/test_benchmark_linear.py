@@ -1,9 +1,13 @@
 """scripts.bench linear at tiny sizes on a CPU: every implementation, the rows, and what is refused."""
 
 import csv
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from lrpe_md.scripts.bench import linear
+import torch
+from lrpe_md.scripts.bench import linear, linear_peers
 from lrpe_md.scripts.bench.app import app
 from typer.testing import CliRunner
 
@@ -14,6 +18,31 @@ SMOKE = ("linear", "--device", "cpu", "--smoke")
 
 def run(*args):
     return CliRunner().invoke(app, [*SMOKE, *map(str, args)])
+
+
+class Libraries:
+    """Stand-ins for fla and flash_bla: the same functions by their formulas, in the same memory order."""
+
+    @staticmethod
+    def chunk(q, k, v, scale, normalize):
+        assert (scale, normalize) == (1.0, False)
+        weights = torch.einsum("bnhd,bmhd->bhnm", q, k).tril()
+        return torch.einsum("bhnm,bmhe->bnhe", weights, v), None
+
+    @staticmethod
+    def bidirectional(q, k, v):
+        weights = q @ k.mT
+        return weights @ v / weights.sum(-1, keepdim=True).clamp_min(1e-6)
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    fla, bla = (ModuleType(name) for name in (linear_peers.FLA, linear_peers.FLASH_BLA))
+    fla.fused_chunk_linear_attn = fla.chunk_linear_attn = Libraries.chunk
+    bla.linear_attention = Libraries.bidirectional
+    for module in (fla, bla):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return fla, bla
 
 
 def read(path):
@@ -27,11 +56,15 @@ def test_every_implementation_is_a_row(tmp_path):
     assert done.exit_code == 0, done.output
     rows = read(out)
     assert tuple(rows[0]) == linear.COLUMNS
-    assert not [row for row in rows if row["note"]]
+    assert not [row for row in rows if row["note"] and row["workload"] not in linear.SANA_WORKLOADS]
+    assert all(row["note"].startswith("relative") for row in rows if row["workload"] in linear.SANA_WORKLOADS)
     assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)
     found = {(row["workload"], row["map"], row["pass"]) for row in rows if row["impl"] == "lrpe-md"}
-    mapped = {(w, m, p) for w in linear.WORKLOADS for m in ("cosine", "rotate") for p in linear.PASSES}
-    assert found == mapped | {(w, "none", p) for w in linear.WORKLOADS for p in ("forward", "backward")}
+    works = [name for name in linear.WORKLOADS if not name.endswith("-b2")]
+    mapped = {(w, m, p) for w in works for m in ("cosine", "rotate") for p in linear.PASSES}
+    compared = linear.SANA_WORKLOADS if find_spec("diffusers") else ()
+    sana = {(w, "rotate", p) for w in compared for p in ("forward", "backward")}
+    assert found == mapped | sana | {(w, "none", p) for w in works for p in ("forward", "backward")}
     assert {row["mask"] for row in rows if row["impl"] == "unfused"} == {"full"}
     assert {row["map"] for row in rows if row["impl"] == "SDPA"} == {"none"}
 
@@ -61,3 +94,87 @@ def test_wrong_names_are_refused(args, tmp_path):
     assert done.exit_code != 0
     assert args[1] in done.output
     assert not (tmp_path / "linear.csv").exists()
+
+
+def test_other_libraries_are_rows_where_they_are_found(tmp_path, libraries):
+    out = tmp_path / "linear.csv"
+    assert run("--impl", "fla chunk;fla fused_chunk;flash_bla", "--out", out).exit_code == 0
+    rows = read(out)
+    found = {(row["impl"], row["workload"], row["map"], row["pass"]) for row in rows}
+    passes = ("forward", "backward")
+    causal = {(f"fla {f}", w, "none", p) for f in ("chunk", "fused_chunk") for w in ("causal", "causal-plain")
+              for p in passes}  # fmt: skip
+    lengths = [f"bidirectional-{num}" for num in (1024, 4096, 16384, 32768)]
+    assert found == causal | {("flash_bla", name, "none", p) for name in lengths for p in passes}
+    assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 for row in rows)
+    assert all("relative error" in row["note"] for row in rows)
+
+
+def test_another_function_is_not_timed(tmp_path, libraries, monkeypatch):
+    _, bla = libraries
+    monkeypatch.setattr(bla, "linear_attention", lambda q, k, v: q @ (k.mT @ v))
+    out = tmp_path / "linear.csv"
+    run("--impl", "flash_bla", "--workload", "bidirectional-1024-b2", "--out", out)
+    (row,) = read(out)
+    assert (row["ms"], row["pass"]) == ("", "")
+    assert "outside the budget" in row["note"]
+
+
+def test_what_is_not_installed_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, linear_peers.FLA, None)
+    out = tmp_path / "linear.csv"
+    done = run("--impl", "fla chunk;lrpe-md", "--workload", "causal-plain", "--map", "none", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "without fla chunk: ModuleNotFoundError" in done.output
+    assert {row["impl"] for row in read(out)} == {"lrpe-md"}
+
+
+def test_what_the_peer_would_tune_is_compiled_beforehand(libraries):
+    """Each configuration of both kernels, with the strides of the inputs; what fails is left to the peer."""
+    _, bla = libraries
+    calls = []
+
+    def warmup(*args, **options):
+        calls.append((len(args), options["BL"], options["L"]))
+        raise RuntimeError("no GPU")
+
+    configs = [SimpleNamespace(all_kwargs=lambda n=n: {"BL": n}) for n in (32, 64)]
+    kernel = SimpleNamespace(configs=configs, cache={1024: "of another batch"}, fn=SimpleNamespace(warmup=warmup))
+    bla.fused_fwd_kernel_s_km, bla.fused_fwd_kernel_o = kernel, kernel
+    inputs = linear.make_inputs(linear.shrink(linear.WORKLOADS["img64"]), torch.device("cpu"))
+    linear_peers.compile_bidirectional(bla, inputs)
+    assert sorted(calls) == [(15, 32, 12), (15, 32, 12), (15, 64, 12), (15, 64, 12)]
+    assert not kernel.cache
+
+
+def test_sana_stock_and_ours(tmp_path):
+    pytest.importorskip("diffusers")
+    out = tmp_path / "linear.csv"
+    done = run("--workload", "sana,sana-module", "--out", out)
+    assert done.exit_code == 0, done.output
+    rows = read(out)
+    found = {(row["workload"], row["impl"], row["pass"]) for row in rows}
+    assert found == {
+        (w, i, p) for w in ("sana", "sana-module") for i in ("lrpe-md", "diffusers") for p in ("forward", "backward")
+    }
+    assert all(float(row["ms"]) > 0 for row in rows)
+
+
+def test_ours_is_the_stock_processor():
+    """In float32, values and gradients; another frequency would be seen."""
+    pytest.importorskip("diffusers")
+    case = linear.replace(linear.shrink(linear_peers.SANA), head_dim=24, dtype=torch.float32)
+    block = linear_peers.make_block("sana-module", "ours", case, torch.device("cpu"))
+    stock, ours = (block.make_pass(impl, "backward", block.turns[0])() for impl in ("diffusers", "ours"))
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    values = [block.make_pass(impl, "forward", block.turns[0])() for impl in ("diffusers", "ours")]
+    torch.testing.assert_close(*values)
+    block.processors["ours"].omega *= 1.5
+    assert not torch.allclose(values[0], block.make_pass("ours", "forward", block.turns[0])(), rtol=1e-2)
+
+
+def test_rows_are_added_to_those_there_are(tmp_path):
+    out = tmp_path / "linear.csv"
+    for options in ((), ("--append",)):
+        run("--impl", "lrpe-md", "--workload", "vit224", "--map", "none", "--out", out, *options)
+    assert [row["pass"] for row in read(out)] == ["forward", "backward"] * 2

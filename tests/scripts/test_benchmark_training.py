@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -345,3 +346,14 @@ def test_graphs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert rows.attention.notna().all()
     state = sum(3 * 4 * p.numel() for p in VIT.build("none").parameters())  # weights and Adam's moments
     assert (rows.peak_gib * 2**30 > 1.3 * state).all()  # gradients and activations besides
+
+
+@pytest.mark.parametrize(("name", "kind"), [("linear-cosine", "CosineMd"), ("linear-axial", "RotateMd")])
+def test_the_vits_have_linear_attention(name, kind):
+    small = {"embed_dim": 32, "depth": 1, "num_heads": 2, "img_size": 32, "num_classes": 4}
+    workload: Any = replace(workloads.MODELS["vit_b_1024"], kwargs=small)  # pyright: ignore
+    model = workload.build(name)
+    assert model.blocks[0].attn.attention == "linear"
+    assert type(model.encoding).__name__ == kind
+    workload.loss(model, *workload.inputs(model, 2, torch.device("cpu"))).backward()
+    assert workload.baselines[name] == "none"

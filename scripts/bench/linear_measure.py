@@ -1,0 +1,151 @@
+"""What ``scripts.bench linear`` measures by: workloads, inputs, passes, the clock, and a CSV that grows row by row."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from lrpe_md import Grid
+from lrpe_md.testing import LinearCase
+
+from .measure import cold_times, quantiles
+
+COLUMNS: tuple[str, ...] = (
+    "workload", "map", "act", "normalizer", "mask", "pass", "impl", "ms", "share", "gpu", "versions", "commit", "note",
+)  # fmt: skip
+PASSES = {"forward": 4, "backward": 7, "backward_omega": 7}  # and the elements that must move, in units of q's
+TURNS = 3
+BF16 = torch.bfloat16
+CAUSAL = LinearCase(
+    shape=(8192,), prefix=0, batch=8, heads=(16, 16), head_dim=64, dtype=BF16, act="silu", normalizer="none",
+    mask="causal",
+)  # fmt: skip
+WORKLOADS = {
+    "vit224": LinearCase(shape=(14, 14), batch=256, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
+    "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
+    "video64": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=64, dtype=BF16),
+    "video128": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=128, dtype=BF16),
+    "causal": CAUSAL,
+    "causal-plain": replace(CAUSAL, act="none"),
+}
+# Those of flash-bidirectional-linear-attention's README (B 8, H 16, D 64), then of its benchmark script (B 2).
+BIDIRECTIONAL = {
+    f"bidirectional-{num}{'' if batch == 8 else '-b2'}": LinearCase(
+        shape=(num,), prefix=0, batch=batch, heads=(16, 16), head_dim=64, dtype=BF16
+    )
+    for batch in (8, 2)
+    for num in (1024, 4096, 16384, 32768)
+}
+WORKLOADS |= BIDIRECTIONAL
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    omega: Tensor | None
+    positions: Grid
+    case: LinearCase
+
+    @property
+    def options(self) -> dict[str, Any]:
+        case = self.case
+        return {"act": case.act, "normalizer": case.normalizer, "is_causal": case.mask == "causal"}
+
+
+Attend = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
+    grid = Grid(case.shape, prefix=case.prefix)
+    size = (case.batch, grid.num_tokens, 3, case.heads[0], case.head_dim)
+    if case.layout == "packed":
+        q, k, v = torch.randn(size, device=device, dtype=case.dtype).permute(2, 0, 3, 1, 4)
+    else:
+        q, k, v = (torch.randn(size, device=device, dtype=case.dtype)[:, :, 0].transpose(1, 2) for _ in range(3))
+        q, k, v = (t.contiguous() for t in (q, k, v))
+    omega = None
+    if case.map is not None:
+        channels = case.head_dim if case.map == "cosine" else case.head_dim // 2
+        omega = torch.randn(1, channels, len(case.shape), device=device)
+        omega *= torch.logspace(0, -2, channels, device=device)[:, None]
+    return Inputs(q, k, v, torch.randn_like(q), omega, grid, case)
+
+
+def shrink(case: LinearCase) -> LinearCase:
+    shape = {1: (12,), 2: (3, 4), 3: (2, 3, 4)}[len(case.shape)]
+    return replace(case, batch=1, heads=(2, 2), shape=shape, head_dim=16)
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+def make_pass(which: str, attend: Attend, inputs: Inputs) -> Callable[[], Any]:
+    if which == "forward":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attend(inputs, inputs.q, inputs.k, inputs.v, inputs.omega)
+
+        return forward
+    q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    omega = inputs.omega
+    if which == "backward_omega" and omega is not None:
+        omega = omega.detach().requires_grad_()
+    wanted = [q, k, v, *([omega] if omega is not None and omega.requires_grad else [])]
+    o = attend(inputs, q, k, v, omega)
+    return lambda: torch.autograd.grad(o, wanted, inputs.do, retain_graph=True)
+
+
+def time_calls(fns: list[Callable[[], Any]], device: torch.device, rep: int) -> float:
+    if device.type == "cuda":
+        return quantiles(cold_times(fns, rep))["p50"]
+    start = time.perf_counter()
+    for fn in fns:
+        fn()
+    return 1e3 * (time.perf_counter() - start) / len(fns)
+
+
+@dataclass
+class Run:
+    out: Path
+    device: torch.device
+    rep: int
+    deadline: float
+    here: dict[str, str]
+    console: Console
+    copy_ms: float = 0.0  # a byte read and written
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, **values: Any) -> None:
+        """One row, on the disk at once."""
+        row = {**values, **self.here}
+        self.rows.append(row)
+        with self.out.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        found = f"{row['ms']:.4f} ms, {row['share']:.3f} of copy  " if "ms" in row else ""
+        self.console.print(
+            " ".join(str(row.get(name)) for name in COLUMNS[:7]), f"{found}{row.get('note', '')}", highlight=False,
+            markup=False,
+        )  # fmt: skip
+
+    def time(self, inputs: Inputs, which: str, fns: list[Callable[[], Any]], **key: Any) -> None:
+        """A row of a pass, whose share is that of what must move."""
+        ms = time_calls(fns, self.device, self.rep)
+        size = PASSES[which] * inputs.q.numel() * inputs.q.element_size()
+        self.add(**{**key, "pass": which}, ms=ms, share=self.copy_ms * size / ms)
+
+    def measure_copy(self, size: int) -> None:
+        x = torch.ones(size, dtype=BF16, device=self.device)
+        y = torch.empty_like(x)
+        self.copy_ms = time_calls([lambda: y.copy_(x)], self.device, self.rep) / (2 * x.numel() * x.element_size())

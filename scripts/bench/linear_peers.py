@@ -1,0 +1,292 @@
+"""Other libraries' linear attention, as ``scripts.bench linear`` times it where they can be imported.
+
+    PYTHONPATH=.:PEERS python -m scripts.bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
+
+fla (flash-linear-attention): causal, without positions and normalizer. flash_bla
+(flash-bidirectional-linear-attention): all tokens, without positions. Both take features, which are formed beforehand,
+in their own memory order: our times have the activation in them. diffusers: the attention of SANA-Video, its processor
+as it is, beside one of ours that is given the same module: "sana" from q, k, v to the heads' outputs, "sana-module"
+with norms and projections.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_md import Grid, linear_attention, preset
+from lrpe_md.reference import activate
+from lrpe_md.testing import LinearCase
+
+from .linear_measure import BF16, BIDIRECTIONAL, TURNS, Attend, Inputs, Run, make_inputs, make_pass, shrink
+from .measure import in_words
+
+ERROR = 1e-2  # of a peer, root mean square over that of the exact values: above it, it does not compute the same
+THREADS = 12
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Of one other library.
+
+    load: its function, or an ImportError. takes: which workloads it can do. prepare: the inputs as it wants them;
+    attend: on these; restore: its output as (B, H, N, D). compile: given the function's module and the inputs,
+    beforehand.
+    """
+
+    module: str
+    name: str
+    takes: Callable[[str, LinearCase], bool]
+    prepare: Callable[[Inputs], Inputs]
+    attend: Callable[[Any], Attend]
+    restore: Callable[[Tensor], Tensor] = lambda o: o
+    compile: Callable[[Any, Inputs], None] = lambda module, inputs: None
+
+    def load(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+def as_features(inputs: Inputs) -> Inputs:
+    q, k = (activate(x, inputs.case.act).to(x.dtype).contiguous() for x in (inputs.q, inputs.k))
+    return replace(inputs, q=q, k=k, v=inputs.v.contiguous(), do=inputs.do.contiguous())
+
+
+def tokens_first(inputs: Inputs) -> Inputs:
+    """(B, N, H, D)."""
+    ready = as_features(inputs)
+    q, k, v, do = (x.transpose(1, 2).contiguous() for x in (ready.q, ready.k, ready.v, ready.do))
+    return replace(ready, q=q, k=k, v=v, do=do)
+
+
+def causal(function: Any) -> Attend:
+    return lambda inputs, q, k, v, omega: function(q, k, v, scale=1.0, normalize=False)[0]
+
+
+def bidirectional(function: Any) -> Attend:
+    return lambda inputs, q, k, v, omega: function(q, k, v)
+
+
+def takes_causal(name: str, case: LinearCase) -> bool:
+    return case.map is None and case.mask == "causal" and case.normalizer == "none"
+
+
+def takes_bidirectional(name: str, case: LinearCase) -> bool:
+    return case.map is None and name in BIDIRECTIONAL
+
+
+def compile_bidirectional(module: Any, inputs: Inputs) -> None:
+    """All that its autotuner will try, in threads: one after the other they take minutes for each length.
+
+    What fails here the autotuner compiles itself.
+    """
+    length, width = inputs.q.shape[-2:]
+    rows, state = (length * width, width, 1), (width * width, width, 1)  # strides
+    sizes: dict[str, Any] = {"L": length, "DK": width, "DV": width, "grid": (1,)}
+    float32, half = torch.float32, inputs.q.dtype
+    calls = {
+        "fused_fwd_kernel_s_km": (half, half, float32, float32, *rows, *rows, *state, width, 1.0 / length),
+        "fused_fwd_kernel_o": (half, half, half, half, *rows, *rows, *state, width, 1e-6),
+    }
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, arguments in calls.items():
+            tuner: Any = getattr(module, name, None)
+            for config in getattr(tuner, "configs", ()):
+                pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())
+            if hasattr(tuner, "cache"):
+                tuner.cache.clear()  # its key is the length alone
+
+
+FLA = "fla.ops.linear_attn"
+FLASH_BLA = "flash_bla.ops.linear_attn.fused"
+PEERS = {
+    "fla fused_chunk": Peer(
+        FLA, "fused_chunk_linear_attn", takes_causal, tokens_first, causal, lambda o: o.transpose(1, 2)
+    ),
+    "fla chunk": Peer(FLA, "chunk_linear_attn", takes_causal, tokens_first, causal, lambda o: o.transpose(1, 2)),
+    "flash_bla": Peer(
+        FLASH_BLA, "linear_attention", takes_bidirectional, as_features, bidirectional, compile=compile_bidirectional
+    ),
+}
+
+
+def exact(inputs: Inputs) -> Tensor:
+    """The first two heads of the first sample in float64, without positions."""
+    q, k, v = (x[:1, :2].double() for x in (inputs.q, inputs.k, inputs.v))
+    return linear_attention(q, k, v, map=None, impl="reference", **inputs.options)
+
+
+def relative_error(o: Tensor, wanted: Tensor) -> float:
+    return ((o.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()).item()
+
+
+def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
+    """Forward and backward of a peer; what does not compute the same is not timed."""
+    peer = PEERS[impl]
+    function = peer.load()
+    plain = make_inputs(case, run.device)
+    turns = [peer.prepare(plain), *(peer.prepare(make_inputs(case, run.device)) for _ in range(TURNS - 1))]
+    peer.compile(importlib.import_module(peer.module), turns[0])
+    attend = peer.attend(function)
+    found = peer.restore(make_pass("forward", attend, turns[0])())
+    error = relative_error(found[:1, :2], exact(plain))
+    if not error <= ERROR:
+        run.add(**{**key, "pass": ""}, note=f"outside the budget: relative error {error:.2g}")
+        return
+    for which in ("forward", "backward"):
+        fns = [make_pass(which, attend, each) for each in turns]
+        run.time(plain, which, fns, **key, note=f"features formed beforehand; relative error {error:.2g}")
+
+
+# --- SANA-Video ------------------------------------------------------------------------------------------------------
+
+SANA = LinearCase(
+    map="rotate", shape=(21, 30, 52), prefix=0, batch=1, heads=(20, 20), head_dim=112, dtype=BF16
+)  # fmt: skip
+SANA_WORKLOADS = ("sana", "sana-module")
+STOCK = "diffusers"
+SANA_MODULE = "diffusers.models.transformers.transformer_sana_video"
+
+
+class LinearProcessor:
+    """What diffusers' ``SanaLinearAttnProcessor3_0`` computes, of the same module, by ``linear_attention``."""
+
+    def __init__(self, shape: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
+        wan = preset("wan", head_dim=head_dim)
+        self.omega, self.positions = wan.omega.to(device, torch.float32), Grid(shape)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        o = linear_attention(
+            q, k, v, map="rotate", omega=self.omega, positions=self.positions, act="relu", pairs="interleaved"
+        )  # fmt: skip
+        return attn.to_out[1](attn.to_out[0](o.transpose(1, 2).flatten(2)))
+
+
+class Core(nn.Module):
+    """An attention module without parameters: q, k and v (B, N, H·D) are given, the heads' outputs come back."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, processor: Any, rotary: Any) -> Tensor:
+        given: Any = SimpleNamespace(
+            heads=self.heads, norm_q=None, norm_k=None, to_q=lambda x: q, to_k=lambda x: k, to_v=lambda x: v,
+            to_out=(nn.Identity(), nn.Identity()),
+        )  # fmt: skip
+        return processor(given, q, rotary_emb=rotary)
+
+
+class Whole(nn.Module):
+    """SANA-Video's self-attention, norms and projections as its blocks have them by default."""
+
+    def __init__(self, sana: Any, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.attention = sana.Attention(
+            query_dim=heads * head_dim, heads=heads, dim_head=head_dim, kv_heads=heads, bias=False,
+            qk_norm="rms_norm_across_heads", cross_attention_dim=None, processor=sana.SanaLinearAttnProcessor3_0(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, processor: Any, rotary: Any) -> Tensor:
+        return processor(self.attention, x, rotary_emb=rotary)
+
+
+@dataclass
+class Block:
+    """One of the two workloads: a module, its inputs in turns, the positions of both sides."""
+
+    module: nn.Module
+    turns: list[tuple[Tensor, ...]]
+    processors: dict[str, Any]
+    rotary: tuple[Tensor, Tensor]
+    do: Tensor
+
+    def forward(self, impl: str, xs: tuple[Tensor, ...]) -> Tensor:
+        return self.module(*xs, self.processors[impl], self.rotary)
+
+    def widened(self) -> Block:
+        """In float32."""
+        turns = [tuple(x.float() for x in self.turns[0])]
+        return replace(self, module=deepcopy(self.module).float(), turns=turns)
+
+    def make_pass(self, impl: str, which: str, xs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        if which == "forward":
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return self.forward(impl, xs)
+
+            return forward
+        leaves = tuple(x.detach().requires_grad_() for x in xs)
+        o, wanted = self.forward(impl, leaves), [*leaves, *self.module.parameters()]
+        return lambda: torch.autograd.grad(o, wanted, self.do, retain_graph=True)
+
+
+def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> Block:
+    """ours: the name of our side."""
+    sana: Any = importlib.import_module(SANA_MODULE)
+    heads, head_dim, shape = case.heads[0], case.head_dim, case.shape
+    torch.manual_seed(0)
+    module = Core(heads) if name == "sana" else Whole(sana, heads, head_dim)
+    module = module.to(device, case.dtype)
+    num = 3 if name == "sana" else 1
+    size = (case.batch, shape[0] * shape[1] * shape[2], heads * head_dim)
+    turns = [tuple(torch.randn(size, device=device, dtype=case.dtype) for _ in range(num)) for _ in range(TURNS)]
+    rope = sana.WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)
+    rotary = rope(torch.empty(1, 16, shape[0], 2 * shape[1], 2 * shape[2]))
+    processors = {STOCK: sana.SanaLinearAttnProcessor3_0(), ours: LinearProcessor(shape, head_dim, device)}  # pyright: ignore
+    tables: Any = tuple(t.to(device) for t in rotary)
+    return Block(module, turns, processors, tables, torch.randn(size, device=device, dtype=case.dtype))
+
+
+def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None:
+    """Ours must be as near to the stock one in float32 as that is in bfloat16."""
+    case = replace(shrink(SANA), head_dim=24) if smoke else SANA
+    key = {
+        "workload": name, "map": "rotate", "act": "relu", "normalizer": "unrotated", "mask": "full", "impl": impl
+    }  # fmt: skip
+    block = make_block(name, ours, case, run.device)
+    with torch.no_grad():
+        wide = block.widened()
+        wanted = wide.forward(STOCK, wide.turns[0]).double()
+        del wide
+        errors = {each: relative_error(block.forward(each, block.turns[0]), wanted) for each in (STOCK, ours)}
+        del wanted
+    note = f"relative error {errors[impl]:.2g}, of the stock one {errors[STOCK]:.2g}"
+    if not errors[impl] <= 1.1 * errors[STOCK]:
+        run.add(**{**key, "pass": ""}, note=f"outside the budget: {note}")
+        return
+    inputs: Any = SimpleNamespace(q=block.do)
+    for which in ("forward", "backward"):
+        fns = [block.make_pass(impl, which, xs) for xs in block.turns]
+        run.time(inputs, which, fns, **key, note=note)
+
+
+def missing(impls: list[str]) -> dict[str, str]:
+    """Those of the peers that can't be imported, and why."""
+    found = {}
+    for impl in impls:
+        module = SANA_MODULE if impl == STOCK else PEERS[impl].module if impl in PEERS else None
+        try:
+            importlib.import_module(module or __name__)
+        except Exception as error:  # of its own imports, too
+            found[impl] = in_words(error)
+    return found

@@ -1,0 +1,203 @@
+"""The README's part on linear attention, and its plots, from CSVs of ``bench linear`` and ``bench linear-scaling``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..common.markdown import table
+from ..common.plots import OKABE_ITO, STYLE, plt
+from .training_report import where
+
+LINEAR, SCALING = "benchmark-linear.csv", "linear-scaling.csv"
+BARS, LINES = "performance-linear.png", "linear-scaling.png"
+OURS = "lrpe-md"
+PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
+MAPS = ("cosine", "rotate", "none")
+COLOURS = [OKABE_ITO[n] for n in ("blue", "green", "sky", "black", "orange", "vermilion", "purple", "grey")]
+LINE_COLOURS = [OKABE_ITO[n] for n in ("vermilion", "blue", "green", "orange", "sky", "black")]
+MEASURES = {"tokens_per_s": "tokens a second", "peak_gib": "peak memory, GiB"}
+
+
+def read(file: Path, key: list[str]) -> pd.DataFrame:
+    """The latest row of each measurement; of none where there is no file."""
+    if not file.exists():
+        return pd.DataFrame()
+    rows = pd.read_csv(file, dtype={"commit": str, "note": str, "map": str}, keep_default_na=False, na_values=[""])
+    return rows.fillna({"note": "", "commit": "unknown", "pass": ""}).drop_duplicates(key, keep="last")
+
+
+def read_linear(folder: Path) -> pd.DataFrame:
+    return read(folder / LINEAR, ["workload", "map", "pass", "impl"])
+
+
+def read_scaling(folder: Path) -> pd.DataFrame:
+    return read(folder / SCALING, ["backbone", "tokens", "attention", "map", "mode"])
+
+
+def label(impl: str, map: str) -> str:
+    """Others have no positions unless they are named."""
+    return impl if map == "none" and impl != OURS else f"{impl}, {'no positions' if map == 'none' else map}"
+
+
+def names(rows: Any) -> list[tuple[str, str]]:
+    """(impl, map), ours first."""
+    found = dict.fromkeys(zip(rows.impl, rows["map"], strict=True))
+    return sorted(found, key=lambda name: (name[0] != OURS, name[0], MAPS.index(name[1])))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def linear_table(rows: Any) -> str:
+    """A line for each implementation and map, a column for each workload: share of the copy, and milliseconds."""
+    measured: Any = rows[rows.ms.notna()] if len(rows) else rows
+    if not len(measured):
+        return ""
+    works = list(dict.fromkeys(measured.workload))
+    lines = [
+        "**Linear attention**: share of the copy's speed (4·BHND elements forward, 7·BHND backward), and milliseconds "
+        f"in brackets, L2 cold, medians, bfloat16. {where(measured)}.",
+        "",
+        f"![Linear attention: share of copy](scripts/results/{BARS})",
+        "",
+    ]
+    for which, title in PASSES.items():
+        part = measured[measured["pass"] == which]
+        if not len(part):
+            continue
+        shown = [work for work in works if (part.workload == work).any()]
+        found = []
+        for impl, map in names(part):
+            mine = part[(part.impl == impl) & (part["map"] == map)].set_index("workload")
+            cells = [f"{mine.share[work]:.2f} ({mine.ms[work]:.3f})" if work in mine.index else "" for work in shown]
+            text = label(impl, map)
+            found.append([f"**{text}**" if impl == OURS else text, *cells])
+        lines += table([title, *shown], found)
+    failed: Any = rows[rows.ms.isna() & (rows.note != "")]
+    lines += [f"* {r.impl}, {r.workload}, {r.map}: {r.note}" for r in failed.itertuples()]
+    return "\n".join(lines) + "\n"
+
+
+def scaling_table(rows: Any) -> str:
+    """A line for each backbone and number of tokens, a column for each attention."""
+    if not len(rows) or not rows.ms.notna().any():
+        return ""
+    kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
+    lines = [
+        "**Training steps by tokens**: thousand tokens a second, and peak memory in GiB (forward, backward and "
+        f"optimiser step of backbones of four blocks, 768 wide, bfloat16). {where(rows)}.",
+        "",
+        f"![Throughput and memory against tokens](scripts/results/{LINES})",
+        "",
+    ]
+    found = []
+    for name, tokens in dict.fromkeys(zip(rows.backbone, rows.tokens, strict=True)):
+        cells = []
+        for attention, map, mode in kinds:
+            of = rows[(rows.backbone == name) & (rows.tokens == tokens) & (rows.attention == attention)]
+            of = of[(of["map"] == map) & (of["mode"] == mode)]
+            cells.append("".join(scaling_cell(row) for row in of.itertuples()))
+        found.append([name, f"{tokens:,}", *cells])
+    several = len({mode for _, _, mode in kinds}) > 1
+    head = [f"{attention} {map}{f', {mode}' if several else ''}" for attention, map, mode in kinds]
+    return "\n".join([*lines, *table(["", "tokens", *head], found)])
+
+
+def scaling_cell(row: Any) -> str:
+    if row.ms != row.ms:
+        return row.note.split(":")[0]
+    text = f"{row.tokens_per_s / 1e3:,.0f}, {row.peak_gib:.1f}"
+    return f"{text} ({row.note})" if row.note else text
+
+
+def section(folder: Path) -> str:
+    """Both tables."""
+    return "\n".join(text for text in (linear_table(read_linear(folder)), scaling_table(read_scaling(folder))) if text)
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def save(figure: Any, axes: Any, path: Path) -> None:
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= {text: h for h, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
+    """Share of the copy: forward above, backward below, a group of bars for each workload; not the eager unfused."""
+    part: Any = rows[rows.share.notna() & rows["pass"].isin(["forward", "backward"])] if len(rows) else rows
+    part = part[part.impl != "unfused"] if len(part) else part
+    if not len(part):
+        return False
+    works, kinds = list(dict.fromkeys(part.workload)), names(part)
+    with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
+        figure, axes = plt.subplots(
+            2, 1, figsize=(2 + 1.3 * len(works), 7.2), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axis, which in zip(axes.flat, ("forward", "backward"), strict=True):
+            of = part[part["pass"] == which]
+            for i, work in enumerate(works):
+                here = of[of.workload == work].set_index(["impl", "map"]).share
+                shown = [kind for kind in kinds if kind in here.index]
+                for j, kind in enumerate(shown):
+                    place = i + 0.8 * ((j + 0.5) / len(shown) - 0.5)
+                    n = kinds.index(kind)
+                    axis.bar(
+                        place, here[kind], 0.8 / len(shown), label=label(*kind), color=COLOURS[n % len(COLOURS)],
+                        hatch="" if n < len(COLOURS) else "///", edgecolor="white", linewidth=0.4,
+                    )  # fmt: skip
+            axis.axhline(1, color="black", linestyle=":", linewidth=1)
+            axis.set_title(which, fontsize=10)
+            axis.set_ylabel("share of copy")
+        axes[-1, 0].set_xticks(range(len(works)), works, rotation=25, ha="right", fontsize=9)
+        axes[-1, 0].set_xlim(-0.5, len(works) - 0.5)
+        save(figure, axes, path)
+    return True
+
+
+def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
+    """Throughput above, memory below, a column for each backbone, both axes logarithmic."""
+    part: Any = rows[rows.ms.notna()] if len(rows) else rows
+    if not len(part):
+        return False
+    backbones = list(dict.fromkeys(part.backbone))
+    kinds = list(dict.fromkeys(zip(part.attention, part["map"], part["mode"], strict=True)))
+    several = len(set(part["mode"])) > 1
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            2, len(backbones), figsize=(1 + 3.6 * len(backbones), 6.4), sharex=True, sharey="row", squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for row, (measure, title) in zip(axes, MEASURES.items(), strict=True):
+            for axis, name in zip(row, backbones, strict=True):
+                for i, (attention, map, mode) in enumerate(kinds):
+                    of = part[(part.backbone == name) & (part.attention == attention) & (part["map"] == map)]
+                    of = of[of["mode"] == mode].sort_values("tokens")
+                    text = f"{attention} attention, {map}{f', {mode}' if several else ''}"
+                    colour, marker = LINE_COLOURS[i % len(LINE_COLOURS)], "osD^vP"[i % 6]
+                    axis.plot(of.tokens, of[measure], marker=marker, ms=4, label=text, color=colour)
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+            row[0].set_ylabel(title)
+        for axis, name in zip(axes[0], backbones, strict=True):
+            axis.set_title(name, fontsize=10)
+        for axis in axes[-1]:
+            axis.set_xlabel("tokens of a sample")
+        save(figure, axes, path)
+    return True
+
+
+def plots(folder: Path) -> list[Path]:
+    """Those that there is something for."""
+    drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
+        BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
+    }  # fmt: skip
+    return [folder / name for name, (plot, rows) in drawn.items() if plot(rows, folder / name)]

@@ -1,0 +1,84 @@
+"""The report of linear attention from made-up CSVs: tables and plots."""
+
+import itertools
+
+import pandas as pd
+import pytest
+from lrpe_md.scripts.bench import linear_measure, linear_report, linear_scaling, report
+from lrpe_md.scripts.bench.app import app
+from typer.testing import CliRunner
+
+HERE = {"gpu": "made up", "versions": "torch 0", "commit": "0123"}
+README = f"{report.BEGIN}\n{report.END}\n{report.BACKBONES[0]}\n{report.BACKBONES[1]}\n"
+
+
+def measured(workload, map, which, impl, share):
+    return {"workload": workload, "map": map, "pass": which, "impl": impl, "ms": 1 / share, "share": share, **HERE}
+
+
+def write_linear(folder):
+    works = [*(w for w in linear_measure.WORKLOADS if not w.endswith("-b2")), "sana", "sana-module"]
+    rows = []
+    for n, (work, which) in enumerate(itertools.product(works, ("forward", "backward"))):
+        rows += [measured(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
+                 for i, map in enumerate(("rotate", "cosine", "none"))]  # fmt: skip
+        rows += [measured(work, "none", which, impl, 0.2 - 0.005 * n) for impl in ("SDPA", "unfused", "fla chunk")]
+        rows.append(measured(work, "cosine", which, "unfused, compiled", 0.15))
+    rows.append({**measured("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
+    pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(folder / linear_report.LINEAR, index=False)
+
+
+def write_scaling(folder):
+    rows = []
+    for backbone, kind, tokens in itertools.product(
+        linear_scaling.BACKBONES, linear_scaling.ATTENTIONS.values(), linear_scaling.TOKENS
+    ):
+        attention, map = kind
+        ms = 20 + (tokens / 4096 if attention == "softmax" else 0) * 10
+        row = {"backbone": backbone, "tokens": tokens, "attention": attention, "map": map, "mode": "eager", **HERE}
+        numbers = {"ms": ms, "tokens_per_s": 65536e3 / ms, "peak_gib": 4 + tokens / 10000}
+        left_out = attention == "softmax" and tokens == 262144
+        rows.append({**row, **({"note": "left out: a step would take some 70 s"} if left_out else numbers)})
+    rows[3]["note"] = linear_scaling.RECOMPUTED
+    pd.DataFrame(rows, columns=linear_scaling.COLUMNS).to_csv(folder / linear_report.SCALING, index=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_linear(tmp_path)
+    write_scaling(tmp_path)
+    (tmp_path / "README.md").write_text(README)
+    return tmp_path
+
+
+def test_tables_and_plots(folder):
+    done = CliRunner().invoke(app, ["report", str(folder), "--readme", str(folder / "README.md")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    text = (folder / "README.md").read_text()
+    assert "| **lrpe-md, rotate** | 0.90 (1.111) |" in text
+    assert "| **lrpe-md, no positions** |" in text
+    assert "* diffusers, sana, rotate: no room" in text
+    assert "| vit | 256 | " in text
+    assert f"({linear_scaling.RECOMPUTED})" in text
+    assert "| vit | 262,144 | left out | " in text
+    for name in (linear_report.BARS, linear_report.LINES):
+        assert 10_000 < (folder / name).stat().st_size < 300_000
+        assert f"scripts/results/{name}" in text
+    assert "made up, torch 0, commit 0123" in text
+
+
+def test_the_last_row_of_a_measurement_counts(tmp_path):
+    rows = [measured("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
+    pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(tmp_path / linear_report.LINEAR, index=False)
+    text = linear_report.section(tmp_path)
+    assert "0.70 (" in text
+    assert "0.50 (" not in text
+
+
+def test_nothing_measured_is_nothing(tmp_path):
+    assert linear_report.section(tmp_path) == ""
+    assert linear_report.plots(tmp_path) == []
+
+
+def test_other_benchmarks_are_read_without_it(folder):
+    assert not len(report.read(folder))
