@@ -32,21 +32,21 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 4,096 elements, 8,192, 16,384, more. How they were found: docs/tuning.md.
-_16, _16_DEEP, _32, _32_DEEP = LinearTile(16, 4, 3), LinearTile(16, 4, 4), LinearTile(32, 4, 3), LinearTile(32, 4, 4)
-_64, _32_WIDE, _64_WIDE = LinearTile(64, 4, 3), LinearTile(32, 8, 3), LinearTile(64, 8, 3)
+# 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
+_16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
+_32_FREE, _64 = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
+_32_WIDE, _64_WIDE = LinearTile(32, 8, 3), LinearTile(64, 8, 3)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), LinearTile(16, 4, 4, 128), LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.BACKWARD: (
-        LinearTile(16, 4, 4, 128), LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)
-    ),
-    LinearPass.STATE: (_32, _64, _32, _64_WIDE),
+    LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), _16_DEEP, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
+    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)),
+    LinearPass.STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
-    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32, _32_WIDE),
-    LinearPass.QUERY_STATE: (_32, _64, _32, _64_WIDE),
-    LinearPass.KEYS: (_16, _32_DEEP, _32_WIDE, _32_WIDE),
+    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
+    LinearPass.QUERY_STATE: (_32, _64, _32_FREE, _64_WIDE),
+    LinearPass.KEYS: (_16, LinearTile(32, 4, 4), _32_WIDE, _32_WIDE),
     LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_QUERIES: (_64, _32, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
-    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), _16, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_QUERIES: (_64, _32_FREE, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
 }  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
 LARGEST = 2 * 32768  # bytes of a state as operands
