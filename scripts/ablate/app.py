@@ -8,6 +8,7 @@
     CUDA_VISIBLE_DEVICES=1 python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
     python -m scripts.ablate run video bbb.mp4 vtest.avi --out runs/ablate-video
     python -m scripts.ablate run diffusion emoji64.zip --set without=variation -e rotate -e cosine --attention linear
+    python -m scripts.ablate run diffusion emoji64.zip --set seconds=10 --set size=64 -e softmax/rotate -e linear/rotate
     python -m scripts.ablate run lm TEXT                                   text, evaluated far beyond the trained length
     python -m scripts.ablate report image --folder runs/ablate-image --baseline rotate
 
@@ -42,7 +43,7 @@ def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[list[str] | None, typer.Argument(help="The training's --data; for video one or more.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one goes on. [runs/ablate-TASK]")] = None,
-    encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only this; may be repeated.")] = None,
+    encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only it, or ATTENTION/it.")] = None,
     attention: Annotated[list[str] | None, typer.Option(help="Only softmax or only linear; may be repeated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Trainings of each, seeds 0, 1, .. [3; full: 5]")] = None,
     given: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the training; repeatable.")] = None,
@@ -94,10 +95,17 @@ def run(
 
 def compared(task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool) -> dict[str, list[str]]:
     """Encodings by attention."""
-    kinds = choose("--attention", attention or task.compared, task.config.backbone.attentions)
-    named = choose("--encoding", encoding or [], task.encodings)
-    everything = list(task.full.encodings) if full and task.full else []
-    return {kind: named or everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
+    known = task.config.backbone.attentions
+    pairs = [each.rpartition("/") for each in encoding or []]
+    choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
+    choose("--encoding", [name for *_, name in pairs], task.encodings)
+    alone = pairs and all(slash for _, slash, _ in pairs)
+    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if alone else task.compared), known)
+    if not pairs:
+        everything = list(task.full.encodings) if full and task.full else []
+        return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
+    named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
+    return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
 def training_of(task: Task, given: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:

@@ -95,11 +95,24 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
              cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
         )  # fmt: skip
+    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings of equal time
+        for more, name in zip(rows, ranking, strict=True):
+            of = groups.get_group(name)
+            least, most = of.counted_seconds.min(), of.counted_seconds.max()
+            more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
     head = [
         *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
         "s a training",
     ]  # fmt: skip
+    head += ["steps", "s that count"] if rows and len(rows[0]) > len(head) else []
     return table(head, rows, len(KEYS))
+
+
+def how_long(training: dict[str, Any]) -> str:
+    seconds = training.get("seconds")
+    return f"As many steps as {seconds:g} s take, the first ones not counted," if seconds else (
+        f"{training['steps']:,} steps"
+    )  # fmt: skip
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
@@ -118,7 +131,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
-        f"{training['steps']:,} steps of {training['batch']}, {precision}{', compiled' * training['compile']}. "
+        f"{how_long(training)} of {training['batch']}, {precision}{', compiled' * training['compile']}. "
         "Other sizes were never seen in training.",
         "",
     ]

@@ -269,6 +269,7 @@ def train(comparison: Comparison, file: Path, job: tuple[str, str, int], progres
 
 COLUMNS = (
     "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
+    "steps", "counted_seconds",
 )  # fmt: skip
 
 

@@ -1,13 +1,16 @@
-"""Which tiles are fastest on this GPU? Prints the table ``TILES`` of lrpe_md/engine/plan.py.
+"""Which tiles are fastest on this GPU? Prints the tables ``TILES`` of lrpe_md/engine/plan.py and linear_plan.py.
 
     python -m scripts.bench tune                                    every row, as plan.py writes it
     python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
+    python -m scripts.bench tune --only "linear keys" --only "linear queries"
     python -m scripts.bench tune --check                            is each tile of the table within 3% of the best?
 
 A row is the bytes of an element, a map and a pass; its tiles are for up to 16, up to 64 and more channels. Those up to
 64 are tried on grids of 14×14 and 64×64 tokens with head_dim 64, those for more on 21×30×52 with 128, those up to 16 on
 64×64 with head_dim 72 and 80, whose channels go in blocks; each with frequencies that heads share and with those of
-each head. Times are medians on the GPU's clock with a cold L2 cache, as those of the other benchmarks.
+each head. A row of linear attention ("linear ..") is a pass, its tiles are for four sizes of state: they are timed
+within the whole forward or backward, on vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times
+are medians on the GPU's clock with a cold L2 cache, as those of the other benchmarks.
 
 A tile's score is its time over that of the fastest tile, on the problem where that is most. The best tile has the
 lowest score: first among shapes with the registers and stages that the table has; then the three best with others of
@@ -30,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import typer
@@ -39,12 +42,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lrpe_md.engine.call import remembered
+from lrpe_md.engine.linear_plan import LinearTile
 from lrpe_md.engine.plan import TILES, Pass, Tile
 from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
 
 from ..common.devices import gpu_name
 from ..common.provenance import git_commit, versions
-from .measure import TURNS, OutOfTime, cold_times, in_words, large_inputs, make_pass, quantiles
+from . import linear_tune
+from .linear_tune import LinearPlace
+from .measure import TURNS, OutOfTime, cold_times, in_words, make_pass, quantiles
+from .peers import large_inputs
 
 WIDTHS = ("up to 16", "up to 64", "more")  # channels: what a row of TILES has a tile for
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
@@ -53,7 +60,8 @@ MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DOMEGA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 WITHIN = 1.03  # of the best: what --check allows
 FINALISTS = 3
-KEY = ("row", "channels", *Tile._fields, "problem", "round")
+FIELDS = dict.fromkeys((*Tile._fields, *LinearTile._fields))
+KEY = ("row", "channels", *FIELDS, "problem", "round")
 COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "triton", "commit", "date")
 
 
@@ -69,7 +77,12 @@ class Place(NamedTuple):
         return f"{itemsize} {map} {stage.value}{' activated' if activated else ''}"
 
     def __str__(self) -> str:
-        return f"{self.row}, {WIDTHS[self.width]}"
+        return f"{self.row}, {self.name}"
+
+    @property
+    def name(self) -> str:
+        """Of the width."""
+        return WIDTHS[self.width]
 
     @property
     def stage(self) -> Pass:
@@ -96,43 +109,60 @@ class Place(NamedTuple):
         options: dict[str, Any] = {"act": self.act, "dtype": DTYPES[self.key[0]]}
         return work.case(self.key[1], per_head=per_head, **options)
 
+    def shapes(self) -> list[Tile]:
+        """Rows, elements and warps, with the registers and stages of the table's tile."""
+        found = []
+        most = 64 if self.key[0] == 2 else 16  # elements of all rows that a thread holds
+        for rows in (1, 2, 4):
+            for elements in (128, 256, 512, 1024, 2048):
+                for num_warps in (1, 2, 4):
+                    held = elements // (32 * num_warps)
+                    if 4 <= held <= 16 and 8 <= rows * held <= most:
+                        found.append(self.tile._replace(rows=rows, elements=elements, num_warps=num_warps))
+        return found
+
+    def refinements(self, tile: Tile) -> list[Tile]:
+        """The same shape with other registers and stages, or with the rows asked for first."""
+        if self.stage is not Pass.DOMEGA:
+            return [tile._replace(rows_first=not tile.rows_first)]
+        options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
+        found = [tile._replace(max_registers=registers, stages=stages) for registers, stages in options]
+        return [other for other in found if other != tile]
+
+    @contextmanager
+    def in_table(self, tile: Tile) -> Iterator[None]:
+        """The table with this tile in its place, and nothing for other widths: a call that reads those fails."""
+        kept = TILES[self.key]
+        tiles: list[Any] = [None] * len(kept)
+        tiles[self.width] = tile
+        try:
+            TILES[self.key] = tuple(tiles)
+            remembered.clear()  # what was cut by another table
+            yield
+        finally:
+            TILES[self.key] = kept
+            remembered.clear()
+
+    def passes(self, inputs: Sequence[Inputs], impl: str = "triton") -> list[Callable[[], Any]]:
+        return [make_pass(MODES[self.stage], bind(each, impl), each) for each in inputs]
+
+    def inputs(self, case: Case, device: torch.device) -> Inputs:
+        return large_inputs(case, device)
+
 
 def shrink(work: Workload) -> Workload:
     return replace(work, batch=1, heads=2, shape=tuple(min(n, 4) for n in work.shape), prefix=min(work.prefix, 1))
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
-
-
-def shapes(place: Place) -> list[Tile]:
-    """Rows, elements and warps, with the registers and stages of the table's tile."""
-    found = []
-    most = 64 if place.key[0] == 2 else 16  # elements of all rows that a thread holds
-    for rows in (1, 2, 4):
-        for elements in (128, 256, 512, 1024, 2048):
-            for num_warps in (1, 2, 4):
-                held = elements // (32 * num_warps)
-                if 4 <= held <= 16 and 8 <= rows * held <= most:
-                    found.append(place.tile._replace(rows=rows, elements=elements, num_warps=num_warps))
-    return found
-
-
-def refinements(place: Place, tile: Tile) -> list[Tile]:
-    """The same shape with other registers and stages, or with the rows asked for first."""
-    if place.stage is not Pass.DOMEGA:
-        return [tile._replace(rows_first=not tile.rows_first)]
-    options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
-    found = [tile._replace(max_registers=registers, stages=stages) for registers, stages in options]
-    return [other for other in found if other != tile]
-
-
 # --- which is best ---------------------------------------------------------------------------------------------------
 
-Times = dict[Tile, dict[str, float]]  # milliseconds by problem; infinite where it can't run
-Measure = Callable[[Tile, str], float]
+AnyPlace: TypeAlias = Place | LinearPlace
+AnyTile: TypeAlias = Tile | LinearTile
+Times: TypeAlias = dict[Any, dict[str, float]]  # of a tile, milliseconds by problem; infinite where it can't run
+Measure = Callable[[Any, str], float]
 
 
-def scores(times: Times) -> dict[Tile, float]:
+def scores(times: Times) -> dict[Any, float]:
     """Of each tile, lowest first: the time over the fastest, where that is most."""
     problems = next(iter(times.values())).keys()
     fastest = {p: min(each[p] for each in times.values()) for p in problems}
@@ -144,8 +174,8 @@ def scores(times: Times) -> dict[Tile, float]:
 
 
 class Found(NamedTuple):
-    place: Place
-    best: Tile
+    place: AnyPlace
+    best: AnyTile
     score: float
     table_score: float  # of the tile that the table has
 
@@ -156,21 +186,21 @@ class Found(NamedTuple):
 
 
 def search(
-    place: Place, measure: Measure, rounds: int, prepare: Callable[[list[Tile]], Any] = lambda tiles: None
+    place: Any, measure: Measure, rounds: int, prepare: Callable[[list[Any]], Any] = lambda tiles: None
 ) -> Found:
     """The best tile. prepare: told what will be measured next."""
     problems, times = list(place.cases()), {}
 
-    def attempt(tiles: Iterable[Tile]) -> None:
+    def attempt(tiles: Iterable[AnyTile]) -> None:
         new = [tile for tile in dict.fromkeys(tiles) if tile not in times]
         prepare(new)
         for tile in new:
             times[tile] = {problem: measure(tile, problem) for problem in problems}
 
-    attempt([place.tile, *shapes(place)])
-    attempt(other for tile in list(scores(times))[:FINALISTS] for other in refinements(place, tile))
+    attempt([place.tile, *place.shapes()])
+    attempt(other for tile in list(scores(times))[:FINALISTS] for other in place.refinements(tile))
     finalists = dict.fromkeys([*list(scores(times))[:FINALISTS], place.tile])
-    again: dict[Tile, dict[str, list[float]]] = {tile: {p: [] for p in problems} for tile in finalists}
+    again: dict[Any, dict[str, list[float]]] = {tile: {p: [] for p in problems} for tile in finalists}
     for _ in range(rounds):
         for tile, problem in ((t, p) for p in problems for t in finalists):
             again[tile][problem].append(measure(tile, problem))
@@ -182,30 +212,11 @@ def search(
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def in_table(place: Place, tile: Tile) -> Iterator[None]:
-    """The table with this tile in its place, and nothing for other widths: a call that reads those fails."""
-    kept = TILES[place.key]
-    tiles: list[Any] = [None] * len(kept)
-    tiles[place.width] = tile
-    try:
-        TILES[place.key] = tuple(tiles)
-        remembered.clear()  # what was cut by another table
-        yield
-    finally:
-        TILES[place.key] = kept
-        remembered.clear()
-
-
-def passes(place: Place, inputs: Sequence[Inputs], impl: str = "triton") -> list[Callable[[], Any]]:
-    return [make_pass(MODES[place.stage], bind(each, impl), each) for each in inputs]
-
-
-def compile_small(place: Place, tile: Tile) -> None:
+def compile_small(place: Any, tile: Any) -> None:
     """In a process of its own: the compiler's cache has the kernels when they are to be timed."""
     for case in place.cases(small=True).values():
-        with in_table(place, tile):
-            passes(place, [large_inputs(case, torch.device("cuda"))])[0]()
+        with place.in_table(tile):
+            place.passes([place.inputs(case, torch.device("cuda"))])[0]()
     torch.cuda.synchronize()
 
 
@@ -219,18 +230,18 @@ class Session:
     deadline: float
     here: dict[str, Any]
     pool: ProcessPoolExecutor | None = None
-    inputs: dict[str, list[Inputs]] = field(default_factory=dict)  # of the place that is measured
+    inputs: dict[str, list[Any]] = field(default_factory=dict)  # of the place that is measured
 
     def __post_init__(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.out.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
 
-    def measure(self, place: Place, counted: dict[tuple[Tile, str], int], tile: Tile, problem: str) -> float:
+    def measure(self, place: Any, counted: dict[tuple[AnyTile, str], int], tile: Any, problem: str) -> float:
         """Milliseconds, the median; infinite where the tile can't be compiled or launched."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
-        row = {"row": place.row, "channels": WIDTHS[place.width], **tile._asdict(), "problem": problem}
+        row = {"row": place.row, "channels": place.name, **tile._asdict(), "problem": problem}
         row["round"] = counted[tile, problem] = counted.get((tile, problem), -1) + 1
         try:
             found = quantiles(self.time(place, tile, problem))
@@ -240,14 +251,14 @@ class Session:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})
         return found["p50"]
 
-    def time(self, place: Place, tile: Tile, problem: str) -> list[float]:
+    def time(self, place: Any, tile: Any, problem: str) -> list[float]:
         if problem not in self.inputs:
             case = place.cases()[problem]
-            self.inputs[problem] = [large_inputs(case, self.device) for _ in range(TURNS)]
-        with in_table(place, tile):
-            return cold_times(passes(place, self.inputs[problem]), self.rep)
+            self.inputs[problem] = [place.inputs(case, self.device) for _ in range(TURNS)]
+        with place.in_table(tile):
+            return cold_times(place.passes(self.inputs[problem]), self.rep)
 
-    def compile(self, place: Place, tiles: list[Tile]) -> None:
+    def compile(self, place: AnyPlace, tiles: list[AnyTile]) -> None:
         """All at once, before any is timed."""
         if self.pool is None:
             return
@@ -256,7 +267,7 @@ class Session:
         for job in [self.pool.submit(compile_small, place, tile) for tile in tiles]:
             job.exception()  # what fails here fails when it is timed, and is told there
 
-    def tune(self, place: Place, rounds: int) -> Found:
+    def tune(self, place: AnyPlace, rounds: int) -> Found:
         self.inputs.clear()
         torch.cuda.empty_cache()
         return search(place, partial(self.measure, place, {}), rounds, partial(self.compile, place))
@@ -265,15 +276,15 @@ class Session:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def write_tile(tile: Tile) -> str:
+def write_tile(tile: AnyTile) -> str:
     """As plan.py writes it: what is at its default is left out, and what follows is named."""
-    defaults, given, named = Tile._field_defaults, [], False
+    defaults, given, named = tile._field_defaults, [], False
     for name, value in tile._asdict().items():
         if name in defaults and value == defaults[name]:
             named = True
         else:
             given.append(f"{name}={value!r}" if named else repr(value))
-    return f"Tile({', '.join(given)})"
+    return f"{type(tile).__name__}({', '.join(given)})"
 
 
 def write_key(key: tuple[int, Any, Pass, bool]) -> str:
@@ -292,21 +303,36 @@ def write_table(tiles: dict[tuple[int, Any, Pass, bool], tuple[Tile, ...]]) -> s
     return "\n".join([*lines, "}  # fmt: skip"])
 
 
+def write_tables(found: list[Found]) -> list[str]:
+    """Those that a tile was looked for in, with the best ones."""
+    encode: Any = {key: list(row) for key, row in TILES.items()}
+    linear: Any = {stage: list(row) for stage, row in linear_tune.TILES.items()}
+    for place, best, *_ in found:
+        if isinstance(place, LinearPlace):
+            linear[place.stage][place.width] = best
+        else:
+            encode[place.key][place.width] = best
+    which = {isinstance(each.place, LinearPlace) for each in found}
+    texts = [] if which == {True} else [write_table(encode)]
+    return texts + [linear_tune.write_table(linear, write_tile)] * (True in which)
+
+
 def summarise(found: list[Found]) -> Table:
     table = Table("row", "channels", "table", "best", "table over best", box=None)
     for each in found:
         text = f"{each.ratio:.3f}" + ("" if each.ratio <= WITHIN else " !")
         place = each.place
-        table.add_row(place.row, WIDTHS[place.width], write_tile(place.tile), write_tile(each.best), text)
+        table.add_row(place.row, place.name, write_tile(place.tile), write_tile(each.best), text)
     return table
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def choose_places(only: Sequence[str]) -> list[Place]:
+def choose_places(only: Sequence[str]) -> list[AnyPlace]:
     """Those whose name contains one of the texts; all where there is none."""
-    places = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
+    places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
+    places += linear_tune.choose_places()
     for text in only:
         if not any(text in str(place) for place in places):
             known = "; ".join(dict.fromkeys(place.row for place in places))
@@ -369,10 +395,8 @@ def finish(console: Console, found: list[Found], wanted: int, check: bool, out: 
     """Print what was found; fail where a check does."""
     console.print(summarise(found))
     if not check:
-        table = {key: list(row) for key, row in TILES.items()}
-        for each in found:
-            table[each.place.key][each.place.width] = each.best
-        console.print(write_table({k: tuple(v) for k, v in table.items()}), highlight=False, markup=False)
+        for text in write_tables(found):
+            console.print(text, highlight=False, markup=False)
     console.print(f"every time is in {out}", highlight=False)
     slow = [each for each in found if each.ratio > WITHIN]
     if check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
@@ -80,6 +80,10 @@ class Training:
     backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
     out: Path = field(metadata=describe("Folder; a run in it is gone on with.", free=True))
     steps: int = option(1000, "Steps of the optimiser.", least=1)
+    seconds: float = option(
+        0.0, "Train for so many instead of --steps: a tenth of them tells how many steps that is; 0: --steps.", least=0,
+        off=True,
+    )  # fmt: skip
     batch: int = option(64, "Samples a step, over all processes and micro-batches.", least=1)
     accumulate: int = option(1, "Micro-batches a step.", least=1)
     opt: str = option("adamw", "One of timm's optimisers.")
@@ -118,6 +122,10 @@ class Training:
         return Schedule(
             length=max(self.steps, 2), warmup=min(self.warmup, self.steps - 1), start=self.lr / (self.warmup + 1)
         )
+
+    def schedule_of(self, steps: int) -> Schedule:
+        """The same, stretched to another number of steps."""
+        return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).schedule()
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Of timm's ``create_optimizer_v2``, beside optimiser, rate and decay."""

@@ -10,6 +10,9 @@ generator's history, so a checkpoint holds weights, optimiser with its learning 
 killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
 repeat themselves). Checkpoints are written aside and renamed.
 
+**A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
+how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many.
+
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
 whole tensors, whatever the number of processes.
@@ -57,7 +60,8 @@ from ..common.folder import flat, save_whole
 from .config import Training
 from .order import Steps, derive_seed, divide, prepare_ahead
 
-FORMAT = 2
+FORMAT = 3
+STARTING, EVERY = 10, 5  # steps that are not timed, and between two looks at the clock, to plan for --seconds
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -118,6 +122,8 @@ class Trainer:
         self.since = 0
         self.pace: list[float] = []  # seconds a step, between two logs of this process
         self.clock: tuple[int, float] | None = None
+        self.last = None if config.seconds else config.steps  # step; None: not yet known
+        self.counted: tuple[int, float] | None = None  # step and time from which on --seconds count
         state = self._read()
         self.raw = model.to(accelerator.device)
         # Before FSDP2, whose modules can't be copied.
@@ -153,7 +159,7 @@ class Trainer:
         loss: Callable[[nn.Module, Any], Tensor],
         validate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """Train up to ``config.steps``.
+        """Train up to ``config.steps``, or for ``config.seconds``.
 
         Args:
             steps: which samples a step has, see :mod:`.order`.
@@ -162,7 +168,7 @@ class Trainer:
             validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
         """
         config, accelerator = self.config, self.accelerator
-        if self.step >= config.steps:
+        if self.last is not None and self.step >= self.last:
             return
         if accelerator.log_with:
             accelerator.init_trackers("tensorboard")
@@ -173,10 +179,13 @@ class Trainer:
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
         hidden = not (accelerator.is_main_process and config.progress)
         with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
-            bar = progress.add_task("steps", total=config.steps, completed=self.step, loss="")
-            while self.step < config.steps:
+            bar = progress.add_task("steps", total=self.last, completed=self.step, loss="")
+            first = self.step
+            while self.last is None or self.step < self.last:
                 self.total += self._advance(stream, loss)
-                progress.advance(bar)
+                if self.last is None:
+                    self._plan(self.step - first)
+                progress.update(bar, advance=1, total=self.last)
                 check = validate if self._due(config.validate_every) else None
                 if check or self._due(config.log_every):
                     progress.update(bar, loss=f"{self._log(check):.4f}")
@@ -187,7 +196,40 @@ class Trainer:
             tracker.finish()
 
     def _due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self.config.steps)
+        return every > 0 and (self.step % every == 0 or self.step == self.last)
+
+    def _now(self) -> float:
+        """Seconds, when the device is done."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
+        return time.perf_counter()
+
+    def _plan(self, done: int) -> None:
+        """Find the last step, ``config.seconds`` behind the first steps, and stretch the schedule to it.
+
+        done: steps of this process.
+        """
+        if done == STARTING:
+            self.counted = self.step, self._now()
+        if self.counted is None or done == STARTING or (done - STARTING) % EVERY:
+            return
+        begun, since = self.counted
+        found = torch.tensor(self._now() - since, dtype=torch.float64, device=self.accelerator.device)
+        mean: Any = self.accelerator.reduce(found, "mean")  # one plan for all processes
+        elapsed = mean.item()
+        if elapsed >= self.config.seconds / 10:
+            pace = elapsed / (self.step - begun)
+            self._end_at(self.step + max(1, round((self.config.seconds - elapsed) / pace)))
+
+    def _end_at(self, step: int) -> None:
+        self.last = step
+        self.schedule = self.config.schedule_of(step)
+        self.scheduler = self.schedule.build(self.inner)
+        self.scheduler.step_update(self.step + self.schedule.offset)
+
+    def counted_seconds(self) -> float | None:
+        """Those of ``config.seconds`` that are over in this process."""
+        return None if self.counted is None else self._now() - self.counted[1]
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
         config, accelerator = self.config, self.accelerator
@@ -258,6 +300,7 @@ class Trainer:
             "format": FORMAT,
             "settings": self.settings,
             "step": self.step,
+            "last": self.last,
             "losses": (self._total(), self.since),
             "history": self.history,
             "model": get_model_state_dict(self.raw, options=WHOLE),
@@ -310,6 +353,8 @@ class Trainer:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.history = state["step"], state["history"]
+        if state["last"] is not None and self.config.seconds:
+            self._end_at(state["last"])
         total, self.since = state["losses"]
         self.total.fill_(total)
 

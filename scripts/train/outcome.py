@@ -21,11 +21,14 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
     """Call ``fit``; what the results of all scripts say of the model, the training and the machine."""
     since, first = time.perf_counter(), trainer.step
     fit()
+    counted = trainer.counted_seconds()
     seconds, accelerator = time.perf_counter() - since, trainer.accelerator
     return {
         "loss": trainer.history[-1]["loss"], "loss_rise": largest_rise([row["loss"] for row in trainer.history]),
         "params": sum(p.numel() for p in trainer.raw.parameters()),
-        "train_steps_timed": trainer.config.steps - first, "train_seconds": round(seconds, 1), **trainer.cost(),
+        "steps": trainer.step, "train_steps_timed": trainer.step - first,
+        "counted_seconds": None if counted is None else round(counted, 2),
+        "train_seconds": round(seconds, 1), **trainer.cost(),
         "processes": accelerator.num_processes, "gpu": gpu_name(accelerator.device), "commit": git_commit() or None,
         **versions("torch", "timm", "accelerate"),
     }  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import typer
 from lrpe_md.scripts.ablate import app as ablate_driver
 from lrpe_md.scripts.ablate import report as ablate_report
 from lrpe_md.scripts.ablate import report_sizes
@@ -292,3 +293,33 @@ def test_the_readme_is_filled_in(tmp_path, monkeypatch):
     assert "the details" not in filled
     assert "ablate-image/table.md)" in filled
     assert filled.count("No results yet") == len(README) - 1
+
+
+def test_trainings_of_equal_time(images, tmp_path):
+    """Pairs of attention and encoding; the report says how many steps each took."""
+    out = tmp_path / "out"
+    pairs = ["-e", "softmax/rotate", "-e", "linear/rotate", "-e", "linear/cosine-relu"]
+    options = ["--set", "seconds=0.2", "--seeds", "1", "--device", "cpu", "--workers", "1", *TINY]
+    done = invoke("run", "image", str(images), "--out", str(out), "--smoke", *pairs, *options)
+    assert done.exit_code == 0, done.output
+    results = pd.read_csv(out / "results.csv")
+    assert set(zip(results.attention, results.encoding, strict=True)) == {
+        ("softmax", "rotate"), ("linear", "rotate"), ("linear", "cosine-relu")
+    }  # fmt: skip
+    assert (results.steps > 10).all()
+    assert (results.counted_seconds > 0.05).all()
+    text = (out / "table.md").read_text()
+    assert "As many steps as 0.2 s take" in text
+    assert "| steps | s that count |" in text
+
+
+def test_attention_of_single_encodings():
+    compared = ablate_driver.compared
+    image = TASKS["image"]
+    assert compared(image, ["rotate", "linear/cosine"], None, False) == {
+        "softmax": ["rotate"], "linear": ["rotate", "cosine"]
+    }  # fmt: skip
+    assert compared(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
+    for wrong in ("linaer/rotate", "linear/rotat"):
+        with pytest.raises(typer.BadParameter, match="unknown"):
+            compared(image, [wrong], None, False)

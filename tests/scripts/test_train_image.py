@@ -16,6 +16,7 @@ import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
+from lrpe_md.scripts.train.data.captions import load_classes
 from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.tasks import image as train_image
@@ -548,3 +549,39 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     torch.save(state, tmp_path / "run" / "checkpoint.pt")
     with pytest.raises(typer.BadParameter, match="damaged"):
         start_from(built(), tmp_path / "run")
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Images with a table of two classes, some of which are left out."""
+    folder = tmp_path / "table"
+    folder.mkdir()
+    rows = []
+    for i in range(40):
+        Image.new("RGB", (8, 8), (250 * (i % 2), 0, 0)).save(folder / f"{i}.png")
+        row = {"file_name": f"{i}.png", "text": f"{i}", "kind": ("dark", "red")[i % 2], "odd": i > 35}
+        rows.append(json.dumps(row))
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def test_a_field_of_a_table_is_the_class(table):
+    data = load_classes(table, 8, label="kind", without="odd")
+    assert data.num_classes == 2
+    assert len(data.train) + len(data.test) == 36
+    assert 0 < len(data.test) < 18
+    for part in (data.train, data.test):
+        assert ((part.images[:, 0, 4, 4] > 100) == (part.labels == 1)).all()
+    assert load_classes(table, 8, label="kind", without="odd").digest == data.digest
+    with pytest.raises(typer.BadParameter, match="expected file_name and colour"):
+        load_classes(table, 8, label="colour")
+
+
+def test_training_on_a_table(table, tmp_path):
+    sizes = {"size": 8, "test_sizes": "", "patch": 4, "dim": 24, "depth": 1, "heads": 2, "batch": 8, "steps": 2}
+    result = train_image.run(
+        ImageTraining(out=tmp_path / "out", data=table, label="kind", device="cpu", tensorboard=False, **sizes)
+    )  # fmt: skip
+    assert (result["chance"], result["train_images"] + result["test_images"]) == (50, 40)
+    with pytest.raises(typer.BadParameter, match="--label"):
+        ImageTraining(out=tmp_path / "out", data=table, without="odd")

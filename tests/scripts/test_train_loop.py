@@ -71,6 +71,47 @@ def same(a: Trainer, b: Trainer) -> None:
     assert a.history == b.history
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """0.25 s a step, whatever the machine."""
+    now = [0.0]
+
+    def stepped(self, *args, advance=Trainer._advance):
+        now[0] += 0.25
+        return advance(self, *args)
+
+    monkeypatch.setattr(Trainer, "_advance", stepped)
+    monkeypatch.setattr(Trainer, "_now", lambda self: now[0])
+    return now
+
+
+def test_a_number_of_seconds_is_as_many_steps(tmp_path, clock):
+    """Those behind the first steps; the schedule is that of a run of as many steps, and ends where the run does."""
+    timed = toy_train(Training(out=tmp_path / "timed", **{**TOY, "seconds": 10.0, "log_every": 1}))
+    assert timed.step == loop.STARTING + 40
+    assert timed.counted_seconds() == pytest.approx(10)
+    plain = Training(out=tmp_path / "plain", **{**TOY, "steps": timed.step, "log_every": 1})
+    rates = [[row["lr"] for row in trainer.history] for trainer in (timed, toy_train(plain))]
+    planned = loop.STARTING + loop.EVERY
+    assert rates[0][planned:] == pytest.approx(rates[1][planned:])
+    assert rates[0][-1] < 1e-4 < rates[0][planned]
+
+
+def test_a_slow_step_is_planned_for_too(tmp_path, clock):
+    timed = toy_train(Training(out=tmp_path, **{**TOY, "seconds": 0.5}))
+    assert timed.step == loop.STARTING + loop.EVERY + 1
+
+
+def test_a_plan_is_kept_by_the_checkpoint(tmp_path, clock):
+    options = {**TOY, "seconds": 10.0, "accumulate": 1}
+    whole = toy_train(Training(out=tmp_path / "whole", **options))
+    config = Training(out=tmp_path / "cut", **options)
+    with pytest.raises(Killed):
+        toy_train(config, partial(toy_batch, kill_at=31, counter=[]))
+    clock[0] += 100  # the time between does not count
+    same(whole, toy_train(config))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(tmp_path, workers):
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))

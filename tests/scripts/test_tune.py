@@ -5,14 +5,18 @@ import math
 import pandas as pd
 import pytest
 import torch
-from lrpe_md.scripts.bench import tune
+from lrpe_md.scripts.bench import linear_tune, tune
 from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.linear_tune import LinearPlace
 from lrpe_md.scripts.bench.tune import Place, choose_places, large_inputs, search
 from typer.testing import CliRunner
 
+from lrpe_md.engine import linear_launch, linear_plan
 from lrpe_md.engine.plan import TILES, Pass, Tile
 
-PLACES = choose_places([])
+ALL = choose_places([])
+PLACES = [place for place in ALL if isinstance(place, Place)]
+LINEAR = [place for place in ALL if isinstance(place, LinearPlace)]
 DOMEGA = next(place for place in PLACES if place.stage is Pass.DOMEGA and place.key[0] == 2)
 FORWARD = next(place for place in PLACES if place.stage is Pass.FORWARD and place.key[0] == 2)
 
@@ -26,12 +30,12 @@ def test_every_tile_of_the_table_has_a_place():
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_candidates(place):
-    found = tune.shapes(place)
+    found = place.shapes()
     assert 12 <= len(found) == len(set(found))
     assert place.tile in found, "the table's tile is one of those that are searched"
     fixed = {(tile.max_registers, tile.stages, tile.rows_first) for tile in found}
     assert fixed == {place.tile[3:]}
-    others = tune.refinements(place, place.tile)
+    others = place.refinements(place.tile)
     assert place.tile not in others
     assert {tile[:3] for tile in others} == {place.tile[:3]}
     assert len(set(others)) == (8 if place.stage is Pass.DOMEGA else 1)
@@ -48,23 +52,81 @@ def test_a_problem_reads_the_tile_that_it_is_for(place):
     assert len(cases) in (2, 4)
     case = next(iter(cases.values()))
     inputs = [large_inputs(case, torch.device("cpu"))]
-    with tune.in_table(place, place.tile):
-        tune.passes(place, inputs)[0]()
+    with place.in_table(place.tile):
+        place.passes(inputs)[0]()
     for width in range(3):
         if width != place.width:
-            tune.passes(place, inputs)[0]()  # what is remembered of it is forgotten
-            with tune.in_table(Place(place.key, width), place.tile), pytest.raises(TypeError):
-                tune.passes(place, inputs)[0]()
+            place.passes(inputs)[0]()  # what is remembered of it is forgotten
+            with Place(place.key, width).in_table(place.tile), pytest.raises(TypeError):
+                place.passes(inputs)[0]()
     assert before == TILES
 
 
 def test_nothing_of_another_tile_is_remembered(monkeypatch):
     inputs = [large_inputs(next(iter(FORWARD.cases(small=True).values())), torch.device("cpu"))]
-    with tune.in_table(FORWARD, FORWARD.tile):
-        tune.passes(FORWARD, inputs)[0]()
+    with FORWARD.in_table(FORWARD.tile):
+        FORWARD.passes(inputs)[0]()
     monkeypatch.setitem(TILES, FORWARD.key, (None, None, None))
     with pytest.raises(TypeError):
-        tune.passes(FORWARD, inputs)[0]()
+        FORWARD.passes(inputs)[0]()
+
+
+@pytest.mark.parametrize("place", LINEAR, ids=str)
+def test_candidates_of_linear_attention(place):
+    found = place.shapes()
+    assert len(found) == len(set(found)) == 24
+    assert place.tile in found, "the table's tile is one of those that are searched"
+    others = place.refinements(place.tile)
+    assert {tile[:3] for tile in others} == {place.tile[:3]}
+    assert place.tile not in others
+    assert len(others) == 4
+
+
+def test_every_tile_of_linear_attention_has_a_place():
+    assert [place.tile for place in LINEAR] == [tile for row in linear_plan.TILES.values() for tile in row]
+    assert len({str(place) for place in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("place", LINEAR, ids=str)
+def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
+    """For that pass and size of state; in the interpreter, whose own tile is another."""
+    asked = set()
+
+    def choose(stage, state, itemsize, interpreting):
+        asked.add((stage, sum(state > bound for bound in linear_plan.BOUNDS)))
+        return linear_plan.LinearTile(64, 4, 1)
+
+    monkeypatch.setattr(linear_launch, "choose_tile", choose)
+    for full, small in zip(place.cases().values(), place.cases(small=True).values(), strict=True):
+        assert (full.map, full.head_dim) == (small.map, small.head_dim)
+    case = next(iter(place.cases(small=True).values()))
+    before = linear_plan.TILES[place.stage]
+    with place.in_table(place.tile._replace(block_n=128)):
+        assert place.tile.block_n == 128
+        place.passes([place.inputs(case, torch.device("cpu"))])[0]()
+    assert (place.stage, place.width) in asked
+    assert {width for _, width in asked} == {place.width}
+    assert linear_plan.TILES[place.stage] == before
+
+
+def test_no_smaller_tile_is_timed_in_place_of_one_that_does_not_fit():
+    place = LINEAR[0]
+    with place.in_table(place.tile), pytest.raises(linear_tune.TooLarge, match="shared memory"):
+        linear_launch.shrink(place.tile)
+    assert len(linear_launch.shrink(place.tile)) == 2
+
+
+def test_the_printed_table_of_linear_attention_is_the_table():
+    best = LINEAR[5].tile._replace(stages=1)
+    found = tune.Found(LINEAR[5], best, 1.0, 1.1)
+    (text,) = tune.write_tables([found])
+    assert all(len(line) <= 120 for line in text.splitlines())
+    scope = {"LinearTile": linear_plan.LinearTile, "LinearPass": linear_plan.LinearPass}
+    exec("from __future__ import annotations\n" + text, scope)
+    changed = {key: list(row) for key, row in linear_plan.TILES.items()}
+    changed[LINEAR[5].stage][LINEAR[5].width] = best
+    assert scope["TILES"] == {key: tuple(row) for key, row in changed.items()}
+    assert len(tune.write_tables([found, tune.Found(DOMEGA, DOMEGA.tile, 1.0, 1.0)])) == 2
 
 
 def made_up(place, fast, slow=1.0, calls=None):
@@ -198,10 +260,10 @@ def slow_in_one_place(session, place, tile, problem):
 def test_check_passes_where_the_table_is_best(invoke):
     result, out = invoke(times_of_table, "--check")
     assert result.exit_code == 0, result.output
-    assert f"0 of {len(PLACES)} tiles" in result.output
+    assert f"0 of {len(ALL)} tiles" in result.output
     rows = pd.read_csv(out)
     assert list(rows) == list(tune.COLUMNS)
-    assert set(rows.row) == {place.row for place in PLACES}
+    assert set(rows.row) == {place.row for place in ALL}
     assert (rows.commit == "abc").all()
     assert (rows.gpu == "made up").all()
     assert set(rows["round"]) == {0, 1, 2, 3}
@@ -210,7 +272,7 @@ def test_check_passes_where_the_table_is_best(invoke):
 def test_check_fails_at_a_slow_tile(invoke):
     result, _ = invoke(slow_in_one_place, "--check")
     assert result.exit_code == 1
-    assert f"1 of {len(PLACES)} tiles" in result.output
+    assert f"1 of {len(ALL)} tiles" in result.output
     marked = [line for line in result.output.splitlines() if line.rstrip().endswith(" !")]
     assert len(marked) == 1
     assert DOMEGA.row in marked[0]
@@ -220,7 +282,7 @@ def test_check_fails_at_a_slow_tile(invoke):
 def test_check_fails_where_time_ran_out(invoke):
     result, _ = invoke(times_of_table, "--check", "--limit", "0")
     assert result.exit_code == 1
-    assert f"{len(PLACES)} were not timed" in result.output
+    assert f"{len(ALL)} were not timed" in result.output
 
 
 def test_the_best_tiles_are_printed_and_the_rest_kept(invoke):

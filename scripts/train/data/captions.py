@@ -21,6 +21,8 @@ import typer
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from .images import Images, Labelled
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
 REMEDY = (
@@ -78,6 +80,28 @@ def load_captioned(
     return Captioned(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), captions, held_out)
 
 
+def load_classes(
+    path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
+) -> Labelled:
+    """The images of a table as :func:`load_captioned` reads them, with another field of it as their class.
+
+    An image is for tests where a hash of its name, modulo ``parts``, is 0.
+    """
+    files = _files(path)
+    pairs = sorted(_pairs(path, files, without, label).items())[:limit]
+    decode = partial(_decode, path=path, size=size)
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(lambda pair: decode(pair[0], files[pair[0]]), pairs))
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+    names = sorted({name for _, name in pairs})
+    labels = torch.tensor([names.index(name) for _, name in pairs])
+    tests = torch.tensor([crc32(PurePosixPath(name).name.encode()) % parts == 0 for name, _ in pairs])
+    if tests.all() or not tests.any():
+        raise typer.BadParameter(f"--data {path}: {tests.sum()} of {len(pairs)} images are for tests; give more")
+    train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~tests, tests))
+    return Labelled(train, test, len(names))
+
+
 def _files(path: Path) -> dict[str, Read]:
     """Names, relative and with forward slashes, and how to read them."""
     if path.is_dir():
@@ -97,8 +121,8 @@ def _files(path: Path) -> dict[str, Read]:
     return files
 
 
-def _pairs(path: Path, files: dict[str, Read], without: str) -> dict[str, str]:
-    """Name of the image → caption."""
+def _pairs(path: Path, files: dict[str, Read], without: str, field: str = "text") -> dict[str, str]:
+    """Name of the image → caption, or another field of the table."""
     images = {name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES}
     if not images:
         raise typer.BadParameter(f"--data {path}: no images among its {len(files)} files; {REMEDY}")
@@ -106,7 +130,9 @@ def _pairs(path: Path, files: dict[str, Read], without: str) -> dict[str, str]:
     if len(tables) > 1:
         raise typer.BadParameter(f"--data {path}: expected one table of captions, got {', '.join(sorted(tables))}")
     if tables:
-        return _from_table(path, tables[0], files, images, without)
+        return _from_table(path, tables[0], files, images, without, field)
+    if field != "text":
+        raise typer.BadParameter(f"--label {field}: there is no table in {path} that has fields")
     if without:
         raise typer.BadParameter(f"--without {without}: there is no table of captions in {path} that has fields")
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
@@ -118,13 +144,13 @@ def _pairs(path: Path, files: dict[str, Read], without: str) -> dict[str, str]:
 
 
 def _from_table(
-    path: Path, table: str, files: dict[str, Read], images: set[str], without: str
+    path: Path, table: str, files: dict[str, Read], images: set[str], without: str, field: str
 ) -> dict[str, str]:  # fmt: skip
     folder, pairs, skipped = PurePosixPath(table).parent, {}, set()
     for line, row in _rows(path, table, _text(path, table, files[table])):
-        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", "text")):
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and text, got {row}")
-        if not all(_is_text(row[key]) for key in ("file_name", "text")):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
+        if not all(_is_text(row[key]) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: half a surrogate pair is not text, got {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
@@ -134,7 +160,7 @@ def _from_table(
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)
         else:
-            pairs[name] = row["text"]
+            pairs[name] = row[field]
     _refuse(path, f"rows of {table} without an image", (name for name in pairs if name not in images))
     _refuse(
         path, f"images without a row in {table}", (n for n in sorted(images) if n not in pairs and n not in skipped)

@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 -m scripts.train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
 
 DATA holds the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download`` and
-``dpkg -x``) or of MNIST; or train/CLASS/*.png and val/CLASS/*.png; or, with ``--dataset``, a data set of timm's that is
-there already. Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command goes on
-where it was interrupted.
+``dpkg -x``) or of MNIST; or, with ``--label``, images and a metadata.jsonl with file_name and that field; or
+train/CLASS/*.png and val/CLASS/*.png; or, with ``--dataset``, a data set of timm's that is there already. Writes
+checkpoint.pt, history.csv and result.json to the folder of the run; the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
 from ..config import Training, describe, option
+from ..data.captions import load_classes
 from ..data.images import Images, Labelled, load_images, resized, shifted
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -72,6 +73,8 @@ class ImageTraining(Training):
     warmup: int = option(120, "Steps of the warm-up.", least=0, off=True)
     data: Path = field(metadata=describe("Folder of images; see the top of the file.", free=True))
     dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
+    label: str = option("", "The field that is the class, of a folder or zip with metadata.jsonl: one in 5 is a test.")
+    without: str = option("", "With --label: a field; rows where it is true are left out.")
     weights: str = option(
         "", "Start from them, resampled: a checkpoint of timm's, or a run of ours (its folder).", free=True
     )
@@ -92,6 +95,8 @@ class ImageTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.without and not self.label:
+            raise typer.BadParameter(f"--without {self.without}: expected --label with it")
         choose("--encoding", [self.encoding], IMAGES.encodings)
         choose("--attention", [self.attention], IMAGES.attentions)
         if self.size < 1 or self.size % self.patch:
@@ -124,8 +129,10 @@ def build(config: ImageTraining, arguments: dict[str, Any]) -> LrpeVisionTransfo
 
 
 @lru_cache(maxsize=1)
-def load(path: Path, size: int, dataset: str, limit: int) -> Labelled:
+def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str) -> Labelled:
     """Once for all trainings of a process."""
+    if label:
+        return load_classes(path, size, label=label, without=without, limit=limit or None)
     return load_images(path, size, dataset=dataset, limit=limit or None)
 
 
@@ -171,7 +178,8 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
-    data = load(config.data, max(max(size) for size in config.sizes), config.dataset, config.limit)
+    size = max(max(size) for size in config.sizes)
+    data = load(config.data, size, config.dataset, config.limit, config.label, config.without)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: there are {len(data.train)} images to train on; make it smaller"

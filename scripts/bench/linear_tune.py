@@ -1,0 +1,134 @@
+"""The tiles of linear attention, as ``scripts.bench tune`` searches them: a pass and a size of state each.
+
+A tile is timed within the whole forward or backward that its pass is of, the tiles of other passes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lrpe_md import linear_attention
+from lrpe_md.engine import linear_launch
+from lrpe_md.engine.call import remembered
+from lrpe_md.engine.linear_plan import TILES, LinearPass, LinearTile
+from lrpe_md.testing import LinearCase
+
+from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
+
+STATES = ("up to 4,096", "up to 8,192", "up to 16,384", "more")  # elements: what a row of TILES has a tile for
+# rotate and cosine with head_dim 64, and with 128
+MAPS: tuple[tuple[Any, int], ...] = (("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128))
+FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
+ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
+REGISTERS = (None, 128, 160, 168, 232)
+
+
+class LinearPlace(NamedTuple):
+    """One tile of the table."""
+
+    stage: LinearPass
+    width: int  # of STATES
+
+    @property
+    def row(self) -> str:
+        return f"linear {self.stage.value}"
+
+    @property
+    def name(self) -> str:
+        """Of the width."""
+        return STATES[self.width]
+
+    def __str__(self) -> str:
+        return f"{self.row}, states {self.name}"
+
+    @property
+    def tile(self) -> LinearTile:
+        return TILES[self.stage][self.width]
+
+    def cases(self, small: bool = False) -> dict[str, LinearCase]:
+        """Problems that this tile is for, by name. small: for the same compiled kernels, in no time."""
+        chosen, head_dim = MAPS[self.width]
+        if self.stage in ONE_PASS:
+            names = ("vit224",)
+        elif self.stage.value.startswith("causal"):
+            names = ("causal",)
+        else:
+            names = ("img64", "video64")
+        found = {}
+        for name in names:
+            case = CAUSAL if name == "causal" else WORKLOADS[name]
+            heads = case.heads[0] * case.head_dim // head_dim
+            case = replace(case, map=chosen, head_dim=head_dim, heads=(heads, heads))
+            found[name] = self.shrink(case) if small else case
+        return found
+
+    def shrink(self, case: LinearCase) -> LinearCase:
+        """Few tokens in one pass; as many as two passes need."""
+        shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
+        return replace(case, batch=1, heads=(1, 1), shape=shape)
+
+    def shapes(self) -> list[LinearTile]:
+        """Tokens, warps and stages, with the registers of the table's tile."""
+        return [
+            LinearTile(block_n, num_warps, stages, self.tile.max_registers)
+            for block_n in (16, 32, 64)
+            for num_warps in (4, 8)
+            for stages in (1, 2, 3, 4)
+        ]
+
+    def refinements(self, tile: LinearTile) -> list[LinearTile]:
+        """The same shape with another bound on registers."""
+        return [tile._replace(max_registers=most) for most in REGISTERS if most != tile.max_registers]
+
+    @contextmanager
+    def in_table(self, tile: LinearTile) -> Iterator[None]:
+        """The table with this tile in its place; where it does not fit, no smaller one is tried."""
+        kept, shrink = TILES[self.stage], linear_launch.shrink
+        tiles = list(kept)
+        tiles[self.width] = tile
+        try:
+            TILES[self.stage] = tuple(tiles)
+            linear_launch.shrink = refuse
+            remembered.clear()
+            yield
+        finally:
+            TILES[self.stage], linear_launch.shrink = kept, shrink
+            remembered.clear()
+
+    def passes(self, inputs: Sequence[Inputs], impl: Any = "triton") -> list[Callable[[], Any]]:
+        def attend(given: Inputs, q: Any, k: Any, v: Any, omega: Any) -> Any:
+            where = {"omega": omega, "positions": given.positions}
+            return linear_attention(q, k, v, map=given.case.map, impl=impl, **where, **given.options)
+
+        which = "forward" if self.stage in FORWARDS else "backward"
+        return [make_pass(which, attend, each) for each in inputs]
+
+    def inputs(self, case: LinearCase, device: torch.device) -> Inputs:
+        return make_inputs(case, device)
+
+
+class TooLarge(Exception):
+    """A tile takes more shared memory than there is."""
+
+
+def refuse(tile: LinearTile) -> list[LinearTile]:
+    raise TooLarge(f"{tile} takes more shared memory than there is")
+
+
+def choose_places() -> list[LinearPlace]:
+    return [LinearPlace(stage, width) for stage in TILES for width in range(len(STATES))]
+
+
+def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:
+    lines = ["TILES: dict[LinearPass, tuple[LinearTile, ...]] = {"]
+    for stage, row in tiles.items():
+        line = f"    {stage}: ({', '.join(map(write_tile, row))}),"
+        if len(line) > 120:
+            line = "\n        ".join([f"    {stage}: (", *(f"{write_tile(tile)}," for tile in row)]) + "\n    ),"
+        lines.append(line)
+    return "\n".join([*lines, "}  # fmt: skip"])
