@@ -147,7 +147,9 @@ def main(
     works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)
     maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, NAMES, NAMES)
     console = Console(width=160, soft_wrap=True)
-    for name, why in missing([*impls, STOCK]).items():
+    cases = [(name, replace(WORKLOADS.get(name, SANA), map=MAPS[each])) for name in works for each in maps]
+    needed = [by for by in NAMES if (by in impls or by == STOCK) and any(takes(by, *case) for case in cases)]
+    for name, why in missing(needed).items():
         impls = [each for each in impls if each != name]
         works = [each for each in works if name != STOCK or each not in SANA_WORKLOADS]
         console.print(f"without {name}: {why}", highlight=False, markup=False)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,8 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
 
     What fails here the autotuner compiles itself.
     """
+    from triton.testing import do_bench
+
     length, width = inputs.q.shape[-2:]
     rows, state = (length * width, width, 1), (width * width, width, 1)  # strides
     sizes: dict[str, Any] = {"L": length, "DK": width, "DV": width, "grid": (1,)}
@@ -100,8 +103,9 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
             tuner: Any = getattr(module, name, None)
             for config in getattr(tuner, "configs", ()):
                 pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())
-            if hasattr(tuner, "cache"):
+            if tuner is not None:
                 tuner.cache.clear()  # its key is the length alone
+                tuner.do_bench = partial(do_bench, warmup=5, rep=20)  # milliseconds a configuration, 25 and 100 else
 
 
 FLA = "fla.ops.linear_attn"

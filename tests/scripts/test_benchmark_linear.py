@@ -145,6 +145,7 @@ def test_what_the_peer_would_tune_is_compiled_beforehand(libraries):
     linear_peers.compile_bidirectional(bla, inputs)
     assert sorted(calls) == [(15, 32, 12), (15, 32, 12), (15, 64, 12), (15, 64, 12)]
     assert not kernel.cache
+    assert kernel.do_bench.keywords == {"warmup": 5, "rep": 20}
 
 
 def test_sana_stock_and_ours(tmp_path):
