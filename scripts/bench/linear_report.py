@@ -10,9 +10,9 @@ import pandas as pd
 
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, plt
-from .training_report import where
+from .training_report import training, where
 
-LINEAR, SCALING = "benchmark-linear.csv", "linear-scaling.csv"
+LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
 BARS, LINES = "performance-linear.png", "linear-scaling.png"
 OURS = "lrpe-md"
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
@@ -115,8 +115,9 @@ def scaling_cell(row: Any) -> str:
 
 
 def section(folder: Path) -> str:
-    """Both tables."""
-    return "\n".join(text for text in (linear_table(read_linear(folder)), scaling_table(read_scaling(folder))) if text)
+    """All tables."""
+    tables = linear_table(read_linear(folder)), training(folder / TRAINING), scaling_table(read_scaling(folder))
+    return "\n".join(text for text in tables if text)
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
