@@ -442,12 +442,14 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     finer = {"functions": int(has_ptx(work.dtype))} if return_last else {}
     described = work.describe(LinearPass.STATE, work.k_side, **finer)
     variant, _ = described
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    # With a causal mask nothing sees the state of the last piece.
+    count = pieces.num_pieces - (variant.causal and not return_last)
+    states = torch.empty(count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        work.flatten(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, count, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
+    start(kernels.linear_state_kernel, sizes.rows * count, args, described)
     return scan_states(work, states, pieces, state, return_last)
 
 
@@ -463,7 +465,7 @@ def scan_states(
 ) -> tuple[Seen, list[Tensor]]:
     """Sums of the states of pieces, beginning with ``first``; with backward from the last piece on.
 
-    Of states (P, B H_k R, size) R heads are summed.
+    Of states (P, B H_k R, size) R heads are summed; those of the last pieces may be missing.
     """
     sizes = work.sizes
     num_states = sizes.batch if work.call.cu_seqlens is None else len(work.call.cu_seqlens) - 1
@@ -481,7 +483,7 @@ def scan_states(
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
         states, (seen, sums), (begin, last), pieces.table,
-        pack(sizes.groups, repeats, pieces.num_pieces, sizes.batch, int(backward)),
+        pack(sizes.groups, repeats, pieces.num_pieces, states.shape[0], sizes.batch, int(backward)),
     )  # fmt: skip
     start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, SCAN_BLOCK), args, (variant, {}))
     return (seen, sums), [] if last is None else split_state(work, last)

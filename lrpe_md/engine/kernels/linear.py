@@ -703,20 +703,19 @@ def linear_key_gradient_kernel(
 def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
     """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
 
-    states (P, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the operands' dtype and their
+    states (P or the first of them, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the operands' dtype and their
     sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal: of those before it. ends:
     the states to begin with and to end with (B or sequences, G, size) float32, either None. table: that of
     :func:`locate_piece`. Sums are rounded where they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
-    G, R, P, B, backward = unpack(sizes)
+    G, R, P, num_states, B, backward = unpack(sizes)
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
     NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // NUM
     o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
-    mask = o < SIZE
     b = row // G
     g = row - b * G
     rows = tl.cast(B * G, tl.int64)
@@ -725,17 +724,17 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
-        there = (after >= 0) & (after < P)
+        follows = (after >= 0) & (after < P)
         if p_table is None:
             slot = 0
             sequence = p * 0
-            next_slot = tl.where(there, 0, -2)
+            next_slot = tl.where(follows, 0, -2)
             next_sequence = next_slot
         else:
             slot = tl.load(p_table + p * 4 + 2)
             sequence = tl.load(p_table + p * 4 + 3)
-            next_slot = tl.load(p_table + after * 4 + 2, mask=there, other=-2)
-            next_sequence = tl.load(p_table + after * 4 + 3, mask=there, other=-2)
+            next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
+            next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
         at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
         if before != sequence:
             total = tl.zeros([BLOCK], dtype=tl.float64)
@@ -744,9 +743,10 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         before = sequence
         if V.causal:
             store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
+        there = o < tl.where(p < num_states, SIZE, 0)
         for r in range(R):
             index = (tl.cast(p, tl.int64) * rows + row) * R + r
-            total += tl.load(p_states + index * SIZE + o, mask=mask, other=0.0)
+            total += tl.load(p_states + index * SIZE + o, mask=there, other=0.0)
         if not V.causal:
             if next_slot != slot:
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
