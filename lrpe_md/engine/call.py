@@ -165,7 +165,6 @@ class Variant(NamedTuple):
     one_side: bool = False  # of q and k, which have positions and phase in common
     alone: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
-    weight_rows: int = 16  # of positions that weigh dΘ: upper bits, then lower bits
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

@@ -239,7 +239,6 @@ class Work:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
-            weight_rows=max(16, 2 * triton.next_power_of_2(num_axes + has_phase)),
         )._replace(**changes)  # fmt: skip
         return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 

@@ -297,35 +297,18 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Zeros for the sums of s_j dΘ: (rows, channels) on the matrix units, or a float64 vector for each axis."""
-    BLOCK_C: tl.constexpr = V.block_c
-    if V.need_dangles:
-        if V.operand != "same":
-            ROWS: tl.constexpr = V.weight_rows
-            return tl.zeros([ROWS, BLOCK_C], dtype=tl.float32)
-        else:
-            total = ()
-            J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-            for _ in tl.static_range(J):
-                total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
-            return total
-    else:
-        return tl.zeros([], dtype=tl.float32)
-
-
-@triton.jit
-def split_weights(weights, V: tl.constexpr):
-    """(rows, tokens): of each axis the 11 upper bits of a position, which matrix units multiply, and the next ones."""
-    o_r = tl.arange(0, V.weight_rows)[:, None]
+    """Zeros for the sums of s_j dΘ of each axis: (tokens, channels), or in float64 (channels)."""
     BLOCK_N: tl.constexpr = V.block_n
-    ROWS: tl.constexpr = V.weight_rows
-    split = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
-    for j in tl.static_range(len(weights)):
-        s = weights[j].to(tl.float32)
-        upper = (s.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        split = tl.where(o_r == j, upper[None, :], split)
-        split = tl.where(o_r == ROWS // 2 + j, (s - upper)[None, :], split)
-    return split
+    BLOCK_C: tl.constexpr = V.block_c
+    total = ()
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        for _ in tl.static_range(J):
+            if V.operand != "same":
+                total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32),)
+            else:
+                total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
+    return total
 
 
 @triton.jit
@@ -345,13 +328,13 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
         positions = (p_coords, p_origin, p_affine, grid)
         _, _, o_g, m_g = turned
         weights = weigh_tokens(o_g, m_g, positions, V=V)
-        if V.operand != "same":
-            return tl.dot(split_weights(weights, V=V), dangles, total, input_precision="tf32")
-        else:
-            added = ()
-            for j in tl.static_range(len(weights)):
+        added = ()
+        for j in tl.static_range(len(weights)):
+            if V.operand != "same":
+                added += (total[j] + weights[j].to(tl.float32)[:, None] * dangles,)
+            else:
                 added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
-            return added
+        return added
     else:
         return total
 
@@ -362,12 +345,7 @@ def store_total(p_partial, total, V: tl.constexpr):
     o_c = tl.arange(0, V.block_c)
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     for j in tl.static_range(J):
-        if V.operand != "same":
-            o_r = tl.arange(0, V.weight_rows)[:, None]
-            mine = (o_r == j) | (o_r == V.weight_rows // 2 + j)
-            value = tl.sum(tl.where(mine, total, 0.0), axis=0)
-        else:
-            value = total[j]
+        value = tl.sum(total[j], axis=0) if V.operand != "same" else total[j]
         tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
 
 
