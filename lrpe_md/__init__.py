@@ -22,6 +22,7 @@ from .positions.coordinates import Coordinates as Coordinates
 from .positions.grid import Grid as Grid
 from .positions.grid import window_order as window_order
 from .positions.sequences import After as After
+from .positions.sequences import Before as Before
 from .positions.sequences import Tokens as Tokens
 from .positions.sequences import compose as compose
 from .positions.sequences import pack as pack
