@@ -29,6 +29,10 @@ from .positions.sequences import pack as pack
 from .positions.sequences import pad as pad
 from .presets.registry import list_presets as list_presets
 from .presets.registry import preset as preset
+from .presets.registry import register_scheme as register_scheme
+from .presets.scheme import Axial as Axial
+from .presets.scheme import Dense as Dense
+from .presets.scheme import Scheme as Scheme
 
 __version__ = "0.1.0"
 
