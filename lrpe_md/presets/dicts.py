@@ -77,7 +77,9 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
         raise ValueError(f"{where}: expected fields of {cls.__name__}, {', '.join(taken)}, got {', '.join(unknown)}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
     if needed:
-        raise ValueError(f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}")
+        raise ValueError(
+            f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
+        )
     return cls(**{name: _read(name, value, known) for name, value in values.items()})
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..frequencies import scalings
-from ..frequencies.dense import dense_omega, mixed_omega, plane_directions, simplex_directions
+from ..frequencies.dense import dense_omega, mixed_omega, plane_directions
 from ..frequencies.series import geometric_theta, head_bands_theta, log_linspace_theta, period_theta
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid, window_order
@@ -59,21 +59,6 @@ def random_plane(channels: int, heads: int, base: float, generator: torch.Genera
 
 def random_frames(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
     return mixed_omega(channels, 3, heads, base=base, generator=generator)
-
-
-def spiral(channels: int, heads: int, base: float, generator: torch.Generator, *, groups: int = 8) -> Tensor:
-    """Groups of channels at uniform angles over half a turn, a series each."""
-    if channels % groups:
-        raise ValueError(f"num_channels: expected a multiple of {groups} groups, got {channels}")
-    angles = math.pi * torch.arange(groups, dtype=torch.float64) / groups
-    directions = torch.stack([angles.sin(), angles.cos()], dim=-1).repeat_interleave(channels // groups, dim=0)
-    return dense_omega(geometric_theta(channels // groups, base).repeat(groups), directions)
-
-
-def simplex(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    """Channels take turns at the corners of a triangle, which share the members of one series."""
-    num = -(-channels // 3)
-    return dense_omega(geometric_theta(num, base).repeat_interleave(3)[:channels], simplex_directions(channels, 2))
 
 
 # --- scalings, beside those of frequencies/scalings.py ---------------------------------------------------
@@ -275,7 +260,7 @@ def behind_centred(shapes: list[Shape]) -> float:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        geometric, periods, head_bands, quarter_turn, rising, random_plane, random_frames, spiral, simplex, no_turn,
+        geometric, periods, head_bands, quarter_turn, rising, random_plane, random_frames, no_turn,
         plain, video, sequence, merged, merged_video, layered, counted, centred, cells, crop, same_area, seconds,
         portion, rounded_down, divided, two_apart, strided, scaled, whole_seconds, diagonal, flattened, circle,
         of_trained_video, causal_video, causal_audio, causal_time, behind_centred,

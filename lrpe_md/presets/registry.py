@@ -200,6 +200,257 @@ SCHEMES: dict[str, Scheme] = {
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
     ),
+    "gemma4_vision": Scheme(
+        """The vision tower of Gemma 4 (transformers ``Gemma4VisionRotaryEmbedding``).
+
+        (x, y): the first half of a head is the column's. Base 100; pairs are half and half within each of the two.
+        """,
+        64, Axial((1, 1), 100.0, axis_order="minor_first"), pairs="blocks",
+    ),
+    "llama4_vision": Scheme(
+        """The vision tower of Llama 4 (transformers ``Llama4VisionRotaryEmbedding``).
+
+        (x, y), counted from 1. The class token comes last and is not rotated.
+        """,
+        88, Axial((1, 1), axis_order="minor_first"), grid=f.counted, tokens=SKIP,
+    ),
+    "minimax_m3_vl": Scheme(
+        """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
+
+        (t, h, w), a third of the pairs each; the channels behind 6⌊D/6⌋ are not rotated, and the pairs are half and
+        half of those before: 78 of 80. Tokens come in blocks of 2×2 as in Qwen2-VL, option ``merge``.
+        """,
+        80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
+    ),
+    "qwen2_5_omni": Scheme(
+        """TMRoPE of Qwen2.5-Omni's thinker (arXiv 2503.20215; transformers ``Qwen2_5OmniRotaryEmbedding``).
+
+        As ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart, options ``interval``
+        and ``rate``. Audio is text, with 25 tokens a second.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.whole_seconds, tokens=DIAGONAL,
+        after=(0, 1, 2),
+    ),
+    "qwen3_5": Scheme(
+        """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
+
+        The first quarter of a head: 11, 11 and 10 pairs of 32, dealt out t h w t h w .. Base 1e7. What follows an
+        image starts behind the larger of its height and width.
+        """,
+        256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
+        tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
+    ),
+    "ernie4_5_vl": Scheme(
+        """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
+
+        One series: h and w alternate on the first 44 pairs, t has the last 20. What follows an image or video starts
+        behind the larger of its height and width.
+        """,
+        128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
+        advance=(1, 2),
+    ),
+    "glm4v": Scheme(
+        """GLM-4.1V's language model (arXiv 2507.01006; transformers ``Glm4vTextRotaryEmbedding``).
+
+        As ``qwen2_vl``, with interleaved pairs. Checkpoints rotate the first half of a head: ``rotary_dim=64`` of 128,
+        with 8, 12 and 12 pairs; this preset takes all, as the configuration's default does.
+        """,
+        128, Axial((2, 3, 3), axis_map="chunk"), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
+    ),
+    "z_image": Scheme(
+        """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
+
+        The image comes first, its text behind it: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
+        text. Base 256. Both are padded to multiples of 32: the text's padding counts on, the image's is at zero.
+        """,
+        128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
+    ),
+    "hidream": Scheme(
+        """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
+
+        (0, h, w), a half and two quarters of the pairs; text is at zero, behind the image.
+        """,
+        128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
+    ),
+    "cogview4": Scheme(
+        """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
+
+        (h, w) = ⌊i · 256 / n⌋, in whole numbers; option ``size``. Text comes first and is not rotated.
+        """,
+        128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,
+    ),
+    "glm_image": Scheme(
+        """GLM-Image (diffusers ``GlmImageRotaryPosEmbed``).
+
+        (h, w), half and half. Text comes first and is not rotated.
+        """,
+        128, Axial((1, 1)), pairs="half", tokens=SKIP,
+    ),
+    "hunyuan_image": Scheme(
+        """HunyuanImage 2.1 (diffusers ``HunyuanImageRotaryPosEmbed``).
+
+        (h, w). Base 256. Text comes behind the image and is not rotated.
+        """,
+        128, Axial((1, 1), 256.0), tokens=SKIP,
+    ),
+    "hunyuan_video15": Scheme(
+        """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
+
+        As HunyuanVideo: base 256, text behind the video and not rotated.
+        """,
+        128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
+    ),
+    "allegro": Scheme(
+        """Allegro (arXiv 2410.15458; diffusers ``get_3d_rotary_pos_embed_allegro``).
+
+        Each axis divided by a factor, option ``by``; pairs are half and half within the third of each axis. Text by
+        cross-attention, not rotated.
+        """,
+        96, Axial((1, 1, 1)), pairs="blocks", grid=partial(f.divided, by=(2.2, 2.0, 2.0)),
+    ),
+    "kandinsky5": Scheme(
+        """Kandinsky 5 (arXiv 2511.14993; diffusers ``Kandinsky5RoPE3D``).
+
+        Each axis divided by a factor, option ``by``: (1, 2, 2) for videos of 512 pixels. Text by cross-attention.
+        """,
+        64, Axial((2, 3, 3)), grid=f.divided,
+    ),
+    "sana_video": Scheme(
+        """SANA-Video (arXiv 2509.24695; diffusers ``transformer_sana_video.WanRotaryPosEmbed``), float64.
+
+        As Wan, in linear attention: relu on q and k, then the rotation; the normalizer takes them unrotated.
+        """,
+        112, Axial((1, 1, 1), remainder=0), act="relu", grid=f.video,
+    ),
+    "chronoedit": Scheme(
+        """ChronoEdit (arXiv 2510.04290; diffusers ``ChronoEditRotaryPosEmbed``), float64.
+
+        As Wan, but two frames, the image and its edit, are the first and the last of 8; option ``skip``.
+        """,
+        128, Axial((1, 1, 1), remainder=0), grid=f.two_apart,
+    ),
+    "ltx": Scheme(
+        """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
+
+        The channels of all heads are laid out as one: t, h and w take turns, each with frequencies from π/2 up to
+        10000 π/2; pairs that are left over, in front, are not rotated. (t, h, w) in [-1, 1] over 20 seconds and
+        2048×2048 pixels; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        """,
+        64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
+        num_heads=32, grid=f.of_trained_video,
+    ),
+    "ltx2": Scheme(
+        """LTX-2's video (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        As LTX, half and half within each head (``rope_type="split"``). Positions are the middles of what a latent
+        covers, whose first is a single frame; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        """,
+        128, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
+        pairs="half", num_heads=32, grid=f.causal_video,
+    ),
+    "ltx2_audio": Scheme(
+        """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        One axis, in seconds: the middles of what a latent covers, 4 frames of a spectrogram with 100 a second, in
+        [-1, 1] over 20 seconds.
+        """,
+        64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
+        grid=f.causal_audio,
+    ),
+    "ltx2_cross": Scheme(
+        """LTX-2's attention between video and audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        Time alone, in seconds: a shape (T, H, W) is a video, (N,) is audio. Queries and keys have their own positions.
+        """,
+        64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
+        grid=f.causal_time,
+    ),
+    "minimax_h3": Scheme(
+        """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
+
+        The first three quarters of a head, a third of it each axis, half and half of all three.
+        """,
+        128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
+    ),
+    "rope": Scheme(
+        """RoPE (arXiv 2104.09864): one axis, whatever the shape; half and half, as in Llama (transformers).
+
+        A video or an image is read row by row, as text; "vanilla RoPE" in comparisons.
+        """,
+        128, Axial((1,)), pairs="half", grid=f.sequence, tokens=LINE, after=(0,),
+    ),
+    "v2pe": Scheme(
+        """V2PE (arXiv 2412.09616): one axis, on which an image takes no more room than ``stride`` tokens of text.
+
+        The tokens of an image are stride / n apart; what follows starts behind the next whole number.
+        """,
+        128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
+    ),
+    "mrope_interleave": Scheme(
+        """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, and h and w of an image begin at zero.
+
+        t is behind what precedes the image; what follows starts behind its largest number. Option ``stride`` of t.
+        """,
+        128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "mhrope": Scheme(
+        """MHRoPE (arXiv 2510.23095): each key head has one axis, with all frequencies: 2, 3 and 3 of 8.
+
+        Positions as in ``mrope_interleave``.
+        """,
+        128, Axial((2, 3, 3), 5e6, axis_map="head"), pairs="half", num_heads=8, grid=f.strided, tokens=DIAGONAL,
+        after=(0,), advance=(0, 1, 2),
+    ),
+    "videorope": Scheme(
+        """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs, t has the slow ones.
+
+        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts behind the last t.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
+        after=(0, 1, 2), advance=(0,),
+    ),
+    "hope": Scheme(
+        """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE without the frequencies of t.
+
+        Trained with a ``stride`` from 0.5 to 1.5 drawn for each video.
+        """,
+        128,
+        Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,)), scaling=(f.no_turn, None, None)), pairs="half",
+        grid=partial(f.diagonal, stride=1), tokens=DIAGONAL, after=(0, 1, 2), advance=(0,),
+    ),
+    "circle_rope": Scheme(
+        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image on a circle across the diagonal of the text.
+
+        Each of its tokens is as far from a token of the text as the others. Options ``radius``, ``alpha`` (the share
+        of the angle, the rest is the token's number), ``mix`` (the share of the plane), ``stride`` of frames.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
+    ),
+    "ilrope": Scheme(
+        """IL-RoPE of Mogao (arXiv 2505.05472): frequencies as in ``qwen3_vl``, positions as in ``mrope_interleave``.
+
+        The frames of a video count on from what precedes it, h and w begin at zero in each.
+        """,
+        128, Axial((6, 5, 5), 1e4, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "omnirope": Scheme(
+        """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
+
+        What follows an image starts behind the largest of its numbers.
+        """,
+        128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "mm_rope": Scheme(
+        """MM-RoPE of Lumos-1 (arXiv 2507.08801): one series dealt out t t h w h w h w, over and over.
+
+        Otherwise as ``qwen2_vl``. Option ``scale``: (4, 8, 8) where positions are counted in pixels.
+        """,
+        128, Axial((2, 3, 3), 1e4, axis_map=((0, 0, 1, 2, 1, 2, 1, 2),)), pairs="half", grid=f.scaled,
+        tokens=DIAGONAL, after=(0, 1, 2),
+    ),
 }  # fmt: skip
 
 

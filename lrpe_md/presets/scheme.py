@@ -223,9 +223,7 @@ class Scheme:
         if self.pairs == "blocks" and isinstance(self.frequencies, Dense):
             raise ValueError("pairs: expected 'half' or 'interleaved' with a Dense, which has no blocks, got 'blocks'")
         if self.after is None and (self.advance is not None or self.whole):
-            raise ValueError(
-                f"advance, whole: expected None and False without after, got {self.advance}, {self.whole}"
-            )
+            raise ValueError(f"advance, whole: expected None and False without after, got {self.advance}, {self.whole}")
 
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
         """What differs from the defaults, as plain lists, numbers and strings, for JSON or YAML.

@@ -351,9 +351,7 @@ def test_gaps_before_between_and_behind():
     axes, members = owners(axial_omega(COUNT, 8, 2, axis_map="chunk", gaps=(0, 2, 0), axis_order="major_first")[0])
     assert axes == [0, 0, 0, None, None, 1, 1, 1]
     assert members == [1, 2, 3, None, None, 4, 5, 6]
-    axes, _ = owners(
-        axial_omega(COUNT, 10, 3, axis_map=((1, 2), (0,)), sections=(2, 2, 2), gaps=(1, 1, 2))[0]
-    )
+    axes, _ = owners(axial_omega(COUNT, 10, 3, axis_map=((1, 2), (0,)), sections=(2, 2, 2), gaps=(1, 1, 2))[0])
     assert axes == [None, 1, 2, 1, 2, None, 0, 0, None, None]
     axes, _ = owners(axial_omega(COUNT, 4, 2, axis_map="head", gaps=(1, 1))[0])
     assert axes == [None, 0, 0, None]
