@@ -442,7 +442,7 @@ def ltx2(q, k, p, segments, options, modality="video", axes=None):
     else:
         rope = make()
         coords = rope.prepare_video_coords(1, *segments[0], torch.device("cpu"), fps=options.get("fps", 24.0))
-    table = rope(coords[:, :axes])
+    table = tuple(t.expand(BATCH, -1, -1, -1) for t in rope(coords[:, :axes]))
     return all_heads(lambda x: module.apply_split_rotary_emb(x, table), q, k)
 
 
@@ -536,6 +536,11 @@ def case(
     return Case(name, code, segments, made, double, omega, phase, options)
 
 
+def of_heads(name):
+    """A preset for two heads, or as many as its axes share."""
+    return preset(name, num_heads=8 if name == "mhrope" else HEADS)
+
+
 BY_HEAD = ("transnormer", "pope", "ltx", "ltx2", "ltx2_audio", "ltx2_cross")
 
 
@@ -626,9 +631,9 @@ CASES = [
     case("ernie4_5_vl", partial(ernie, sections=(11, 11, 10)), 3, (1, 3, 5), 2, head_dim=64),
     case("glm4v", glm4v, 3, (3, 5, 9), 2),
     case("glm4v", partial(glm4v, sections=(8, 12, 12), scaling=HALF), 3, (9, 2, 4), 2, rotary_dim=64),
-    case("z_image", z_image, (4, 8), 32, double=True),
-    case("z_image", z_image, (5, 9), Tokens(19, "zero"), 64, double=True),
-    case("z_image", z_image, (8, 12), 32, head_dim=64, double=True),
+    case("z_image", z_image, (4, 8), 32),
+    case("z_image", z_image, (5, 9), Tokens(19, "zero"), 64),
+    case("z_image", z_image, (8, 12), 32, head_dim=64),
     case("hidream", hidream, (5, 9), 6, double=True),
     case("hidream", hidream, (5, 9), 6, head_dim=64, double=True),
     case("cogview4", cogview4, 6, (5, 9)),

@@ -202,13 +202,13 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
     y, x = across.unbind(-1)
     angle = torch.atan2(y, x)
     span = angle.max() - angle.min()
-    even = torch.arange(height * width, dtype=torch.float64) / (height * width)
+    even = torch.arange(height * width, dtype=torch.float64, device="cpu") / (height * width)
     turn = 2 * math.pi * (alpha * (angle - angle.min()) / span if span > 0 else alpha * angle / (2 * math.pi))
     turn = turn + 2 * math.pi * (1 - alpha) * even
     a = (1 - mix) * radius * turn.cos() + mix * x
     b = (1 - mix) * radius * turn.sin() + mix * y
     plane = torch.stack([2 * b / 6**0.5, a / 2**0.5 - b / 6**0.5, -a / 2**0.5 - b / 6**0.5], dim=-1)
-    steps = stride * torch.arange(num, dtype=torch.float64)
+    steps = stride * torch.arange(num, dtype=torch.float64, device="cpu")
     return Coordinates((plane + steps[:, None, None]).flatten(0, 1))
 
 

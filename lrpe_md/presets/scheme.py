@@ -100,6 +100,11 @@ class Axial:
         scalings = self.scaling if isinstance(self.scaling, Sequence) else (self.scaling,) * self.num_axes
         if len(scalings) != self.num_axes:
             raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(scalings)}")
+        if self.by_head and num_heads % self.least:
+            shares = " : ".join(map(str, self.split))
+            raise ValueError(
+                f"num_heads: expected a multiple of {self.least}, to be shared {shares} among the axes, got {num_heads}"
+            )
         wide = num_channels * num_heads if self.across_heads else num_channels
         sections, gaps = self._shared_out(num_heads if self.by_head else wide)
         laid = wide if self.by_head else wide - sum(gaps)
@@ -344,8 +349,6 @@ class Preset:
                     raise ValueError(
                         f"segments: {self.name} has {self.num_axes} axes, expected a shape for them, got {segment}"
                     )
-                if isinstance(grid, Coordinates):
-                    grid = grid.to(device)
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(

@@ -24,6 +24,7 @@ from original_presets import (
     golden,
     golden_tables,
     inputs,
+    of_heads,
     on,
     original,
     table,
@@ -63,7 +64,7 @@ def test_preset_equals_the_original(number, impl):
         bound = torch.tensor(1e-6)
         if not case.double:
             bound = 1e-5 + rounding(p, positions, weights) * max(q.abs().max(), k.abs().max())
-            assert bound.max() < (1e-3 if weights.abs().max() < 10 else 0.1)
+            assert bound.max() < 2e-3 * weights.abs().max().clamp(min=1)
     for a, b, x in zip(found, expected, (q, k), strict=True):
         assert a.shape == b.shape
         assert ((a - b).abs() <= bound).all(), f"{(a - b).abs().max():.2e}"
@@ -179,11 +180,11 @@ SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 @settings(deadline=None, max_examples=6)
 def test_scores_depend_on_relative_positions_alone(name, steps):
     """Moving all that is rotated by the same step leaves every score as it was."""
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     positions = p.positions(*SEGMENTS[name])
     rows = positions.explicit().explicit()
-    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64)
-    q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim))
+    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64) / p.omega.abs().max().clamp(min=10) * 10
+    q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim, p.num_heads))
     scores, moved = (torch.matmul(a, b.mT) for a, b in (encode(p, q, k, at) for at in (rows, rows.offset(step))))
     here = torch.ones(rows.num_tokens, dtype=torch.bool) if rows.rotated is None else rows.rotated
     same = here[:, None] == here[None, :]
@@ -196,7 +197,7 @@ def test_scores_depend_on_relative_positions_alone(name, steps):
 @given(data=st.data())
 @settings(deadline=None, max_examples=6)
 def test_a_shard_is_a_slice(name, data):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     whole = p.positions(*SEGMENTS[name])
     start = data.draw(st.integers(0, whole.num_tokens))
     for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
@@ -214,25 +215,47 @@ PAIRS = {  # or channels, of each axis, as published; the slowest frequencies ba
     "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
     "qwen_image": (8, 28, 28), "cogvideox": (8, 12, 12), "hunyuan_video": (8, 28, 28), "wan": (22, 21, 21),
     "mochi": (64, 64, 64), "cosmos": (22, 21, 21), "transnormer": (128,), "cosformer": (64,), "pope": (64,),
+    "gemma4_vision": (16, 16), "llama4_vision": (22, 22), "minimax_m3_vl": (13, 13, 13), "qwen2_5_omni": (16, 24, 24),
+    "qwen3_5": (11, 11, 10), "ernie4_5_vl": (20, 22, 22), "glm4v": (16, 24, 24), "z_image": (8, 28, 28),
+    "hidream": (32, 16, 16), "cogview4": (32, 32), "glm_image": (32, 32), "hunyuan_image": (32, 32),
+    "hunyuan_video15": (8, 28, 28), "allegro": (16, 16, 16), "kandinsky5": (8, 12, 12), "sana_video": (20, 18, 18),
+    "chronoedit": (22, 21, 21), "minimax_h3": (16, 16, 16), "rope": (64,), "v2pe": (64,),
+    "mrope_interleave": (24, 20, 20), "videorope": (16, 24, 24), "hope": (0, 24, 24), "circle_rope": (16, 24, 24),
+    "ilrope": (24, 20, 20), "omnirope": (16, 24, 24), "mm_rope": (16, 24, 24),
 }  # fmt: skip
+OF_ALL_HEADS = {  # of 32, 32, 32, 32 and 8
+    "ltx": (341, 341, 341), "ltx2": (682, 682, 682), "ltx2_audio": (1024,), "ltx2_cross": (1024,),
+    "mhrope": (128, 192, 192),
+}  # fmt: skip
+ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # of the channels; elsewhere all are
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_preset_says(name):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     scheme = p.scheme
     assert p.name == name
     assert p.omega.dtype == torch.float64
-    channels = p.head_dim if scheme.map == "cosine" else p.head_dim // 2
+    rotated = ROTATED.get(name, p.head_dim)
+    assert p.rotary_dim == (None if name not in ROTATED else slice(0, rotated))
+    channels = rotated if scheme.map == "cosine" else rotated // 2
     assert p.omega.shape[1:] == (channels, scheme.frequencies.num_axes)
-    assert p.omega.shape[0] == (HEADS if name in ("rope_vit_mixed", "mochi", "transnormer") else 1)
+    by_head = {"rope_vit_mixed", "mochi", "transnormer", *OF_ALL_HEADS}
+    assert p.omega.shape[0] == (p.num_heads if name in by_head else 1)
     assert p.phase == ((HEADS, channels) if scheme.phase else None)
-    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"}
+    part = {"rotary_dim"} if name in ROTATED else set()
+    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"} | part
     assert p.amplitude == 1
     assert len(scheme.doc.strip().splitlines()) >= 3
-    assert "arXiv" in scheme.doc or "diffusers" in scheme.doc
-    assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
-    assert ((p.omega != 0).sum(-1) == (p.num_axes if name in ("rope_vit_mixed", "mochi") else 1)).all()
+    assert any(source in scheme.doc for source in ("arXiv", "diffusers", "transformers"))
+    if name in OF_ALL_HEADS:
+        assert tuple((preset(name).omega != 0).sum((0, 1)).tolist()) == OF_ALL_HEADS[name]
+        assert ((p.omega != 0).sum(-1) == 1).float().mean() > 0.95
+    else:
+        assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
+        still = 16 if name == "hope" else 0
+        axes = p.num_axes if name in ("rope_vit_mixed", "mochi") else 1
+        assert ((p.omega != 0).sum(-1) == axes).sum() == p.omega.shape[0] * (channels - still)
     assert scheme.learned == (name in ("rope_vit_mixed", "mochi", "transnormer"))
 
 
@@ -257,10 +280,10 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
     """The kernels on every preset, in float32: as near to float64 as the reference."""
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
-    q, k = inputs(positions.num_tokens, p.head_dim)
+    q, k = inputs(positions.num_tokens, p.head_dim, p.num_heads)
     exact = encode(p, q.double(), k.double(), positions)
     found = encode(p, q.cuda(), k.cuda(), cuda, omega=p.omega.cuda(), impl="triton")
     with rounded_angles():
@@ -411,7 +434,7 @@ def test_a_scaling_an_axis():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_copies(name):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
         assert torch.equal(other.omega, p.omega)
         assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
@@ -475,50 +498,64 @@ BAD = {
 TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
 TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
 TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
-OPTIONS = {"dinov3": "by", "perception_encoder": "offset", "qwen2_vl_vision": "merge", "cogvideox": "size"}
-OPTIONS |= {"mochi": "area", "cosmos": "fps", "cosformer": "longest"}
+TAKES |= {name: {"base", "scaling"} for name in ("rope", "v2pe", "ltx2_audio", "ltx2_cross")}
+OPTIONS = {  # of the grids, with another value
+    "dinov3": {"by": "longer"}, "perception_encoder": {"offset": 3}, "qwen2_vl_vision": {"merge": 1},
+    "cogvideox": {"size": None}, "mochi": {"area": 9}, "cosmos": {"fps": 7}, "cosformer": {"longest": 99},
+    "llama4_vision": {"offset": 3}, "minimax_m3_vl": {"merge": 1}, "qwen2_5_omni": {"interval": 0.3, "rate": 2},
+    "cogview4": {"size": 7}, "allegro": {"by": (1, 2, 3)}, "kandinsky5": {"by": (1, 2, 3)}, "chronoedit": {"skip": 5},
+    "ltx": {"fps": 7, "steps": (4, 16, 16), "trained": (9, 99, 99)}, "ltx2_audio": {"step": 9, "rate": 7, "trained": 3},
+    "ltx2": {"fps": 7, "steps": (4, 16, 16), "trained": (9, 99, 99)}, "ltx2_cross": {"fps": 7}, "v2pe": {"stride": 3},
+    "mrope_interleave": {"stride": 3}, "mhrope": {"stride": 3}, "ilrope": {"stride": 3}, "omnirope": {"stride": 3},
+    "videorope": {"stride": 3}, "hope": {"stride": 3}, "mm_rope": {"scale": (2, 3, 4)},
+    "circle_rope": {"radius": 7, "alpha": 0.1, "mix": 0.4, "stride": 3},
+}  # fmt: skip
+SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3}, "minimax_m3_vl": (2, 4, 6)}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_said_is_taken_or_refused(name):
     """No argument passes without effect."""
-    plain = preset(name, num_heads=HEADS)
+    plain = of_heads(name)
     shares = (1, *[2] * (plain.num_axes - 1))
     changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
     for key, value in changes.items():
         if key in TAKES[name]:
-            size = 3360 if plain.scheme.map == "rotate" else 1680  # which all shares divide
-            changed = preset(name, size, HEADS, **{key: value})
+            # Sizes which all shares divide.
+            size, heads = 26880 if plain.scheme.map == "rotate" else 1680, 40 if name == "mhrope" else HEADS
+            changed = preset(name, size, heads, **{key: value})
             if (name, key) != ("cosformer", "scaling"):
-                assert not torch.equal(changed.omega, preset(name, size, HEADS).omega), key
+                assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
             with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
-                preset(name, num_heads=HEADS, **{key: value})
+                preset(name, num_heads=plain.num_heads, **{key: value})
     # Options of the grids.
-    shape = next(s for s in SEGMENTS[name] if isinstance(s, tuple))
-    options = {"by": "longer", "offset": 3, "merge": 1, "size": None, "area": 9, "fps": 7, "longest": 99}
-    for option, value in {**options, "prefix": 1, "scale": 2.0}.items():
-        if OPTIONS.get(name) == option:
-            assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
-        else:
+    shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))
+    own = OPTIONS.get(name, {})
+    for option, value in own.items():
+        assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
+    for option in {o for options in OPTIONS.values() for o in options} | {"prefix", "reach"}:
+        if option not in own:
             with pytest.raises(TypeError, match=rf"{option}: {name}'s grids take .*, got"):
-                plain.positions(shape, **{option: value})
+                plain.positions(shape, **{option: 2})
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_head_dim_is_laid_out_or_refused(name):
-    """One message that names head_dim, or frequencies for every channel."""
-    refused = []
-    for head_dim in range(42):
+    """One message that names head_dim, or frequencies for every channel that takes part."""
+    refused, sizes = [], [*range(42), 128, 512]
+    for head_dim in sizes:
         try:
             p = preset(name, head_dim)
         except ValueError as error:
             refused.append(str(error))
         else:
-            assert p.omega.shape[1] == (head_dim if p.scheme.map == "cosine" else head_dim // 2)
+            width = head_dim if p.rotary_dim is None else p.rotary_dim.stop - p.rotary_dim.start
+            assert (p.rotary_dim is None) == (name not in ROTATED or (name == "minimax_m3_vl" and head_dim % 6 == 0))
+            assert p.omega.shape[1] == (width if p.scheme.map == "cosine" else width // 2)
             assert p.omega.isfinite().all()
     assert all(message.startswith("head_dim: ") for message in refused)
-    assert 1 <= len(refused) < 42
+    assert 1 <= len(refused) < len(sizes)
 
 
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
@@ -533,9 +570,9 @@ def test_a_sequence_counts_on(name):
 
 def test_a_preset_made_on_the_meta_device_has_values():
     with torch.device("meta"):
-        found = [preset(name, num_heads=HEADS) for name in SCHEMES]
+        found = [of_heads(name) for name in SCHEMES]
     for p in found:
-        assert torch.equal(p.omega, preset(p.name, num_heads=HEADS).omega)
+        assert torch.equal(p.omega, of_heads(p.name).omega)
 
 
 @pytest.mark.parametrize("name", BAD)
