@@ -44,12 +44,15 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
 
 _DOCUMENT = "lrpe_cosine_md", "lrpe_rotate_1d", "lrpe_rotate_md"
 _INTEGRATIONS = "adapt", "adapt_rotary"
+_PICTURES = ("show",)
 
 
 def __getattr__(name: str) -> Any:
     """What most programs don't use: the names of the LRPE document, and what imports other libraries."""
     if name in _INTEGRATIONS:
         return getattr(importlib.import_module(".integrations", __name__), name)
+    if name in _PICTURES:
+        return getattr(importlib.import_module(".presets.picture", __name__), name)
     if name.startswith(_DOCUMENT):
         return getattr(importlib.import_module(".document", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

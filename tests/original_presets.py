@@ -311,7 +311,7 @@ def minimax_m3_vl(q, k, p, segments, options):
 def qwen2_5_omni(q, k, p, segments, options):
     module = original("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni")
     whole = module.Qwen2_5OmniPreTrainedModelForConditionalGeneration
-    video, start, end, text = 1, 2, 3, 9
+    video, start, text = 1, 2, 9
     ids = []
     for segment in segments:
         if not isinstance(segment, int):
@@ -339,7 +339,7 @@ def qwen2_5_omni(q, k, p, segments, options):
 
 def z_image(q, k, p, segments, options):
     module = original("diffusers.models.transformers.transformer_z_image")
-    (height, width), *padding, text = segments
+    (height, width), *_, text = segments
     model = module.ZImageTransformer2DModel
     self = SimpleNamespace(create_coordinate_grid=model.create_coordinate_grid)
     for name in ("_pad_with_ids", "_patchify_image"):
@@ -503,7 +503,7 @@ def golden_cases(name, published=None, head_dim=None, heads=1, **options):
                 double=True,
                 heads=heads,
                 **own,
-            )  # fmt: skip
+            )
         )
     return found
 

@@ -322,7 +322,8 @@ class Preset:
             options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
 
         Returns:
-            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`.
+            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`, with the
+            same tokens as prefix and suffix where there is one table.
 
         Raises:
             ValueError: a shape or tokens that the scheme does not have.
@@ -365,9 +366,12 @@ class Preset:
         order = None
         if scheme.tokens_first:
             order = sorted(range(len(parts)), key=lambda i: not isinstance(parts[i], Tokens))
-        return _one_grid(parts, scaled, start, length) or compose(
-            *parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device
-        )
+        whole = _one_grid(parts, scaled)
+        if isinstance(whole, Grid):
+            return replace(whole, start=start, length=length)
+        if whole is not None and (start, length) == (0, None):
+            return whole.to(device)
+        return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
@@ -394,8 +398,8 @@ def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) 
     return None if (start, width) == (0, head_dim) else slice(start, start + width)
 
 
-def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None) -> Grid | None:
-    """The sequence as a grid, where it is one grid between tokens that are not rotated."""
+def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
+    """The sequence as a grid or table with prefix and suffix, where it is one between tokens that are not rotated."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
     # Zero positions are no rotation but for the amplitude; a scheme with a phase has no such tokens.
     rules = ("skip",) if scaled else ("skip", "zero")
@@ -404,7 +408,10 @@ def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None
         return None
     grid = parts[grids[0]]
     grid = grid.grid if isinstance(grid, After) else grid
-    if not isinstance(grid, Grid) or not grid.whole:
+    if isinstance(grid, Coordinates):
+        if grid.coords.ndim != 2:
+            return None
+    elif not isinstance(grid, Grid) or not grid.whole:
         return None
     before, behind = ([p.length for p in t if isinstance(p, Tokens)] for t in (parts[: grids[0]], parts[grids[0] :]))
-    return replace(grid, prefix=grid.prefix + sum(before), suffix=grid.suffix + sum(behind), start=start, length=length)
+    return replace(grid, prefix=grid.prefix + sum(before), suffix=grid.suffix + sum(behind))

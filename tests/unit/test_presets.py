@@ -14,7 +14,6 @@ import torch
 from float64 import Float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from original_presets import (
     BATCH,
     CASES,
