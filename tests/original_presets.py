@@ -322,8 +322,8 @@ def qwen2_5_omni(q, k, p, segments, options):
     grids = torch.tensor([(s[0], 2 * s[1], 2 * s[2]) for s in segments if not isinstance(s, int)])
     config = SimpleNamespace(
         image_token_id=-1, video_token_id=video, audio_token_id=-2, vision_start_token_id=start,
-        audio_start_token_id=-3, position_id_per_seconds=options.get("rate", 25), seconds_per_chunk=2, head_dim=p.head_dim,
-        max_position_embeddings=4096, rope_parameters={
+        audio_start_token_id=-3, position_id_per_seconds=options.get("rate", 25), seconds_per_chunk=2,
+        head_dim=p.head_dim, max_position_embeddings=4096, rope_parameters={
             "rope_type": "default", "rope_theta": 1e6, "mrope_section": [p.head_dim // 8, *[3 * p.head_dim // 16] * 2],
         },
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from .scheme import Preset, Scheme
 
 __all__ = ["show"]
 
-SIZES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
+SIZES: dict[int, tuple[int, ...]] = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 LETTERS = {1: ("n",), 2: ("h", "w"), 3: ("t", "h", "w"), 4: ("t", "h", "w", "l")}
 SHOWN = 4  # angle maps
 
@@ -61,7 +60,7 @@ def show(
     size = _default_shape(made) if shape is None else tuple(shape)
     angles, similarity = _on_grid(made, omega, size, options)
     chosen = _spread(angles)
-    rows, columns = size[-2:] if len(size) > 1 else (1, size[0])
+    rows, columns = (1, *size)[-2:]
 
     figure = figures.Figure(figsize=(2.6 * (len(chosen) + 2), 3.2), layout="constrained")
     axes = figure.subplots(1, len(chosen) + 2, width_ratios=[1.3, *[1] * (len(chosen) + 1)])
@@ -107,11 +106,12 @@ def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[s
     """Θ (N, C) of the tokens of the middle frame, and the mean of cos(Θ_n - Θ_m), m its middle token."""
     table = made.positions(size, **options).explicit().explicit().coords
     angles = table @ omega.T
-    frame = math.prod(size[-2:]) if len(size) > 1 else size[0]
+    rows, columns = (1, *size)[-2:]
+    frame = rows * columns
     first = len(angles) // frame // 2 * frame
     angles = angles[first : first + frame]
     turned = (omega != 0).any(-1)
-    middle = angles[(size[-2] // 2 if len(size) > 1 else 0) * size[-1] + size[-1] // 2]
+    middle = angles[rows // 2 * columns + columns // 2]
     return angles, torch.cos(angles - middle)[:, turned].mean(-1)
 
 
