@@ -372,7 +372,7 @@ SCHEMES: dict[str, Scheme] = {
         """,
         128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
     ),
-    "rope": Scheme(
+    "rope_1d": Scheme(
         """RoPE (arXiv 2104.09864): one axis, whatever the shape; half and half, as in Llama (transformers).
 
         A video or an image is read row by row, as text; "vanilla RoPE" in comparisons.

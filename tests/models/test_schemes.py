@@ -104,8 +104,8 @@ def test_text_by_published_schemes():
     assert pope.encoding.distinct[0].act == "softplus"
     assert pope.encoding.distinct[0].frequencies.phase is not None
     assert LmConfig(encoding="pope", **sizes).key_dim == 64
-    same_as(CausalLm(LmConfig(encoding="rope", **sizes)), CausalLm(LmConfig(**sizes)), tokens)
-    learned = CausalLm(LmConfig(encoding="rope", learnable=True, base=50.0, **sizes))
+    same_as(CausalLm(LmConfig(encoding="rope_1d", **sizes)), CausalLm(LmConfig(**sizes)), tokens)
+    learned = CausalLm(LmConfig(encoding="rope_1d", learnable=True, base=50.0, **sizes))
     assert learned.encoding.distinct[0].frequencies.theta.requires_grad
     with pytest.raises(ValueError, match="encoding: expected a scheme on one axis, got one with 3"):
         LmConfig(encoding="wan", **sizes)

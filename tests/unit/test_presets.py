@@ -218,7 +218,7 @@ PAIRS = {  # or channels, of each axis, as published; the slowest frequencies ba
     "qwen3_5": (11, 11, 10), "ernie4_5_vl": (20, 22, 22), "glm4v": (16, 24, 24), "z_image": (8, 28, 28),
     "hidream": (32, 16, 16), "cogview4": (32, 32), "glm_image": (32, 32), "hunyuan_image": (32, 32),
     "hunyuan_video15": (8, 28, 28), "allegro": (16, 16, 16), "kandinsky5": (8, 12, 12), "sana_video": (20, 18, 18),
-    "chronoedit": (22, 21, 21), "minimax_h3": (16, 16, 16), "rope": (64,), "v2pe": (64,),
+    "chronoedit": (22, 21, 21), "minimax_h3": (16, 16, 16), "rope_1d": (64,), "v2pe": (64,),
     "mrope_interleave": (24, 20, 20), "videorope": (16, 24, 24), "hope": (0, 24, 24), "circle_rope": (16, 24, 24),
     "ilrope": (24, 20, 20), "omnirope": (16, 24, 24), "mm_rope": (16, 24, 24),
 }  # fmt: skip
@@ -497,7 +497,7 @@ BAD = {
 TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
 TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
 TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
-TAKES |= {name: {"base", "scaling"} for name in ("rope", "v2pe", "ltx2_audio", "ltx2_cross")}
+TAKES |= {name: {"base", "scaling"} for name in ("rope_1d", "v2pe", "ltx2_audio", "ltx2_cross")}
 OPTIONS = {  # of the grids, with another value
     "dinov3": {"by": "longer"}, "perception_encoder": {"offset": 3}, "qwen2_vl_vision": {"merge": 1},
     "cogvideox": {"size": None}, "mochi": {"area": 9}, "cosmos": {"fps": 7}, "cosformer": {"longest": 99},
