@@ -133,37 +133,40 @@ class Grid(Rules):
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self._fractions is None:
-            return grid_coordinates(
-                self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), self.origin_row,
-                device=device, dtype=dtype,
-            )  # fmt: skip
+        exact = self._has_rules
         coords, rotated = grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, None, self.origin_row,
-            device=device, dtype=torch.float64,
+            self.num_tokens, self.shape, self.prefix, self.start, None if exact else self.affine(device),
+            self.origin_row, device=device, dtype=torch.float64 if exact else dtype,
         )  # fmt: skip
-        return torch.where(rotated[:, None], self._placed(coords), 0).to(dtype), rotated
+        if exact:
+            coords = torch.where(rotated[:, None], self._placed(coords), 0).to(dtype)
+        return coords, rotated
 
     @property
-    def _fractions(self) -> tuple[tuple[float, float, float], ...] | None:
-        """Numerator of the scale, of the shift, and what both are divided by, an axis: where both are n-ths, as a
-        reference size over n is, p i / n is rounded once, so that it is whole where it should be (:meth:`floor`)."""
-        scale, shift = self._scale_and_shift
-        if (self.scale is None and self.shift is None) or torch.compiler.is_compiling():
-            return None
-        if not all(type(n) is int for n in self.shape) or not all(type(v) is float for t in (scale, shift) for v in t):
-            return None
-        return tuple(_as_fraction(a, b, max(n, 1)) for a, b, n in zip(scale, shift, self.shape, strict=True))
+    def _has_rules(self) -> bool:
+        """A scale or shift, known to the host."""
+        known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
+        return known and not (self.scale is None and self.shift is None)
 
     def _placed(self, index: Tensor) -> Tensor:
-        """Positions of whole coordinates (.., K), in float64."""
-        index, fractions = index.double(), self._fractions
-        if fractions is None:
+        """Positions of whole coordinates (.., K), in float64.
+
+        Where scale and shift are n-ths, as a reference size over n is, (p i + r) / n is rounded once, so that it is
+        whole where it should be (:meth:`floor`).
+        """
+        index = index.double()
+        if not self._has_rules:
             affine = self.affine(index.device)
             return index if affine is None else index * affine[:, 0] + affine[:, 1]
-        table = _rows_on.__wrapped__ if fleeting() else _rows_on
-        p, r, n = table(fractions, index.device).unbind(-1)
-        return (index * p + r) / n
+        scale, shift = self._scale_and_shift
+        fixed = all(type(n) is int for n in self.shape) and all(type(v) is float for t in (scale, shift) for v in t)
+        if fixed and not torch.compiler.is_compiling():
+            rows = tuple(_as_fraction(a, b, max(n, 1)) for a, b, n in zip(scale, shift, self.shape, strict=True))
+            table = _rows_on.__wrapped__ if fleeting() else _rows_on
+            p, r, n = table(rows, index.device).unbind(-1)
+            return (index * p + r) / n
+        affine: Any = self.affine(index.device)
+        return _place_by_fractions(index, affine, torch.tensor(self._sizes, dtype=torch.float64, device=index.device))
 
     @property
     def origin_row(self) -> Tensor | None:
@@ -306,6 +309,15 @@ def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, floa
         if all(math.isclose(a / n, b, rel_tol=2.0**-50) for a, b in ((p, scale), (r, shift))):
             return p, r, float(n)
     return scale, shift, 1.0
+
+
+def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
+    """:func:`_as_fraction` for sizes of a trace."""
+    scale, shift = affine.unbind(-1)
+    p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
+    near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
+    near = near & (scale.abs() < largest) & (shift.abs() < largest)
+    return torch.where(near, (index * p + r) / n, index * scale + shift)
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:

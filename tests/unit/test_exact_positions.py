@@ -48,6 +48,20 @@ def test_other_rules_stay_what_they_are():
     assert column(Grid((3, 5), prefix=1, suffix=1).interpolate((6, None)), 0) == [0, *[0] * 5, *[2] * 5, *[4] * 5, 0]
 
 
+def test_rounding_down_is_exact_when_compiled():
+    """One graph for all sizes."""
+    torch.compiler.reset()
+
+    def place(x):
+        return Grid((x.shape[0],)).interpolate(256).floor().coords[:, 0]
+
+    compiled = torch.compile(place, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (98, 49, 100, 256, 333, 7):
+        assert compiled(torch.zeros(n)).tolist() == [i * 256 // n for i in range(n)], n
+    fixed = torch.compile(lambda x: x + Grid((98,)).interpolate(256).floor().coords[:, 0], fullgraph=True)
+    assert fixed(torch.zeros(98, dtype=torch.float64)).tolist() == [i * 256 // 98 for i in range(98)]
+
+
 def test_floor_of_a_grid_keeps_its_tokens():
     grid = Grid((2, 3), prefix=1).interpolate((5, 4))
     found = grid.floor()
