@@ -187,7 +187,8 @@ def wan(q, k, p, segments, options):
 
 
 def mochi_frequencies(p):
-    return torch.randn(3, HEADS, p.head_dim // 2, generator=torch.Generator().manual_seed(1)) / 5
+    drawn = torch.randn(3, HEADS, p.head_dim // 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 5
+    return drawn.float()
 
 
 def mochi(q, k, p, segments, options):
@@ -243,7 +244,8 @@ def cosformer(q, k, p, segments, options):
 
 
 def pope_phase(p):
-    return -2 * math.pi * torch.rand(HEADS, p.head_dim, generator=torch.Generator().manual_seed(2))
+    drawn = torch.rand(HEADS, p.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return -2 * math.pi * drawn.float()
 
 
 def pope(q, k, p, segments, options):
@@ -393,8 +395,7 @@ def allegro(q, k, p, segments, options):
     *freqs, t, h, w = embeddings.get_3d_rotary_pos_embed_allegro(
         p.head_dim, ((0, 0), tuple(size)), size, frames, options.get("by", (2.2, 2.0, 2.0))
     )
-    # The pipeline cuts these off, which loses a row where linspace comes out below the whole number.
-    ids = torch.cartesian_prod(*(axis.round().long() for axis in (t, h, w))).T.reshape(3, 1, -1)
+    ids = torch.cartesian_prod(*(axis.long() for axis in (t, h, w))).T.reshape(3, 1, -1)  # as its pipeline has it
     return tuple(embeddings.apply_rotary_emb_allegro(x, freqs, ids) for x in (q, k))
 
 
@@ -681,3 +682,21 @@ def inputs(num_tokens, head_dim, heads=HEADS):
 
 def table(positions):
     return positions.explicit().explicit().coords
+
+
+# --- three sizes: not square, odd, one frame ---------------------------------------------------------------
+
+SIZES = {1: [(40,), (23,), (1,)], 2: [(5, 9), (7, 4), (1, 3)], 3: [(3, 5, 9), (2, 6, 3), (1, 7, 4)]}
+EVEN = {2: [(4, 6), (10, 2), (2, 8)], 3: [(3, 4, 6), (2, 10, 2), (1, 2, 8)]}
+FULL = {2: [(4, 8), (8, 12), (1, 32)]}  # of 32 tokens or multiples
+GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
+
+
+def sized(case, number):
+    """The case with grids of another size."""
+    sizes = GRIDS_OF.get(case.name, SIZES)
+    return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
+
+
+def is_golden(case):
+    return getattr(case.code, "func", None) is golden

@@ -20,12 +20,13 @@ from original_presets import (
     HEADS,
     LAYOUTS,
     encode,
-    golden,
     golden_tables,
     inputs,
+    is_golden,
     of_heads,
     on,
     original,
+    sized,
     table,
     text2,
 )
@@ -89,22 +90,6 @@ def test_every_preset_has_a_case():
 
 
 # --- in float64, at three sizes ----------------------------------------------------------------------------
-
-SIZES = {1: [(40,), (23,), (1,)], 2: [(5, 9), (7, 4), (1, 3)], 3: [(3, 5, 9), (2, 6, 3), (1, 7, 4)]}
-EVEN = {2: [(4, 6), (10, 2), (2, 8)], 3: [(3, 4, 6), (2, 10, 2), (1, 2, 8)]}
-FULL = {2: [(4, 8), (8, 12), (1, 32)]}  # of 32 tokens or multiples
-GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
-
-
-def sized(case, number):
-    """The case with grids of another size."""
-    sizes = GRIDS_OF.get(case.name, SIZES)
-    return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
-
-
-def is_golden(case):
-    return getattr(case.code, "func", None) is golden
-
 
 FIRST = {name: next(c for c in CASES if c.name == name) for name in SCHEMES}
 
