@@ -333,6 +333,13 @@ def test_the_page_runs(tmp_path, monkeypatch):
     assert (tmp_path / "ours.png").exists()
 
 
+def test_the_page_names_every_preset():
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    table = text.split("## The published ones")[1].split("\n\n")[1]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(SCHEMES)
+
+
 def test_the_page_would_fail():
     """Its test is one: with another base it fails."""
     text = (DOCS / "schemes.md").read_text(encoding="utf-8")
