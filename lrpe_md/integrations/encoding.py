@@ -68,7 +68,8 @@ def build_encoding(
             :func:`lrpe_md.list_presets`, or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, for each layer
             where it learns. What :func:`lrpe_md.preset` gives, for this head_dim. A module, shared by all layers. A
             factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name and those that it
-            takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with ``(head_dim, num_heads)``. None or "none": no encoding.
+            takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with ``(head_dim, num_heads)``. None
+            or "none": no encoding.
         kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
             first two also ``split``, the axes' shares of the channels, (2, 3, 3) gives time two eighths, and
             ``remainder``, the axis that takes what the shares leave over; ``learnable`` then trains ω. For a preset of

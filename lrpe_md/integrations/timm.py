@@ -153,7 +153,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", or a Scheme or Preset,
             with its positions; an ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k
             (B, H, N, D), shared by all layers; a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer.
-            None, the default, or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
+            None, the default, or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register tokens
+            are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
         attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told

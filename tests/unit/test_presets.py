@@ -23,6 +23,7 @@ from original_presets import (
     golden_tables,
     inputs,
     is_golden,
+    ltx2,
     of_heads,
     on,
     original,
@@ -41,6 +42,7 @@ from lrpe_md import (
     pack,
     pad,
     preset,
+    rotate,
 )
 from lrpe_md.frequencies import llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from lrpe_md.presets.registry import SCHEMES
@@ -151,6 +153,21 @@ def test_presets_of_whole_models(model):
     found = encode(p, q, k, p.positions(vit.num_prefix_tokens, (5, 9)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def test_attention_between_video_and_audio():
+    """LTX-2's queries are a video's, its keys audio's, each at its own seconds."""
+    p = preset("ltx2_cross", num_heads=HEADS)
+    video, audio = p.positions((3, 2, 4)), p.positions((11,))
+    (q, _), (_, k) = (tuple(inputs(positions.num_tokens, p.head_dim)) for positions in (video, audio))
+    q, k = q.double(), k.double()
+    with Float64():
+        (expected_q, _), (_, expected_k) = ltx2(q, q, p, [(3, 2, 4)], {}, axes=1), ltx2(k, k, p, [(11,)], {})
+    found = rotate(q, k, omega=p.omega, positions=(video, audio), **p.options)
+    torch.testing.assert_close(found[0] @ found[1].mT, expected_q @ expected_k.mT, rtol=0, atol=1e-6)
+    seconds = [(positions.coords[[0, -1], 0] + 1) * 10 for positions in (video, audio)]
+    assert seconds[0].tolist() == pytest.approx([0.5 / 24, (8 * 2 - 3) / 24])  # the middle of a frame, and of eight
+    assert seconds[1].tolist() == pytest.approx([0.005, (4 * 10 - 1) / 100])
 
 
 # --- what holds for each -----------------------------------------------------------------------------------
