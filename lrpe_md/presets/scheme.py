@@ -381,13 +381,12 @@ def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) 
         ValueError: none, an odd number that is rotated, or a slice that is none.
     """
     part = rotary_dim
-    if part is None and scheme.rotary is not None:
-        part = slice(*(round(bound * head_dim) for bound in scheme.rotary))
-    part = slice(0, head_dim) if part is None else slice(0, part) if isinstance(part, int) else part
-    start, stop, by = part.indices(head_dim)
+    if part is None:
+        first, last = (0, 1) if scheme.rotary is None else scheme.rotary
+        part = slice(round(first * head_dim), round(last * head_dim))
+    start, stop, by = part.indices(head_dim) if isinstance(part, slice) else (0, part, 1)
     step = 2 if scheme.map == "rotate" else 1
-    asked = 0 if rotary_dim is None else part.stop  # a slice's own bounds are cut off where they pass the end
-    if by != 1 or stop <= start or (stop - start) % step or (isinstance(asked, int) and asked > head_dim):
+    if by != 1 or not 0 <= start < stop <= head_dim or (stop - start) % step:
         kind = "an even number of channels" if step == 2 else "channels"
         raise ValueError(f"rotary_dim: expected {kind} of head_dim = {head_dim}, got {part}")
     width = stop - start
