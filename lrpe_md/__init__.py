@@ -22,12 +22,17 @@ from .positions.coordinates import Coordinates as Coordinates
 from .positions.grid import Grid as Grid
 from .positions.grid import window_order as window_order
 from .positions.sequences import After as After
+from .positions.sequences import Before as Before
 from .positions.sequences import Tokens as Tokens
 from .positions.sequences import compose as compose
 from .positions.sequences import pack as pack
 from .positions.sequences import pad as pad
 from .presets.registry import list_presets as list_presets
 from .presets.registry import preset as preset
+from .presets.registry import register_scheme as register_scheme
+from .presets.scheme import Axial as Axial
+from .presets.scheme import Dense as Dense
+from .presets.scheme import Scheme as Scheme
 
 __version__ = "0.1.0"
 
@@ -39,12 +44,15 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
 
 _DOCUMENT = "lrpe_cosine_md", "lrpe_rotate_1d", "lrpe_rotate_md"
 _INTEGRATIONS = "adapt", "adapt_rotary"
+_PICTURES = ("show",)
 
 
 def __getattr__(name: str) -> Any:
     """What most programs don't use: the names of the LRPE document, and what imports other libraries."""
     if name in _INTEGRATIONS:
         return getattr(importlib.import_module(".integrations", __name__), name)
+    if name in _PICTURES:
+        return getattr(importlib.import_module(".presets.picture", __name__), name)
     if name.startswith(_DOCUMENT):
         return getattr(importlib.import_module(".document", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

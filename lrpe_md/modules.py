@@ -18,7 +18,7 @@ from .positions.coordinates import Coordinates
 from .positions.grid import Grid
 from .positions.sequences import text_positions
 from .presets.registry import preset as make_preset
-from .presets.scheme import Axial, Preset
+from .presets.scheme import Axial, Preset, Scheme
 from .xpos import check_scale_base, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -294,8 +294,8 @@ class PresetMd(FrequencyModule):
 
     Args:
         preset: what :func:`lrpe_md.preset` gives: its frequencies, amplitude, pairs, activation and order, and a phase
-            where the scheme has one. Or its name, made for ``head_dim`` and ``num_heads``.
-        head_dim, num_heads: of a preset by its name; default: the original's, and 1.
+            where the scheme has one. Or its name or a :class:`lrpe_md.Scheme`, made for ``head_dim`` and ``num_heads``.
+        head_dim, num_heads: of a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
         learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
             default: where the scheme does.
         act, phase: instead of the scheme's; see :class:`CosineMd`.
@@ -309,7 +309,7 @@ class PresetMd(FrequencyModule):
 
     def __init__(
         self,
-        preset: Preset | str,
+        preset: Preset | Scheme | str,
         *,
         head_dim: int | None = None,
         num_heads: int | None = None,
@@ -321,11 +321,12 @@ class PresetMd(FrequencyModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(preset, str):
-            preset = make_preset(preset, head_dim, 1 if num_heads is None else num_heads)
+        if isinstance(preset, (str, Scheme)):
+            preset = make_preset(preset, head_dim, num_heads)
         elif not isinstance(preset, Preset):
             raise TypeError(
-                f"preset: expected a name or what lrpe_md.preset(name, head_dim) gives, got {type(preset).__name__}"
+                "preset: expected a name, a Scheme or what lrpe_md.preset(name, head_dim) gives, got "
+                f"{type(preset).__name__}"
             )
         elif head_dim is not None or num_heads is not None:
             raise ValueError(
@@ -336,7 +337,8 @@ class PresetMd(FrequencyModule):
         learnable = scheme.learned if learnable is None else learnable
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
-        self.pairs: Pairs = scheme.pairs
+        self.pairs: Pairs = preset.pairs
+        self.rotary_dim = preset.rotary_dim
         self.order: Order = scheme.order
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)

@@ -28,6 +28,7 @@ from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.engine.linear_call import NormalizerName
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
+from lrpe_md.presets.scheme import Preset, Scheme
 
 from .joint import JointBlock, TimeEmbedding, modulate, modulation
 from .text import START, Text
@@ -122,7 +123,7 @@ class DiT(nn.Module):
         self.grad_checkpointing = False
 
         kwargs = dict(encoding_kwargs or {})
-        if attention == "linear" and (encoding is None or isinstance(encoding, str)):
+        if attention == "linear" and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
             kwargs.setdefault("act", "relu")
         self.encoding = build_encoding(encoding, kwargs, embed_dim // num_heads, num_heads, depth, num_axes)
         stack = EncodingStack(self.encoding)

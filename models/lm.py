@@ -20,11 +20,12 @@ from timm.layers.mlp import SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_md import Grid
+from lrpe_md import Grid, list_presets
 from lrpe_md.integrations.attention import softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
 from lrpe_md.modules_linear import attend_with
-from lrpe_md.presets.scheme import Scaling
+from lrpe_md.presets.registry import find_scheme
+from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
 
 __all__ = ["Cache", "CausalLm", "LmConfig", "Scaling"]
 
@@ -39,7 +40,9 @@ class LmConfig:
 
     Args:
         hidden: width of the SwiGLU.
-        encoding: the map of q and k; "none" leaves them without positions.
+        encoding: the map of q and k; "none" leaves them without positions. Or a scheme on one axis: a name of
+            :func:`lrpe_md.list_presets`, a Scheme or a Preset, with act, phase, learnable and base where they are not
+            the defaults.
         act: before the map: softplus with cosine and phase is PoPE (arXiv 2509.10534).
         phase: learn a phase by layer, key head and channel, on the keys alone: on both it would cancel.
         learnable: learn the frequencies, by layer and key head.
@@ -57,7 +60,7 @@ class LmConfig:
     num_heads: int = 6
     num_kv_heads: int = 2
     hidden: int = 1024
-    encoding: Literal["rotate", "cosine", "none"] = "rotate"
+    encoding: str | Scheme | Preset = "rotate"
     act: Literal["none", "relu", "sigmoid", "silu", "softplus"] = "none"
     phase: bool = False
     learnable: bool = False
@@ -65,7 +68,8 @@ class LmConfig:
     attention: Literal["softmax", "linear"] = "softmax"
 
     def __post_init__(self) -> None:
-        for name, known in (("encoding", ENCODINGS), ("act", ACTS), ("attention", ATTENTIONS)):
+        encodings = ENCODINGS if self.scheme is None else (self.encoding,)
+        for name, known in (("encoding", encodings), ("act", ACTS), ("attention", ATTENTIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
         if self.dim % self.num_heads:
@@ -76,7 +80,11 @@ class LmConfig:
             )
         if self.encoding == "none" and (self.phase or self.learnable):
             raise ValueError("encoding: 'none' has no phase and nothing to learn; expected phase=learnable=False")
-        if self.encoding == "rotate" and self.head_dim % 2:
+        if self.scheme is not None and self.scheme.frequencies.num_axes != 1:
+            raise ValueError(
+                f"encoding: expected a scheme on one axis, got one with {self.scheme.frequencies.num_axes}"
+            )
+        if self.map == "rotate" and self.head_dim % 2:
             raise ValueError(f"dim: rotation needs an even head_dim, got {self.dim} / {self.num_heads} heads")
 
     @property
@@ -84,18 +92,41 @@ class LmConfig:
         return self.dim // self.num_heads
 
     @property
+    def scheme(self) -> Scheme | None:
+        """Where the encoding is one."""
+        if isinstance(self.encoding, Preset):
+            return self.encoding.scheme
+        if isinstance(self.encoding, Scheme):
+            return self.encoding
+        return find_scheme(self.encoding)[1] if self.encoding in list_presets() else None
+
+    @property
+    def map(self) -> str:
+        return self.encoding if isinstance(self.encoding, str) and self.scheme is None else self.scheme.map  # pyright: ignore[reportOptionalMemberAccess]
+
+    @property
     def key_dim(self) -> int:
-        return 2 * self.head_dim if self.encoding == "cosine" else self.head_dim
+        if self.map != "cosine":
+            return self.head_dim
+        part = None if self.scheme is None else rotated_part(self.scheme, self.head_dim, None)
+        return 2 * self.head_dim if part is None else self.head_dim + part.stop - part.start
 
 
 def build_layers(config: LmConfig) -> EncodingStack:
     """The encodings of q (B, H, N, D) and k (B, G, N, D), one a layer."""
     if config.encoding == "none":
         return EncodingStack([Activation(config.act) for _ in range(config.depth)])
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "base": config.base, "act": config.act, "learnable": config.learnable, "phase": "k" if config.phase else False,
-        "sharing": "layer", "heads": "own" if config.phase or config.learnable else "shared",
+        "sharing": "layer",
     }  # fmt: skip
+    if config.scheme is None:
+        kwargs["heads"] = "own" if config.phase or config.learnable else "shared"
+    else:  # what is not at its default, in place of what the scheme says
+        given = {
+            name: getattr(config, name) != getattr(LmConfig, name) for name in ("base", "act", "learnable", "phase")
+        }
+        kwargs = {name: value for name, value in kwargs.items() if given.get(name, True)}
     layers: Any = build_encoding(config.encoding, kwargs, config.head_dim, config.num_kv_heads, config.depth, 1)
     return EncodingStack([Stretched(layer) for layer in layers])
 

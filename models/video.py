@@ -196,10 +196,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._reference: Reference = None
         adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
 
-    def positions(self, shape: Sequence[int]) -> Grid:
+    def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
         prefix, stack = Tokens(self.num_prefix_tokens), EncodingStack(self.encoding)
-        grid: Any = stack.lay_out(shape, prefix, reference=self.reference)
+        grid = stack.lay_out(shape, prefix, reference=self.reference, device=device)
         return grid if self.temporal else grid.rescale((0, 1, 1))
 
     def forward_features(
@@ -235,7 +235,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError("stream: expected a model with causal='frames', got causal=None")
         shape = self._shape(x)
         seen = 0 if state is None else state.num_frames
-        whole = self.positions((seen + shape[0], *shape[1:]))
+        whole = _as_grid("stream", self.positions((seen + shape[0], *shape[1:])))
         self._check_growing(whole)
         first, size = seen * shape[1] * shape[2], shape[0] * shape[1] * shape[2]
         x = self._absolute(self.patch_embed(x), shape, replace(whole, prefix=0, start=first, length=size))
@@ -249,7 +249,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
     def _check_growing(self, grid: Grid) -> None:
         """A frame must stay where it is when others follow."""
-        longer = self.positions((grid.shape[0] + 1, *grid.shape[1:]))
+        longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
                 "stream: expected positions in time that do not depend on the number of frames, as one unit a frame; "
@@ -267,9 +267,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
     def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         shape = self._shape(x)
-        grid = self.positions(shape)
+        grid = self.positions(shape, x.device)
         x = self._absolute(self.patch_embed(x), shape, replace(grid, prefix=0))
-        keep = self._choose(grid, x) if keep is None else keep
+        keep = self._choose(shape, x) if keep is None else keep
         if keep is not None:
             x = self._keep(x, shape, keep)
         x = self._begin(x)
@@ -277,6 +277,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
             return x, Layout(where, block=places if self.causal else None)
+        grid = _as_grid("space_time='factorised'", grid)
         # Relative positions within a frame do not depend on its time, nor those along time on the place.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
         time = replace(grid, shape=(shape[0], 1, 1)).rescale((1, 0, 0))
@@ -290,7 +291,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             x = torch.cat([self._prefix(x), x], dim=1)
         return self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
 
-    def _absolute(self, x: Tensor, shape: Sequence[int], positions: Grid) -> Tensor:
+    def _absolute(self, x: Tensor, shape: Sequence[int], positions: Grid | Coordinates) -> Tensor:
         """Tokens (B, T H W, C) of a grid of this shape with their absolute positions."""
         if self.sincos is not None:
             ones = torch.ones((1, 1, x.shape[1], x.shape[2] // 2), dtype=x.dtype, device=x.device)
@@ -310,11 +311,11 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
         return prefix
 
-    def _choose(self, grid: Grid, x: Tensor) -> Tensor | None:
+    def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
         """A random choice of tokens or places, (B, n), in their order."""
         if not self.training or not self.patch_drop_rate:
             return None
-        num = x.shape[1] if self.drop_unit == "token" else grid.shape[1] * grid.shape[2]
+        num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]
         kept = max(1, int(num * (1 - self.patch_drop_rate)))
         return torch.rand(x.shape[0], num, device=x.device).argsort(-1)[:, :kept].sort(-1).values
 
@@ -378,6 +379,12 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             return None
         first = 0 if self.no_embed_class else self.num_prefix_tokens
         return self.pos_embed[:, first:].transpose(-2, -1).unflatten(-1, self.patch_embed.grid_size)
+
+
+def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
+    if not isinstance(positions, Grid):
+        raise ValueError(f"{what}: expected an encoding whose positions are a grid's, got one with a table of them")
+    return positions
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:

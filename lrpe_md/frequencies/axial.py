@@ -11,11 +11,15 @@ from torch.nn import functional as F
 
 from ..checks import check_at_least, check_dense
 
-__all__ = ["AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "sequence_omega", "split_channels"]
+__all__ = [
+    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "num_blocks", "one_series", "sequence_omega",
+    "split_channels",
+]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
 AXIS_ORDERS = ("minor_first", "major_first")
-AxisMap = Literal["block", "alternate", "chunk", "stride", "even_odd"]
+AxisMapName = Literal["block", "alternate", "chunk", "stride", "even_odd", "head"]
+AxisMap = AxisMapName | Sequence[Sequence[int]]
 
 
 def _owned(owners: list[int], num: int) -> list[list[int]]:
@@ -41,7 +45,46 @@ _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
     "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
 }
-AXIS_MAPS = tuple(_PLACES)
+AXIS_MAPS = tuple(_PLACES)  # of the channels of every head; "head" shares out the heads
+ONE_SERIES = ("chunk", "stride", "even_odd")
+
+
+def one_series(axis_map: AxisMap) -> bool:
+    """Whether the axes share one series over all channels."""
+    return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
+
+
+def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
+    """Blocks of channels, between which there may be gaps."""
+    if not isinstance(axis_map, str):
+        return len(axis_map)
+    return 1 if axis_map in ("alternate", "stride", "head") else num_axes
+
+
+def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
+    """The channels of each axis, where the axes of a group take turns until each has its section."""
+    owners: list[int] = []
+    for group in axis_map:
+        left = {axis: sections[axis] for axis in group}
+        while any(left.values()):
+            for axis in group:
+                if left[axis]:
+                    owners.append(axis)
+                    left[axis] -= 1
+    return _owned(owners, len(sections))
+
+
+def _check_map(axis_map: Any, num_axes: int) -> None:
+    if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
+        if axis_map not in (*AXIS_MAPS, "head"):
+            raise ValueError(f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {axis_map!r}")
+        return
+    if not all(isinstance(group, Sequence) and group for group in axis_map) or sorted(
+        axis for group in axis_map for axis in set(group)
+    ) != list(range(num_axes)):
+        raise ValueError(
+            f"axis_map: expected groups of axes with each of the {num_axes} axes in one of them, got {axis_map!r}"
+        )
 
 
 def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
@@ -79,6 +122,8 @@ def axial_omega(
     axis_order: AxisOrder = "minor_first",
     axis_map: AxisMap = "block",
     sections: Sequence[int] | None = None,
+    gaps: Sequence[int] | None = None,
+    num_heads: int | None = None,
 ) -> Tensor:
     """Lay theta over the channels, one axis a channel; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
 
@@ -96,10 +141,18 @@ def axial_omega(
             - ``"chunk"``: one series over all channels, cut into a section an axis (Qwen2-VL);
             - ``"stride"``: one series, channel c to the (c mod K)-th axis until that has its section, and from
               there to the first (Qwen3-VL); the first axis's section is not used;
-            - ``"even_odd"``: one series dealt out to the axes, a block an axis (Pixtral for K = 2).
-        sections: channels of each axis, slowest axis first; channels beyond their sum stay unrotated. Default:
-            all of theta for each axis, cut where it passes C (block), equal sections, the first axis taking the
-            remainder (the others).
+            - ``"even_odd"``: one series dealt out to the axes, a block an axis (Pixtral for K = 2);
+            - ``"head"``: each head has one axis on all its channels (MHRoPE);
+            - groups of axes by their numbers, 0 the slowest: one series over all channels; the groups come one after
+              the other, and in each the axes take turns until each has its section. ``((1, 2), (0,))`` is h w h w ..
+              and then t (ERNIE-4.5-VL, VideoRoPE), ``((0, 0, 1, 2, 1, 2, 1, 2),)`` t t h w h w h w over and over
+              (MM-RoPE).
+        sections: channels of each axis, slowest axis first, or heads for ``"head"``; what is beyond their sum stays
+            unrotated. Default: all of theta for each axis, cut where it passes C (block), equal sections, the first
+            axis taking the remainder (the others).
+        gaps: channels that stay unrotated before, between and behind the axes' blocks: one number more than there are
+            blocks, as they lie. ``"alternate"`` and ``"stride"`` are one block, a group is one. Default: none.
+        num_heads: of ``"head"``; default: as many as the sections name.
 
     Returns:
         omega (H or 1, C, K), with theta's dtype and device; differentiable with respect to theta.
@@ -109,10 +162,12 @@ def axial_omega(
     """
     if axis_order not in AXIS_ORDERS:
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
-    if axis_map not in AXIS_MAPS:
-        raise ValueError(f"axis_map: expected one of {AXIS_MAPS}, got {axis_map!r}")
     check_at_least(1, num_axes=num_axes)
     check_at_least(0, num_channels=num_channels)
+    _check_map(axis_map, num_axes)
+    if num_heads is not None and axis_map != "head":
+        raise ValueError(f"num_heads: expected None unless axis_map is 'head', got {num_heads}")
+    between = _gaps(gaps, num_blocks(axis_map, num_axes))
     thetas: list[Any] = list(theta) if isinstance(theta, (tuple, list)) else [theta]
     for t in thetas:
         check_dense("theta", t, "(E,) or (H, E), or one for each axis")
@@ -123,21 +178,42 @@ def axial_omega(
         if t.ndim not in (1, 2) or not t.is_floating_point():
             raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
     thetas = [t if t.ndim == 2 else t[None] for t in thetas]
-    order = range(num_axes) if axis_order == "major_first" else range(num_axes - 1, -1, -1)
+    if axis_map == "head":
+        return _with_gaps(_by_head(thetas, num_channels - sum(between), sections, num_heads), [], between)
+    order = range(num_axes) if axis_order == "major_first" or not isinstance(axis_map, str) else range(num_axes)[::-1]
+    whole, num_channels = num_channels, num_channels - sum(between)
+    if num_channels < 0:
+        raise ValueError(f"gaps: expected at most {whole} channels together, got {tuple(between)}")
     if sections is None and axis_map == "block":
         widths = _cut([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
     elif sections is None:
-        widths = split_channels(num_channels, (1,) * num_axes, remainder=0)
+        widths = list(split_channels(num_channels, (1,) * num_axes, remainder=0))
     else:
         if len(sections) != num_axes or min(sections) < 0:
             raise ValueError(f"sections: expected a width for each of {num_axes} axes, got {tuple(sections)}")
         widths = [sections[axis] for axis in order]
-    members, channels = _PLACES[axis_map](widths, num_channels)
+    if isinstance(axis_map, str):
+        members, channels = _PLACES[axis_map](widths, num_channels)
+        blocks = widths
+    else:
+        members = channels = _groups(axis_map, widths)
+        blocks = [sum(widths[axis] for axis in set(group)) for group in axis_map]
     width = sum(map(len, members))
     if width > num_channels:
         raise ValueError(f"sections: expected at most {num_channels} channels together, got {tuple(sections or ())}")
+    omega = _laid(thetas, order, members, axis_map)
+    if channels is not None:
+        places = torch.tensor([c for taken in channels for c in taken], device="cpu").argsort()
+        omega = omega[:, places.to(omega.device)]
+    omega = omega if width == num_channels else F.pad(omega, (0, 0, 0, num_channels - width))
+    return _with_gaps(omega, blocks, between)
 
-    blocks = []
+
+def _laid(
+    thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
+) -> Tensor:
+    """The members that each axis takes, one axis after the other: (H, C, K)."""
+    num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0
         if thetas[axis].shape[1] < needed:
@@ -146,11 +222,54 @@ def axial_omega(
             )
         blocks.append(F.pad(_members(thetas[axis], taken)[:, :, None], (axis, num_axes - 1 - axis)))
     num_heads = max(block.shape[0] for block in blocks)
-    omega = torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
-    if channels is not None:
-        order = torch.tensor([c for taken in channels for c in taken], device="cpu").argsort()
-        omega = omega[:, order.to(omega.device)]
-    return omega if width == num_channels else F.pad(omega, (0, 0, 0, num_channels - width))
+    return torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
+
+
+def _by_head(
+    thetas: Sequence[Tensor], num_channels: int, sections: Sequence[int] | None, num_heads: int | None
+) -> Tensor:
+    """One axis a head, on all channels; heads beyond the sections are not rotated."""
+    num_axes = len(thetas)
+    if sections is None:
+        sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
+    if len(sections) != num_axes or min(sections) < 0:
+        raise ValueError(f"sections: expected a number of heads for each of {num_axes} axes, got {tuple(sections)}")
+    num_heads = sum(sections) if num_heads is None else num_heads
+    if sum(sections) > num_heads:
+        raise ValueError(f"sections: expected at most {num_heads} heads together, got {tuple(sections)}")
+    heads = []
+    for axis, (theta, number) in enumerate(zip(thetas, sections, strict=True)):
+        if theta.shape[0] != 1 or theta.shape[1] < num_channels:
+            raise ValueError(
+                f"theta: expected ({num_channels},) or more, shared by the heads of axis {axis} ('head'), "
+                f"got {tuple(theta.shape)}"
+            )
+        laid = F.pad(theta[:, :num_channels, None], (axis, num_axes - 1 - axis))
+        heads.append(laid.expand(number, -1, -1))
+    omega = torch.cat(heads)
+    return F.pad(omega, (0, 0, 0, 0, 0, num_heads - omega.shape[0]))
+
+
+def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
+    if gaps is None:
+        return [0] * (blocks + 1)
+    if len(gaps) != blocks + 1 or min(gaps) < 0:
+        raise ValueError(
+            f"gaps: expected {blocks + 1} numbers of channels, before, between and behind {blocks} blocks, "
+            f"got {tuple(gaps)}"
+        )
+    return list(gaps)
+
+
+def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Tensor:
+    """Zeros before, between and behind blocks of channels."""
+    if not any(gaps):
+        return omega
+    blocks = [*blocks[: len(gaps) - 2], omega.shape[1] - sum(blocks[: len(gaps) - 2])]
+    parts = [omega.new_zeros(omega.shape[0], gaps[0], omega.shape[2])]
+    for part, gap in zip(omega.split(blocks, dim=1), gaps[1:], strict=True):
+        parts += [part, omega.new_zeros(omega.shape[0], gap, omega.shape[2])]
+    return torch.cat(parts, dim=1)
 
 
 def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:

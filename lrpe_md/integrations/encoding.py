@@ -21,14 +21,14 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
 from ..presets.registry import list_presets, preset
-from ..presets.scheme import Axial, Preset, Scaling
+from ..presets.scheme import Axial, Preset, Scaling, Scheme
 from ..reference import activate
 
 __all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "Stretched", "build_encoding", "lay_out"]
 
 Sharing = Literal["model", "layer"]
 Heads = Literal["shared", "own"]
-Encoding: TypeAlias = str | nn.Module | Callable[..., nn.Module] | None
+Encoding: TypeAlias = str | Preset | Scheme | nn.Module | Callable[..., nn.Module] | None
 
 
 class Activation(nn.Module):
@@ -65,10 +65,11 @@ def build_encoding(
             each head has its own; with a phase each layer and head has its own phase and, where they are learned or
             mixed, frequencies. "mixed": rotate with learned frequencies for each layer and head, base 10 (RoPE-ViT,
             arXiv 2403.13298). A name of
-            :func:`lrpe_md.list_presets`: a :class:`lrpe_md.PresetMd`, for each layer where it learns. A module, shared
-            by all layers. A factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name
-            and those that it takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with
-            ``(head_dim, num_heads)``. None or "none": no encoding.
+            :func:`lrpe_md.list_presets`, or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, for each layer
+            where it learns. What :func:`lrpe_md.preset` gives, for this head_dim. A module, shared by all layers. A
+            factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name and those that it
+            takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with ``(head_dim, num_heads)``. None
+            or "none": no encoding.
         kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
             first two also ``split``, the axes' shares of the channels, (2, 3, 3) gives time two eighths, and
             ``remainder``, the axis that takes what the shares leave over; ``learnable`` then trains ω. For a preset of
@@ -92,12 +93,12 @@ def build_encoding(
     sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
     if encoding in ("cosine", "rotate", "mixed"):
         make, usual = _of_series(encoding, kwargs, head_dim, num_heads, num_axes)
-    elif encoding in list_presets():
+    elif isinstance(encoding, (Preset, Scheme)) or encoding in list_presets():
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
-            f"encoding: expected 'cosine', 'rotate', 'mixed', 'none', one of the presets {list_presets()}, None, an "
-            f"nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
+            f"encoding: expected 'cosine', 'rotate', 'mixed', 'none', one of the presets {list_presets()}, None, a "
+            f"Preset, a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
         )
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
@@ -142,19 +143,46 @@ def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
     return series.build(channels, heads, seed)[0]
 
 
-def _of_preset(name: str, kwargs: dict[str, Any], head_dim: int, num_heads: int) -> tuple[Maker, Sharing]:
+CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of preset
+
+
+def _of_preset(
+    encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int
+) -> tuple[Maker, Sharing]:
     """Shared by all layers where nothing is learned, or where the scheme shares it."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected none with a preset, which says it itself, got {kwargs['heads']!r}")
-    changes = {key: kwargs.pop(key) for key in ("base", "split", "scaling", "seed") if key in kwargs}
-    chosen = preset(name, head_dim, num_heads, **changes)
+    changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
+    if isinstance(encoding, Preset):
+        return _of_made(encoding, kwargs, changes, head_dim, num_heads)
+    chosen = preset(encoding, head_dim, num_heads, **changes)
     first, frequencies = PresetMd(chosen, **kwargs), chosen.scheme.frequencies
 
     def make(i: int) -> PresetMd:
         seed = {"seed": changes.get("seed", 0) + i} if "seed" in frequencies.takes else {}
-        return PresetMd(preset(name, head_dim, num_heads, **{**changes, **seed}), **kwargs) if i else first
+        return PresetMd(preset(encoding, head_dim, num_heads, **{**changes, **seed}), **kwargs) if i else first
 
     return make, "model" if chosen.scheme.shared or not list(first.parameters()) else "layer"
+
+
+def _of_made(
+    made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
+) -> tuple[Maker, Sharing]:
+    """As it is: all layers begin with its frequencies."""
+    if changes:
+        raise ValueError(
+            f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a preset that is made, got {changes}"
+        )
+    heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
+    if made.head_dim != head_dim or heads not in (1, num_heads):
+        raise ValueError(
+            f"encoding: expected a preset for head_dim={head_dim} and num_heads={num_heads} or 1, got {made}; give the "
+            "scheme or its name, and it is made for them"
+        )
+    first = PresetMd(made, **kwargs)
+    return lambda i: PresetMd(made, **kwargs) if i else first, (
+        "model" if made.scheme.shared or not list(first.parameters()) else "layer"
+    )
 
 
 def _of_factory(
@@ -241,7 +269,7 @@ class EncodingStack:
         except ValueError as error:
             what = {2: "images", 3: "videos"}[num_axes]
             raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
-        if not isinstance(made.scheme.grid((2,) * num_axes), Grid):
+        if not made.scheme.row_major:
             raise ValueError(f"encoding: expected a preset whose tokens come row by row, got {made.name!r}")
 
     def check_linear(self, normalizer: NormalizerName) -> None:
@@ -292,7 +320,7 @@ class Stretched(nn.Module):
     amplitude: Tensor
     describes = True
 
-    def __init__(self, frequencies: CosineMd | RotateMd) -> None:
+    def __init__(self, frequencies: CosineMd | RotateMd | PresetMd) -> None:
         super().__init__()
         if frequencies.num_axes != 1:
             raise ValueError(f"frequencies: expected one axis, got num_axes={frequencies.num_axes}")
@@ -409,6 +437,10 @@ def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int 
     """Sizes of the axes of an image or video as sizes of the preset's axes, None for those that it adds."""
     if reference is None:
         return None
+    if len(reference) == made.num_axes:
+        return tuple(reference)
     probe = tuple(range(2, 2 + len(reference)))  # no two alike, and none of size 1
     placed: Any = made.scheme.grid(probe)
+    if not isinstance(placed, Grid):
+        raise ValueError(f"reference: expected None, since {made.name} has a table of positions, got {reference}")
     return tuple(reference[probe.index(n)] if n in probe else None for n in placed.shape)

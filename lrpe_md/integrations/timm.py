@@ -38,6 +38,7 @@ from ..engine.linear_call import NormalizerName
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
+from ..presets.scheme import Preset, Scheme
 from .attention import Context, attend, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
 
@@ -118,9 +119,15 @@ def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
 
 
 def lay_out_patches(
-    encoding: nn.Module | None, height: int, width: int, num_prefix_tokens: int, reference: Sequence[int | None] | None
+    encoding: nn.Module | None,
+    height: int,
+    width: int,
+    num_prefix_tokens: int,
+    reference: Sequence[int | None] | None,
+    device: torch.device | str = "cpu",
 ) -> Grid | Coordinates:
-    return EncodingStack(encoding).lay_out((height, width), Tokens(num_prefix_tokens), reference=reference)
+    tokens = Tokens(num_prefix_tokens)
+    return EncodingStack(encoding).lay_out((height, width), tokens, reference=reference, device=device)
 
 
 class LrpePatchEmbed(PatchEmbed):
@@ -143,10 +150,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", with its positions; an
-            ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k (B, H, N, D), shared by all layers;
-            a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer. None, the default, or "none": no
-            encoding. See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
+        encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", or a Scheme or Preset,
+            with its positions; an ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k
+            (B, H, N, D), shared by all layers; a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer.
+            None, the default, or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register tokens
+            are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
         attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told
@@ -276,11 +284,12 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        grid: Any = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference)
+        grid = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference, x.device)
         if kept is None:
             return x, grid
         table = grid.take(kept)
-        return x, table.to(dtype=torch.float32) if grid.scale is None else table  # whole numbers
+        whole = isinstance(grid, Grid) and grid.scale is None
+        return x, table.to(dtype=torch.float32) if whole else table
 
     def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
         """The table (H W, C), of the reference grid where there is one."""
@@ -377,7 +386,7 @@ def adapt(
     attentions = _attentions(model)
     vit: Any = model
     kwargs = dict(encoding_kwargs or {})
-    if attention == "linear" and (encoding is None or isinstance(encoding, str)):
+    if attention == "linear" and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
         kwargs.setdefault("act", "relu")
     num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
     attn = attentions[0]

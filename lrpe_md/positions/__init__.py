@@ -9,6 +9,7 @@ from .grid import grid_coordinates as grid_coordinates
 from .grid import offset_positions as offset_positions
 from .grid import window_order as window_order
 from .sequences import After as After
+from .sequences import Before as Before
 from .sequences import Packed as Packed
 from .sequences import Segment as Segment
 from .sequences import Tokens as Tokens

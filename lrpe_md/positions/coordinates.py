@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ..checks import as_integer, check_dense
 
-__all__ = ["Coordinates", "PerAxis", "Rules", "check_index", "check_reach", "per_axis"]
+__all__ = ["Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "per_axis"]
 
 PerAxis = float | Sequence[float] | Tensor
+Bound = float | Sequence[float | None] | None
 Self = TypeVar("Self", bound="Rules")
 
 
@@ -119,10 +121,27 @@ class Coordinates(Rules):
         """s → ⌊s⌋: positions that a model rounds down after scaling (Qwen2.5-VL's seconds)."""
         return replace(self, coords=self.coords.floor())
 
+    def clamp(self, low: Bound = None, high: Bound = None) -> Coordinates:
+        """s → min(max(s, low), high): a number, or one an axis, None where there is no bound.
+
+        Raises:
+            ValueError: numbers for other axes, or a low beyond its high.
+        """
+        bounds = []
+        for name, given, missing in (("low", low, -math.inf), ("high", high, math.inf)):
+            values = tuple(given) if isinstance(given, Sequence) else (given,) * self.num_axes
+            if len(values) != self.num_axes or not all(v is None or isinstance(v, Real) for v in values):
+                raise ValueError(f"{name}: expected a number or None for each of {self.num_axes} axes, got {given!r}")
+            bounds.append([missing if v is None else float(v) for v in values])
+        if any(a > b for a, b in zip(*bounds, strict=True)):
+            raise ValueError(f"low, high: expected low at most high on each axis, got {low}, {high}")
+        coords = self.coords if self.coords.is_floating_point() else self.coords.double()
+        least, most = (torch.tensor(b, dtype=coords.dtype, device=coords.device) for b in bounds)
+        return replace(self, coords=coords.maximum(least).minimum(most))
+
     def select(self, axes: Sequence[int | None]) -> Coordinates:
         """Axes in another order, or on more of them: column j is column ``axes[j]``, or 0 where that is None."""
-        if not all(axis is None or 0 <= axis < self.num_axes for axis in axes):
-            raise ValueError(f"axes: expected None or numbers from 0 to {self.num_axes - 1}, got {tuple(axes)}")
+        check_axes(axes, self.num_axes)
         zero = torch.zeros_like(self.coords[..., 0])
         return replace(
             self, coords=torch.stack([zero if axis is None else self.coords[..., axis] for axis in axes], dim=-1)
@@ -179,6 +198,11 @@ class Coordinates(Rules):
         soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def check_axes(axes: Sequence[int | None], num_axes: int) -> None:
+    if not axes or not all(axis is None or 0 <= axis < num_axes for axis in axes):
+        raise ValueError(f"axes: expected None or numbers from 0 to {num_axes - 1}, got {tuple(axes)}")
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_integer, check_at_least, check_dense
-from .coordinates import Coordinates, PerAxis, Rules, check_index, check_reach, per_axis
+from .coordinates import Bound, Coordinates, PerAxis, Rules, check_axes, check_index, check_reach, per_axis
 
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
 
@@ -133,10 +133,40 @@ class Grid(Rules):
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, self.affine(device), self.origin_row,
-            device=device, dtype=dtype,
+        exact = self._has_rules
+        coords, rotated = grid_coordinates(
+            self.num_tokens, self.shape, self.prefix, self.start, None if exact else self.affine(device),
+            self.origin_row, device=device, dtype=torch.float64 if exact else dtype,
         )  # fmt: skip
+        if exact:
+            coords = torch.where(rotated[:, None], self._placed(coords), 0).to(dtype)
+        return coords, rotated
+
+    @property
+    def _has_rules(self) -> bool:
+        """A scale or shift, known to the host."""
+        known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
+        return known and not (self.scale is None and self.shift is None)
+
+    def _placed(self, index: Tensor) -> Tensor:
+        """Positions of whole coordinates (.., K), in float64.
+
+        Where scale and shift are n-ths, as a reference size over n is, (p i + r) / n is rounded once, so that it is
+        whole where it should be (:meth:`floor`).
+        """
+        index = index.double()
+        if not self._has_rules:
+            affine = self.affine(index.device)
+            return index if affine is None else index * affine[:, 0] + affine[:, 1]
+        scale, shift = self._scale_and_shift
+        fixed = all(type(n) is int for n in self.shape) and all(type(v) is float for t in (scale, shift) for v in t)
+        if fixed and not torch.compiler.is_compiling():
+            rows = tuple(_as_fraction(a, b, max(n, 1)) for a, b, n in zip(scale, shift, self.shape, strict=True))
+            table = _rows_on.__wrapped__ if fleeting() else _rows_on
+            p, r, n = table(rows, index.device).unbind(-1)
+            return (index * p + r) / n
+        affine: Any = self.affine(index.device)
+        return _place_by_fractions(index, affine, torch.tensor(self._sizes, dtype=torch.float64, device=index.device))
 
     @property
     def origin_row(self) -> Tensor | None:
@@ -230,9 +260,35 @@ class Grid(Rules):
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
         check_index(index, self.num_grid_tokens)
-        coords, affine = _unravel(index, self.shape).double(), self.affine(index.device)
+        coords = _unravel(index, self.shape)
         coords = coords if self.origin_row is None else coords + self.origin_row
-        return Coordinates(coords if affine is None else coords * affine[:, 0] + affine[:, 1], self.prefix, self.suffix)
+        return Coordinates(self._placed(coords), self.prefix, self.suffix)
+
+    def floor(self, device: torch.device | str = "cpu") -> Coordinates:
+        """s → ⌊s⌋, a table. A reference size over n and the like are exact: i · r // n (CogView4)."""
+        return self.explicit(device).floor()
+
+    def clamp(self, low: Bound = None, high: Bound = None, device: torch.device | str = "cpu") -> Coordinates:
+        """s → min(max(s, low), high), a table; a number, or one an axis, None where there is no bound."""
+        return self.explicit(device).clamp(low, high)
+
+    def select(self, axes: Sequence[int | None], device: torch.device | str = "cpu") -> Grid | Coordinates:
+        """Axes in another order, or on more or fewer of them: axis j is axis ``axes[j]``, at 0 where that is None.
+
+        Still a grid where all axes stay in their order, (None, 0, 1) makes an image a frame; else a table.
+        """
+        check_axes(axes, self.num_axes)
+        if [axis for axis in axes if axis is not None] != list(range(self.num_axes)):
+            return self.explicit(device).select(axes)
+        scale, shift = self._scale_and_shift
+        if self.origin is not None or isinstance(scale, Tensor) or isinstance(shift, Tensor):
+            return self.explicit(device).select(axes)
+        shape, scale, shift = (
+            [none if axis is None else given[axis] for axis in axes]
+            for given, none in ((self.shape, 1), (scale, 1.0), (shift, 0.0))
+        )
+        plain = self.scale is None and self.shift is None
+        return replace(self, shape=tuple(shape), scale=None if plain else scale, shift=None if plain else shift)
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
@@ -243,6 +299,25 @@ class Grid(Rules):
     def _scale_and_shift(self) -> tuple[Any, Any]:
         ones, zeros = (1.0,) * self.num_axes, (0.0,) * self.num_axes
         return ones if self.scale is None else self.scale, zeros if self.shift is None else self.shift
+
+
+def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, float]:
+    """The numbers as n-ths, where they are that but for the rounding of one rule after another; else over 1."""
+    largest = 2.0**53 / n**2
+    if abs(scale) < largest and abs(shift) < largest:
+        p, r = float(round(scale * n)), float(round(shift * n))
+        if all(math.isclose(a / n, b, rel_tol=2.0**-50) for a, b in ((p, scale), (r, shift))):
+            return p, r, float(n)
+    return scale, shift, 1.0
+
+
+def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
+    """:func:`_as_fraction` for sizes of a trace."""
+    scale, shift = affine.unbind(-1)
+    p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
+    near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
+    near = near & (scale.abs() < largest) & (shift.abs() < largest)
+    return torch.where(near, (index * p + r) / n, index * scale + shift)
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -353,7 +428,11 @@ def fleeting() -> bool:
     )
 
 
-@cache  # for good: a CUDA graph may hold the address
 def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:
+    return _rows_on(tuple(zip(scale, shift, strict=True)), device)
+
+
+@cache  # for good: a CUDA graph may hold the address
+def _rows_on(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a tensor made there could never take part in training
-        return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
+        return torch.tensor(rows, dtype=torch.float64, device=device)

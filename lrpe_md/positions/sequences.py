@@ -6,6 +6,7 @@ that one call encodes them all. Lay out once a batch, not once a layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,7 +19,7 @@ from ..checks import check_at_least
 from .coordinates import check_reach
 from .grid import Coordinates, Grid, offset_positions
 
-__all__ = ["After", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad", "zigzag"]
+__all__ = ["After", "Before", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad", "zigzag"]
 
 RULES = ("skip", "zero", "axis", "diagonal")
 
@@ -59,6 +60,33 @@ class After:
         grid: a grid, its positions from 0 on; or a table (N, K), such as a grid's tokens in another order, whose
             largest positions are read, which waits for a GPU.
         axes: the axes on which it is behind; None: all.
+        advance: the axes that say how far the sequence's position moves on: by the largest of the grid's own positions
+            there plus 1; None: those on which it is behind. (1, 2) moves on by the larger of height and width, however
+            many frames there are (Qwen2-VL in transformers 5).
+        whole: moves on by a whole number, rounded up, where positions are fractions (V2PE).
+    """
+
+    grid: Grid | Coordinates
+    axes: tuple[int, ...] | None = None
+    advance: tuple[int, ...] | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, (Grid, Coordinates)):
+            raise TypeError(f"grid: expected a Grid or Coordinates, got {type(self.grid).__name__}")
+        if self.advance is not None and not self.advance:
+            raise ValueError("advance: expected at least one axis, or None, got ()")
+
+
+@dataclass(frozen=True)
+class Before:
+    """A grid in front of the sequence's position, which stays where it is: frames that went before, a condition.
+
+    The grid is moved so that its largest positions plus 1 are at the running position, -1 and less at the beginning.
+
+    Args:
+        grid: a grid or a table (N, K), as for :class:`After`.
+        axes: the axes on which it is in front; None: all. On the others it stands where it says.
     """
 
     grid: Grid | Coordinates
@@ -69,7 +97,7 @@ class After:
             raise TypeError(f"grid: expected a Grid or Coordinates, got {type(self.grid).__name__}")
 
 
-Segment = Tokens | Grid | After | Coordinates
+Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
@@ -85,22 +113,26 @@ def compose(
     num_tokens: int | None = None,
     start: int = 0,
     length: int | None = None,
+    order: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> Coordinates:
     """One sample from its parts, in the order of its tokens.
 
     A running position p goes along, from 0: :class:`Tokens` on an axis or on the diagonal that start at s leave it at
-    s + length, a grid :class:`After` it at its own largest position on its axes plus 1 (or at p, where it is empty);
-    plain grids and coordinates stand where they say, and don't move it.
+    s + length, a grid :class:`After` it at its own largest position on its axes plus 1, or as its rule has it (or at p,
+    where it is empty); plain grids and coordinates stand where they say, and those, like a grid :class:`Before` it,
+    don't move it.
 
     Args:
         segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) where they are, :class:`After` a grid
-            that follows. Prefix and suffix of a grid are tokens that are not rotated.
+            that follows, :class:`Before` one in front. Prefix and suffix of a grid are tokens that are not rotated.
         num_axes: K, where no grid says it.
         num_tokens: what the segments must add up to, where that is known.
         start: the first token of this shard of the sequence (sequence parallelism, decoding).
         length: tokens of the shard; default: up to the end.
+        order: numbers of the segments in the order in which p goes through them; default: that of the tokens. (1, 0)
+            counts text that comes behind its image before it (Z-Image).
         device, dtype: of the positions. float32 holds whole positions up to 2^24.
 
     Returns:
@@ -127,10 +159,14 @@ def compose(
             f"got start={start}, length={length}"
         )
     device = torch.device(device)
+    if order is not None and sorted(order) != list(range(len(segments))):
+        raise ValueError(f"order: expected each of 0 to {len(segments) - 1} once, got {tuple(order)}")
     running, before = 0.0, 0
+    everywhere: list[Any] = [None] * len(segments)
+    for i in range(len(segments)) if order is None else order:
+        everywhere[i], running = _place(segments[i], running, num_axes)
     parts = [Coordinates(torch.zeros(0, num_axes, dtype=dtype, device=device))]
-    for i, (segment, count) in enumerate(zip(segments, lengths, strict=True)):
-        placed, running = _place(segment, running, num_axes)
+    for i, (placed, count) in enumerate(zip(everywhere, lengths, strict=True)):
         if dtype == torch.float32:
             check_reach(_reach(placed), f" in segment {i}")
         first, last = max(start - before, 0), min(end - before, count)
@@ -269,10 +305,12 @@ def zigzag(
 def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
     for i, segment in enumerate(segments):
         if not isinstance(segment, Segment):
-            raise TypeError(f"segments: expected Tokens, Grid, After or Coordinates, got {segment!r} as number {i}")
+            raise TypeError(
+                f"segments: expected Tokens, Grid, After, Before or Coordinates, got {segment!r} as number {i}"
+            )
         if isinstance(segment, Tokens):
             continue
-        part = segment.grid if isinstance(segment, After) else segment
+        part = segment.grid if isinstance(segment, (After, Before)) else segment
         found = part.num_axes
         _check_known("segments", part, i)
         if num_axes is None:
@@ -286,10 +324,12 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
         if isinstance(segment, Tokens) and segment.rule == "axis":
             axes = (segment.axis,)
         elif isinstance(segment, After):
+            axes = (*(segment.axes or ()), *(segment.advance or ()))
+        elif isinstance(segment, Before):
             axes = segment.axes or ()
         if any(not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} in number {i}")
-        table = segment.grid if isinstance(segment, After) else segment
+        table = segment.grid if isinstance(segment, (After, Before)) else segment
         if isinstance(table, Coordinates) and table.coords.ndim != 2:
             raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} in number {i}")
     return num_axes
@@ -298,7 +338,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
 def _length(segment: Segment) -> int:
     if isinstance(segment, Tokens):
         return segment.length
-    return segment.grid.num_tokens if isinstance(segment, After) else segment.num_tokens
+    return segment.grid.num_tokens if isinstance(segment, (After, Before)) else segment.num_tokens
 
 
 def _sum(lengths: Sequence[int]) -> str:
@@ -310,13 +350,21 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
     if isinstance(segment, Tokens) and segment.rule in ("axis", "diagonal"):
         first = running if segment.start is None else segment.start
         return replace(segment, start=first), first + segment.length
-    if not isinstance(segment, After):
+    if not isinstance(segment, (After, Before)):
         return segment, running
     axes = range(num_axes) if segment.axes is None else segment.axes
+    if isinstance(segment, Before):
+        largest: list[Any] = [torch.sym_max(*ends) + 1 for ends in _ends(segment.grid)] or [0.0] * num_axes
+        return segment.grid.offset([running - largest[j] if j in axes else 0.0 for j in range(num_axes)]), running
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
-    ends = _ends(placed)
-    behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
-    return placed, reduce(torch.sym_max, behind) if behind else running
+    if segment.advance is None:
+        ends = _ends(placed)
+        behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
+    else:
+        ends = _ends(segment.grid)
+        behind = [running + torch.sym_max(*ends[axis]) + 1 for axis in segment.advance] if ends else []
+    moved: Any = reduce(torch.sym_max, behind) if behind else running
+    return placed, math.ceil(moved) if segment.whole else moved
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:

@@ -12,117 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..frequencies.dense import dense_omega, mixed_omega, plane_directions
 from ..frequencies.scalings import ntk_scaling
-from ..frequencies.series import geometric_theta, head_bands_theta, period_theta
-from ..positions.grid import Coordinates, Grid, window_order
 from ..positions.sequences import Tokens
-from .scheme import Axial, Dense, Preset, Scaling, Scheme
+from . import functions as f
+from .scheme import Axial, Dense, Preset, Scaling, Scheme, rotated_part
 
-__all__ = ["SCHEMES", "Axial", "Dense", "Preset", "Scheme", "list_presets", "preset"]
-
-# --- series: (number, base, heads) → theta, and dense frequencies: (channels, heads, base, generator) → omega -------
-
-
-def _periods(num: int, base: float, heads: int) -> Tensor:
-    return period_theta(1 / geometric_theta(num, base))
-
-
-def _bands(num: int, base: float, heads: int) -> Tensor:
-    return head_bands_theta(num, heads, base**2)
-
-
-def _quarter_turn(num: int, base: None, heads: int) -> Tensor:
-    return torch.full((num,), math.pi / 2, dtype=torch.float64)
-
-
-def _rope_mixed(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    """Angles from the column's axis, U(0, 2π) a head."""
-    angles = 2 * math.pi * torch.rand(heads, dtype=torch.float64, generator=generator)
-    theta = geometric_theta(-(-channels // 2), base).repeat(2)[:channels]
-    return dense_omega(theta, plane_directions(channels, angles).flip(-1))
-
-
-def _random_frames(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    return mixed_omega(channels, 3, heads, base=base, generator=generator)
-
-
-# --- grids -----------------------------------------------------------------------------------------------
-
-
-def _frames(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(H, W) as one frame."""
-    return (1, *shape) if len(shape) == 2 else shape
-
-
-def _video(shape: tuple[int, ...]) -> Grid:
-    return Grid(_frames(shape))
-
-
-def _merged(shape: tuple[int, ...], merge: int = 2) -> Coordinates:
-    shape = _frames(shape)
-    if shape[1] % merge or shape[2] % merge:
-        raise ValueError(f"segments: expected height and width in multiples of {merge}, got {shape[1:]}")
-    return Grid(shape).take(window_order(shape, (1, merge, merge))).select((1, 2))
-
-
-def _layered(shape: tuple[int, ...]) -> Grid:
-    return Grid((*_frames(shape), 1))
-
-
-def _counted(shape: tuple[int, ...], offset: float = 1) -> Grid:
-    return Grid(shape).offset(offset)
-
-
-def _centred(shape: tuple[int, ...]) -> Grid:
-    return _video(shape).centre((1, 2), whole=True)
-
-
-def _behind_centred(shapes: list[tuple[int, ...]]) -> float:
-    halves: Any = [n // 2 for shape in shapes for n in shape[-2:]]
-    return reduce(torch.sym_max, halves) if halves else 0
-
-
-def _cells(shape: tuple[int, ...], by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
-    return Grid(shape).cells(by)
-
-
-def _crop(shape: tuple[int, ...], size: tuple[int, int] | None = (30, 45)) -> Grid:
-    """The largest crop of the grid's aspect from the middle of a grid of the trained size."""
-    frames, height, width = shape = _frames(shape)
-    if size is None:
-        return Grid(shape)
-    tall = height / width > size[0] / size[1]
-    rows = size[0] if tall else round(size[1] / width * height)
-    columns = round(size[0] / height * width) if tall else size[1]
-    top, left = round((size[0] - rows) / 2), round((size[1] - columns) / 2)
-    return Grid(shape).crop((0, top, left), (frames, top + rows, left + columns))
-
-
-def _same_area(shape: tuple[int, ...], area: float = 192 * 192) -> Grid:
-    shape = _frames(shape)
-    scale = (area / (shape[1] * shape[2])) ** 0.5
-    return Grid(shape).centre((1, 2)).rescale((1, scale, scale))
-
-
-def _seconds(shape: tuple[int, ...], fps: float | None = None, base_fps: float = 24) -> Grid:
-    return _video(shape).rescale((1 if fps is None else base_fps / fps, 1, 1))
-
-
-def _portion(shape: tuple[int, ...], longest: int | None = None) -> Grid:
-    """(i + 1) / M."""
-    return Grid(shape).offset(1).rescale(1 / (longest or max(shape[0], 1)))
-
+__all__ = ["SCHEMES", "Axial", "Dense", "Preset", "Scheme", "list_presets", "preset", "register_scheme"]
 
 # --- the schemes -----------------------------------------------------------------------------------------
 
-SKIP, DIAGONAL = Tokens(0, "skip"), Tokens(0, "diagonal")
+SKIP, DIAGONAL, LINE = Tokens(0, "skip"), Tokens(0, "diagonal"), Tokens(0, "axis")
 
 SCHEMES: dict[str, Scheme] = {
     "eva02": Scheme(
@@ -145,7 +49,7 @@ SCHEMES: dict[str, Scheme] = {
         Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
         parameter (2, depth, H, C) is omega of layer i by ``freqs[:, i].flip(0).permute(1, 2, 0)``: it is (x, y).
         """,
-        64, Dense(2, _rope_mixed, base=10.0), tokens=SKIP, learned=True,
+        64, Dense(2, f.random_plane, base=10.0), tokens=SKIP, learned=True,
     ),
     "dinov3": Scheme(
         """DINOv3 (arXiv 2508.10104; timm ``RotaryEmbeddingDinoV3``).
@@ -154,8 +58,8 @@ SCHEMES: dict[str, Scheme] = {
         100^(i/n), so ω = 2π / period. One class token and four registers are not rotated. Trained with a random
         rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them.
         """,
-        64, Axial((1, 1), 100.0, series=_periods),
-        pairs="half", grid=_cells, tokens=SKIP, augment={"rescale": 2.0},
+        64, Axial((1, 1), 100.0, series=f.periods),
+        pairs="half", grid=f.cells, tokens=SKIP, augment={"rescale": 2.0},
     ),
     "perception_encoder": Scheme(
         """Perception Encoder (arXiv 2504.13181; timm ``vit_pe_*``).
@@ -163,7 +67,7 @@ SCHEMES: dict[str, Scheme] = {
         (x, y), counted from 1 and then scaled to the grid of the pre-training, 24×24 for patches of 16 at 384. The
         class token is not rotated. The gigantic model counts from 0: option ``offset=0``, with ``reference=(32, 32)``.
         """,
-        64, Axial((1, 1), axis_order="minor_first"), grid=_counted, reference=(24, 24), tokens=SKIP,
+        64, Axial((1, 1), axis_order="minor_first"), grid=f.counted, reference=(24, 24), tokens=SKIP,
     ),
     "pixtral": Scheme(
         """Pixtral's vision tower (arXiv 2410.07073; transformers ``PixtralVisionRotaryEmbedding``).
@@ -178,7 +82,7 @@ SCHEMES: dict[str, Scheme] = {
         (h, w), the same in every frame. Tokens come in blocks of 2×2, which are merged later, so positions are a table;
         option ``merge``. Shapes in patches. Qwen2.5-VL also orders the blocks by windows (:func:`window_order`).
         """,
-        80, Axial((1, 1)), pairs="half", grid=_merged,
+        80, Axial((1, 1)), pairs="half", grid=f.merged, row_major=False,
     ),
     "qwen2_vl": Scheme(
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
@@ -188,7 +92,7 @@ SCHEMES: dict[str, Scheme] = {
         in the paper; transformers 5 advances by its height or width, so that long videos differ). Shapes (T, H, W)
         in merged tokens. Base 1e6, head_dim 128: 16, 24 and 24 pairs.
         """,
-        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=_video, tokens=DIAGONAL, after=(0, 1, 2),
+        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "qwen3_vl": Scheme(
         """Interleaved M-RoPE of Qwen3-VL (arXiv 2511.21631; transformers ``Qwen3VLTextRotaryEmbedding``).
@@ -196,21 +100,21 @@ SCHEMES: dict[str, Scheme] = {
         One series dealt out t h w t h w .., the end of it to t: 24, 20 and 20 pairs of 64. Otherwise as ``qwen2_vl``,
         but each frame is a grid of its own, with its time as text before it.
         """,
-        128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=_video, tokens=DIAGONAL, after=(0, 1, 2),
+        128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "flux1": Scheme(
         """FLUX.1 (diffusers ``FluxPosEmbed``), float64.
 
         (0, h, w); text is at zero, before the image. FLUX.1 Kontext's reference image has a 1 on the first axis.
         """,
-        128, Axial((2, 7, 7)), grid=_video, tokens=Tokens(0, "zero"), apart=(1, 0, 0),
+        128, Axial((2, 7, 7)), grid=f.video, tokens=Tokens(0, "zero"), apart=(1, 0, 0),
     ),
     "flux2": Scheme(
         """FLUX.2 (diffusers ``Flux2PosEmbed``), float64.
 
         (0, h, w, 0); text is (0, 0, 0, l), before the image. Base 2000. Reference images are 10 apart on axis 0.
         """,
-        128, Axial((1, 1, 1, 1), 2000.0), grid=_layered, tokens=Tokens(0, "axis", 3),
+        128, Axial((1, 1, 1, 1), 2000.0), grid=f.layered, tokens=Tokens(0, "axis", 3),
         apart=(10, 0, 0, 0),
     ),
     "lumina2": Scheme(
@@ -218,7 +122,7 @@ SCHEMES: dict[str, Scheme] = {
 
         Text is (i, 0, 0), the image behind it (L, h, w).
         """,
-        96, Axial((1, 1, 1)), grid=_video, tokens=Tokens(0, "axis", 0), after=(0,),
+        96, Axial((1, 1, 1)), grid=f.video, tokens=Tokens(0, "axis", 0), after=(0,),
     ),
     "qwen_image": Scheme(
         """Qwen-Image (arXiv 2508.02324; diffusers ``QwenEmbedRope``).
@@ -226,8 +130,8 @@ SCHEMES: dict[str, Scheme] = {
         (frame, h - (H - H//2), w - (W - W//2)); text is on the diagonal from max(H//2, W//2) on, and comes before the
         images. Reference images count on as frames.
         """,
-        128, Axial((2, 7, 7)), grid=_centred, tokens=DIAGONAL,
-        tokens_start=_behind_centred, apart=(1, 0, 0),
+        128, Axial((2, 7, 7)), grid=f.centred, tokens=DIAGONAL,
+        tokens_start=f.behind_centred, apart=(1, 0, 0),
     ),
     "cogvideox": Scheme(
         """CogVideoX (arXiv 2408.06072; diffusers ``get_3d_rotary_pos_embed``).
@@ -235,21 +139,21 @@ SCHEMES: dict[str, Scheme] = {
         (t, h, w), h and w over the largest crop of their aspect in the grid of the training, ``size``: 30×45 for the
         5B model; ``size=None``: plain indices, as in CogVideoX 1.5. Text comes first and is not rotated.
         """,
-        64, Axial((2, 3, 3)), grid=_crop, tokens=SKIP,
+        64, Axial((2, 3, 3)), grid=f.crop, tokens=SKIP,
     ),
     "hunyuan_video": Scheme(
         """HunyuanVideo (arXiv 2412.03603; diffusers ``HunyuanVideoRotaryPosEmbed``).
 
         Base 256. Text comes behind the video and is not rotated.
         """,
-        128, Axial((2, 7, 7), 256.0), grid=_video, tokens=SKIP,
+        128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
     "wan": Scheme(
         """Wan 2.1 and 2.2 (arXiv 2503.20314; diffusers ``WanRotaryPosEmbed``), float64.
 
         A third of the pairs an axis, t takes the remainder: 22, 21, 21. Text by cross-attention, not rotated.
         """,
-        128, Axial((1, 1, 1), remainder=0), grid=_video,
+        128, Axial((1, 1, 1), remainder=0), grid=f.video,
     ),
     "mochi": Scheme(
         """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies learned by head, shared by all layers.
@@ -258,7 +162,7 @@ SCHEMES: dict[str, Scheme] = {
         The parameter (3, H, C) of a checkpoint is omega by ``pos_frequencies.permute(1, 2, 0)``; diffusers starts
         from zeros, this preset from random directions.
         """,
-        128, Dense(3, _random_frames, base=1e4), grid=_same_area, tokens=SKIP, learned=True,
+        128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
     ),
     "cosmos": Scheme(
@@ -269,14 +173,14 @@ SCHEMES: dict[str, Scheme] = {
         of the 14B models are not part of this.
         """,
         128, Axial((1, 1, 1), remainder=0, scaling=(partial(ntk_scaling, factor=2.0), None, None)), pairs="half",
-        grid=_seconds,
+        grid=f.seconds,
     ),
     "transnormer": Scheme(
         """LRPE in TransNormerLLM (arXiv 2307.14995): the cosine map, one series over all heads, learnable.
 
         ω[h, c] = 10000^(-2 (h d + c) / (H d)); silu on q and k.
         """,
-        128, Axial((1,), 1e4, series=_bands), map="cosine",
+        128, Axial((1,), 1e4, series=f.head_bands), map="cosine",
         act="silu", tokens=Tokens(0, "axis"), after=(0,), learned=True,
     ),
     "cosformer": Scheme(
@@ -285,8 +189,8 @@ SCHEMES: dict[str, Scheme] = {
         Θ = π (i + 1) / (2 M), M the longer of queries and keys: option ``longest``, by default this one. The
         output's halves are [sin, cos]; relu on q and k.
         """,
-        64, Axial((1,), None, series=_quarter_turn),
-        map="cosine", act="relu", order="sin_cos", grid=_portion,
+        64, Axial((1,), None, series=f.quarter_turn),
+        map="cosine", act="relu", order="sin_cos", grid=f.portion,
     ),
     "pope": Scheme(
         """PoPE (arXiv 2509.10534): the cosine map with softplus, and a phase on the keys.
@@ -296,48 +200,339 @@ SCHEMES: dict[str, Scheme] = {
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
     ),
+    "gemma4_vision": Scheme(
+        """The vision tower of Gemma 4 (transformers ``Gemma4VisionRotaryEmbedding``).
+
+        (x, y): the first half of a head is the column's. Base 100; pairs are half and half within each of the two.
+        """,
+        64, Axial((1, 1), 100.0, axis_order="minor_first"), pairs="blocks",
+    ),
+    "llama4_vision": Scheme(
+        """The vision tower of Llama 4 (transformers ``Llama4VisionRotaryEmbedding``).
+
+        (x, y), counted from 1. The class token comes last and is not rotated.
+        """,
+        88, Axial((1, 1), axis_order="minor_first"), grid=f.counted, tokens=SKIP,
+    ),
+    "minimax_m3_vl": Scheme(
+        """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
+
+        (t, h, w), a third of the pairs each; the channels behind 6⌊D/6⌋ are not rotated, and the pairs are half and
+        half of those before: 78 of 80. Tokens come in blocks of 2×2 as in Qwen2-VL, option ``merge``.
+        """,
+        80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
+    ),
+    "qwen2_5_omni": Scheme(
+        """TMRoPE of Qwen2.5-Omni's thinker (arXiv 2503.20215; transformers ``Qwen2_5OmniRotaryEmbedding``).
+
+        As ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart, options ``interval``
+        and ``rate``. Audio is text, with 25 tokens a second.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.whole_seconds, tokens=DIAGONAL,
+        after=(0, 1, 2),
+    ),
+    "qwen3_5": Scheme(
+        """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
+
+        The first quarter of a head: 11, 11 and 10 pairs of 32, dealt out t h w t h w .. Base 1e7. What follows an
+        image starts behind the larger of its height and width.
+        """,
+        256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
+        tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
+    ),
+    "ernie4_5_vl": Scheme(
+        """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
+
+        One series: h and w alternate on the first 44 pairs, t has the last 20. What follows an image or video starts
+        behind the larger of its height and width.
+        """,
+        128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
+        advance=(1, 2),
+    ),
+    "glm4v": Scheme(
+        """GLM-4.1V's language model (arXiv 2507.01006; transformers ``Glm4vTextRotaryEmbedding``).
+
+        As ``qwen2_vl``, with interleaved pairs. Checkpoints rotate the first half of a head: ``rotary_dim=64`` of 128,
+        with 8, 12 and 12 pairs; this preset takes all, as the configuration's default does.
+        """,
+        128, Axial((2, 3, 3), axis_map="chunk"), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
+    ),
+    "z_image": Scheme(
+        """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
+
+        The image comes first, its text behind it: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
+        text. Base 256. Both are padded to multiples of 32: the text's padding counts on, the image's is at zero.
+        """,
+        128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
+    ),
+    "hidream": Scheme(
+        """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
+
+        (0, h, w), a half and two quarters of the pairs; text is at zero, behind the image.
+        """,
+        128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
+    ),
+    "cogview4": Scheme(
+        """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
+
+        (h, w) = ⌊i · 256 / n⌋, in whole numbers; option ``size``. Text comes first and is not rotated.
+        """,
+        128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,
+    ),
+    "glm_image": Scheme(
+        """GLM-Image (diffusers ``GlmImageRotaryPosEmbed``).
+
+        (h, w), half and half. Text comes first and is not rotated.
+        """,
+        128, Axial((1, 1)), pairs="half", tokens=SKIP,
+    ),
+    "hunyuan_image": Scheme(
+        """HunyuanImage 2.1 (diffusers ``HunyuanImageRotaryPosEmbed``).
+
+        (h, w). Base 256. Text comes behind the image and is not rotated.
+        """,
+        128, Axial((1, 1), 256.0), tokens=SKIP,
+    ),
+    "hunyuan_video15": Scheme(
+        """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
+
+        As HunyuanVideo: base 256, text behind the video and not rotated.
+        """,
+        128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
+    ),
+    "allegro": Scheme(
+        """Allegro (arXiv 2410.15458; diffusers ``get_3d_rotary_pos_embed_allegro``).
+
+        Each axis divided by a factor, option ``by``; pairs are half and half within the third of each axis. Text by
+        cross-attention, not rotated.
+        """,
+        96, Axial((1, 1, 1)), pairs="blocks", grid=partial(f.divided, by=(2.2, 2.0, 2.0)),
+    ),
+    "kandinsky5": Scheme(
+        """Kandinsky 5 (arXiv 2511.14993; diffusers ``Kandinsky5RoPE3D``).
+
+        Each axis divided by a factor, option ``by``: (1, 2, 2) for videos of 512 pixels. Text by cross-attention.
+        """,
+        64, Axial((2, 3, 3)), grid=f.divided,
+    ),
+    "sana_video": Scheme(
+        """SANA-Video (arXiv 2509.24695; diffusers ``transformer_sana_video.WanRotaryPosEmbed``), float64.
+
+        As Wan, in linear attention: relu on q and k, then the rotation; the normalizer takes them unrotated.
+        """,
+        112, Axial((1, 1, 1), remainder=0), act="relu", grid=f.video,
+    ),
+    "chronoedit": Scheme(
+        """ChronoEdit (arXiv 2510.04290; diffusers ``ChronoEditRotaryPosEmbed``), float64.
+
+        As Wan, but two frames, the image and its edit, are the first and the last of 8; option ``skip``.
+        """,
+        128, Axial((1, 1, 1), remainder=0), grid=f.two_apart,
+    ),
+    "ltx": Scheme(
+        """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
+
+        The channels of all heads are laid out as one: t, h and w take turns, each with frequencies from π/2 up to
+        10000 π/2; pairs that are left over, in front, are not rotated. (t, h, w) in [-1, 1] over 20 seconds and
+        2048×2048 pixels; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        """,
+        64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
+        num_heads=32, grid=f.of_trained_video,
+    ),
+    "ltx2": Scheme(
+        """LTX-2's video (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        As LTX, half and half within each head (``rope_type="split"``). Positions are the middles of what a latent
+        covers, whose first is a single frame; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        """,
+        128, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
+        pairs="half", num_heads=32, grid=f.causal_video,
+    ),
+    "ltx2_audio": Scheme(
+        """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        One axis, in seconds: the middles of what a latent covers, 4 frames of a spectrogram with 100 a second, in
+        [-1, 1] over 20 seconds.
+        """,
+        64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
+        grid=f.causal_audio,
+    ),
+    "ltx2_cross": Scheme(
+        """LTX-2's attention between video and audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
+
+        Time alone, in seconds: a shape (T, H, W) is a video, (N,) is audio. Queries and keys have their own positions.
+        """,
+        64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
+        grid=f.causal_time,
+    ),
+    "minimax_h3": Scheme(
+        """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
+
+        The first three quarters of a head, a third of it each axis, half and half of all three.
+        """,
+        128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
+    ),
+    "rope_1d": Scheme(
+        """RoPE (arXiv 2104.09864): one axis, whatever the shape; half and half, as in Llama (transformers).
+
+        A video or an image is read row by row, as text; "vanilla RoPE" in comparisons.
+        """,
+        128, Axial((1,)), pairs="half", grid=f.sequence, tokens=LINE, after=(0,),
+    ),
+    "v2pe": Scheme(
+        """V2PE (arXiv 2412.09616): one axis, on which an image takes no more room than ``stride`` tokens of text.
+
+        The tokens of an image are stride / n apart; what follows starts behind the next whole number.
+        """,
+        128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
+    ),
+    "mrope_interleave": Scheme(
+        """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, and h and w of an image begin at zero.
+
+        t is behind what precedes the image; what follows starts behind its largest number. Option ``stride`` of t.
+        """,
+        128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "mhrope": Scheme(
+        """MHRoPE (arXiv 2510.23095): each key head has one axis, with all frequencies: 2, 3 and 3 of 8.
+
+        Positions as in ``mrope_interleave``.
+        """,
+        128, Axial((2, 3, 3), 5e6, axis_map="head"), pairs="half", num_heads=8, grid=f.strided, tokens=DIAGONAL,
+        after=(0,), advance=(0, 1, 2),
+    ),
+    "videorope": Scheme(
+        """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs, t has the slow ones.
+
+        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts behind the last t.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
+        after=(0, 1, 2), advance=(0,),
+    ),
+    "hope": Scheme(
+        """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE without the frequencies of t.
+
+        Trained with a ``stride`` from 0.5 to 1.5 drawn for each video.
+        """,
+        128,
+        Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,)), scaling=(f.no_turn, None, None)), pairs="half",
+        grid=partial(f.diagonal, stride=1), tokens=DIAGONAL, after=(0, 1, 2), advance=(0,),
+    ),
+    "circle_rope": Scheme(
+        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image on a circle across the diagonal of the text.
+
+        Each of its tokens is as far from a token of the text as the others. Options ``radius``, ``alpha`` (the share
+        of the angle, the rest is the token's number), ``mix`` (the share of the plane), ``stride`` of frames.
+        """,
+        128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
+    ),
+    "ilrope": Scheme(
+        """IL-RoPE of Mogao (arXiv 2505.05472): frequencies as in ``qwen3_vl``, positions as in ``mrope_interleave``.
+
+        The frames of a video count on from what precedes it, h and w begin at zero in each.
+        """,
+        128, Axial((6, 5, 5), 1e4, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "omnirope": Scheme(
+        """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
+
+        What follows an image starts behind the largest of its numbers.
+        """,
+        128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
+        advance=(0, 1, 2),
+    ),
+    "mm_rope": Scheme(
+        """MM-RoPE of Lumos-1 (arXiv 2507.08801): one series dealt out t t h w h w h w, over and over.
+
+        Otherwise as ``qwen2_vl``. Option ``scale``: (4, 8, 8) where positions are counted in pixels.
+        """,
+        128, Axial((2, 3, 3), 1e4, axis_map=((0, 0, 1, 2, 1, 2, 1, 2),)), pairs="half", grid=f.scaled,
+        tokens=DIAGONAL, after=(0, 1, 2),
+    ),
 }  # fmt: skip
 
 
 # --- by name --------------------------------------------------------------------------------------------
 
+REGISTERED: dict[str, Scheme] = {}  # of one's own
+RESERVED = ("cosine", "rotate", "mixed", "none")  # encodings of backbones
+
 
 def list_presets() -> list[str]:
-    """The names that :func:`preset` takes."""
-    return list(SCHEMES)
+    """The names that :func:`preset` takes: published, and registered."""
+    return [*SCHEMES, *REGISTERED]
+
+
+def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> None:
+    """Give a scheme of one's own a name, for this process: for :func:`preset`, PresetMd and ``encoding=``.
+
+    Args:
+        name: not one of the published schemes, or of "cosine", "rotate", "mixed" and "none".
+        scheme: it must come out at its own head_dim.
+        overwrite: replace a scheme that was registered by this name.
+
+    Raises:
+        TypeError: something else than a name and a :class:`Scheme`.
+        ValueError: a name that is taken, or a scheme that can't be made; nothing is registered then.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name: expected a name, got {name!r}")
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
+    if name in SCHEMES or name in RESERVED:
+        raise ValueError(f"name: expected one that is not published or an encoding's, got {name!r}")
+    if name in REGISTERED and not overwrite:
+        raise ValueError(f"name: expected one that is not registered, or overwrite=True, got {name!r}")
+    preset(scheme)
+    REGISTERED[name] = scheme
+
+
+def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
+    """By its name, or what it is."""
+    if isinstance(scheme, Scheme):
+        names = (name for name, known in (*SCHEMES.items(), *REGISTERED.items()) if known is scheme)
+        return next(names, "this scheme"), scheme
+    known = {**SCHEMES, **REGISTERED} if isinstance(scheme, str) else {}
+    if scheme not in known:
+        raise ValueError(f"name: expected one of {list_presets()}, or a lrpe_md.Scheme, got {scheme!r}")
+    return scheme, known[scheme]
 
 
 def preset(
-    name: str,
+    scheme: str | Scheme,
     head_dim: int | None = None,
-    num_heads: int = 1,
+    num_heads: int | None = None,
     *,
     base: float | None = None,
     split: Sequence[int] | None = None,
     scaling: Scaling | Sequence[Scaling | None] | None = None,
+    rotary_dim: int | slice | None = None,
     seed: int | None = None,
 ) -> Preset:
-    """A published scheme for a given head_dim.
+    """A scheme for a given head_dim.
 
     Args:
-        name: one of :func:`list_presets`.
+        scheme: one of :func:`list_presets`, or a :class:`Scheme`.
         head_dim: D; default: the original's.
-        num_heads: key heads, for schemes whose frequencies or phase are learned by head; others share ω.
+        num_heads: key heads, for schemes where heads differ, or whose frequencies or phase are learned by head; others
+            share ω. Default: the original's where heads differ, else 1.
         base, split, scaling: instead of the scheme's own: the base of the series, the axes' shares of the channels,
             and an edit for longer sequences or larger grids, e.g. ``partial(yarn_scaling, factor=4,
             original_length=32768)`` for all axes or one an axis.
+        rotary_dim: the channels of a head that are rotated, instead of the scheme's own: the first R, or a slice.
         seed: of random frequencies, default 0.
 
     Raises:
         ValueError: an unknown name, a head_dim that the scheme can't share among its axes, an argument that it does
             not take.
     """
-    if name not in SCHEMES:
-        raise ValueError(f"name: expected one of {list_presets()}, got {name!r}")
-    scheme = SCHEMES[name]
+    name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim
     if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
         raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
+    num_heads = scheme.num_heads if num_heads is None else num_heads
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
     frequencies = scheme.frequencies
@@ -352,14 +547,26 @@ def preset(
     if split is not None and len(split) != frequencies.num_axes:
         raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
     frequencies = replace(frequencies, **changes)
-    channels = head_dim if scheme.map == "cosine" else head_dim // 2
+    part = partial(rotated_part, replace(scheme, frequencies=frequencies), head_dim, rotary_dim)
+    rotated = part() if rotary_dim is not None else _fitting(name, head_dim, part)
+    width = head_dim if rotated is None else rotated.stop - rotated.start
+    channels = width if scheme.map == "cosine" else width // 2
+    blocks = None
     with torch.device("cpu"):
         if isinstance(frequencies, Axial):
-            _fitting(name, head_dim, partial(frequencies.sections, channels))
+            laid = channels * num_heads if frequencies.across_heads else channels
+            if not frequencies.by_head:
+                _fitting(name, head_dim, partial(frequencies.sections, laid))
+            if scheme.pairs == "blocks":
+                blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed or 0)
-        omega, amplitude = build() if changes else _fitting(name, head_dim, build)
+        omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
     phase = None if scheme.phase is None else (num_heads, channels)
-    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase)
+    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase, rotated, blocks)
+
+
+def _heads_matter(frequencies: Axial | Dense) -> bool:
+    return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:

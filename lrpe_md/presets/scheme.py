@@ -11,22 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..frequencies.axial import AxisMap, AxisOrder, axial_omega, split_channels
-from ..frequencies.series import geometric_theta
-from ..positions.grid import Coordinates, Grid
+from ..frequencies.axial import AxisMap, AxisOrder, axial_omega, num_blocks, one_series, split_channels
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
 from ..positions.sequences import After, Segment, Tokens, compose
+from .dicts import read_scheme, write_scheme
+from .functions import geometric, plain
 
 __all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme"]
 
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
-
-
-def geometric(num: int, base: float, heads: int) -> Tensor:
-    return geometric_theta(num, base)
-
-
-def plain(shape: tuple[int, ...]) -> Grid:
-    return Grid(shape)
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,13 @@ class Axial:
         split: the axes' shares of the channels, slowest axis first.
         base: of the series; None: it has none.
         series: (number, base, number of heads) → theta (E,) or (H, E).
-        axis_order, axis_map: see :func:`lrpe_md.axial_omega`.
-        remainder: the axis that takes what the shares leave over; None: the shares must come out even.
+        axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head" the shares are of the heads.
+        gaps: shares of the channels that stay unrotated before, between and behind the axes' blocks, as they lie: one
+            more than there are blocks. None: there are none.
+        remainder: what takes what the shares leave over: an axis, by its number; "front" or "behind": pairs there are
+            not rotated; "cut": the last channels take no part, and pairs are formed of the others. None: the shares
+            must come out even.
+        across_heads: the channels of all heads are laid out as one, and then cut into heads.
         scaling: theta → (theta, amplitude), one of ``lrpe_md.*_scaling`` with its numbers; or one an axis.
     """
 
@@ -47,12 +46,18 @@ class Axial:
     series: Callable[[int, Any, int], Tensor] = geometric
     axis_order: AxisOrder = "major_first"
     axis_map: AxisMap = "block"
-    remainder: int | None = None
+    gaps: tuple[int, ...] | None = None
+    remainder: int | Literal["front", "behind", "cut"] | None = None
+    across_heads: bool = False
     scaling: Scaling | Sequence[Scaling | None] | None = None
 
     @property
     def num_axes(self) -> int:
         return len(self.split)
+
+    @property
+    def by_head(self) -> bool:
+        return self.axis_map == "head"
 
     @property
     def takes(self) -> set[str]:
@@ -61,28 +66,70 @@ class Axial:
         shared = self.num_axes > 1 and self.axis_map != "even_odd"  # which deals out alike
         return {"scaling"} | base | ({"split"} if shared else set())
 
+    def usable(self, num_channels: int) -> int:
+        """Of so many channels those that take part."""
+        return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
+
+    @property
+    def least(self) -> int:
+        """Channels that the shares divide."""
+        return sum(self.split) + sum(self.gaps or ())
+
     def sections(self, num_channels: int) -> tuple[int, ...]:
-        return split_channels(num_channels, self.split, remainder=self.remainder)
+        """Channels of each axis, or heads."""
+        return self._shared_out(num_channels)[0]
+
+    def blocks(self, num_channels: int) -> tuple[int, ...]:
+        """Channels of each block, as they lie."""
+        if self.axis_map != "block" or any(self.gaps or ()) or isinstance(self.remainder, str):
+            raise ValueError(f"pairs: expected axes in blocks without gaps for pairs in blocks, got {self.axis_map!r}")
+        sections = self.sections(num_channels)
+        return tuple(n for n in (sections if self.axis_order == "major_first" else sections[::-1]) if n)
+
+    def _shared_out(self, number: int) -> tuple[tuple[int, ...], list[int]]:
+        """Channels of each axis, and those between the blocks."""
+        shares = (*self.split, *(self.gaps or ()))
+        rest = number % self.least if self.remainder in ("front", "behind", "cut") else 0
+        remainder = self.remainder if isinstance(self.remainder, int) else None
+        widths = split_channels(number - rest, shares, remainder=remainder)
+        gaps = list(widths[self.num_axes :]) or [0] * (num_blocks(self.axis_map, self.num_axes) + 1)
+        gaps[0 if self.remainder == "front" else -1] += rest
+        return widths[: self.num_axes], gaps
 
     def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float | Tensor]:
-        sections = self.sections(num_channels)
         scalings = self.scaling if isinstance(self.scaling, Sequence) else (self.scaling,) * self.num_axes
         if len(scalings) != self.num_axes:
             raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(scalings)}")
-        whole = self.axis_map in ("chunk", "stride", "even_odd")  # one series over all channels
+        if self.by_head and num_heads % self.least:
+            shares = " : ".join(map(str, self.split))
+            raise ValueError(
+                f"num_heads: expected a multiple of {self.least}, to be shared {shares} among the axes, got {num_heads}"
+            )
+        wide = num_channels * num_heads if self.across_heads else num_channels
+        sections, gaps = self._shared_out(num_heads if self.by_head else wide)
+        laid = wide if self.by_head else wide - sum(gaps)
         thetas, amplitudes = [], []
         for section, scaling in zip(sections, scalings, strict=True):
-            theta = self.series(num_channels if whole else max(section, 1), self.base, num_heads)
+            whole = self.by_head or one_series(self.axis_map)
+            theta = self.series(laid if whole else max(section, 1), self.base, num_heads)
             theta, amplitude = (theta, 1.0) if scaling is None else scaling(theta)
             thetas.append(theta)
             amplitudes.append(amplitude)
         lay = partial(
-            axial_omega, num_channels=num_channels, num_axes=self.num_axes, axis_order=self.axis_order,
-            axis_map=self.axis_map, sections=sections,
+            axial_omega, num_channels=wide, num_axes=self.num_axes, axis_order=self.axis_order,
+            axis_map=self.axis_map, sections=sections, gaps=None if self.by_head else gaps,
+            num_heads=num_heads if self.by_head else None,
         )  # fmt: skip
+        omega = self._in_heads(lay(thetas), num_heads)
         if len(set(amplitudes)) == 1:
-            return lay(thetas), amplitudes[0]
-        return lay(thetas), lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)])[0].sum(-1)
+            return omega, amplitudes[0]
+        gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
+        if len(gain) > 1 or self.across_heads:
+            raise ValueError("scaling: expected one amplitude for all axes where heads differ, got one an axis")
+        return omega, torch.where(gain[0] == 0, 1.0, gain[0])
+
+    def _in_heads(self, omega: Tensor, num_heads: int) -> Tensor:
+        return omega.reshape(num_heads, -1, self.num_axes) if self.across_heads else omega
 
 
 @dataclass(frozen=True)
@@ -112,45 +159,95 @@ class Dense:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A published scheme: what :func:`preset` needs to know, and nothing about sizes.
+    """A scheme, published or one's own: what :func:`preset` needs to know, and nothing about sizes.
+
+    All of it is data: :meth:`to_dict` and :meth:`from_dict` write and read it. Functions are the library's, by their
+    names in ``lrpe_md.presets.FUNCTIONS``, or one's own.
 
     Args:
         doc: source and quirks.
         head_dim: of the original.
         frequencies: where ω comes from.
-        map, pairs, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
+        map, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
+        pairs: "half", "interleaved", or "blocks": half and half within the block of each axis.
+        rotary: the part of a head that is rotated, (0, 0.25) the first quarter of its channels; None: all.
         order: of the two halves that the cosine map puts out.
+        num_heads: of the original, where heads differ from each other.
         grid: (shape, **options) → positions of an image or a video; its parameters are the options that there are.
+        row_major: tokens come row by row; False: a table has them in another order.
         reference: default of ``positions(.., reference=..)``.
         tokens: where tokens off the grids are; None: there are none.
         tokens_start: shapes of the grids → start of the tokens; None: the running position.
+        tokens_first: the running position goes through the tokens first, wherever they are in the sequence.
         after: grids are placed behind what precedes them, on these axes; None: they are not.
+        advance, whole: how far they move the running position on: see :class:`lrpe_md.After`.
         apart: what each further grid of a sequence is offset by.
         learned: ω is a parameter of the original.
         shared: all layers share what is learned.
         phase: whether it learns a phase, and of what.
         phase_range: bounds that the phase is kept in.
         augment: arguments of :class:`AugmentPositions` that the original trains with.
+
+    Raises:
+        ValueError: an argument that does not fit.
     """
 
     doc: str
     head_dim: int
     frequencies: Axial | Dense
     map: Literal["rotate", "cosine"] = "rotate"
-    pairs: Literal["half", "interleaved"] = "interleaved"
+    pairs: Literal["half", "interleaved", "blocks"] = "interleaved"
     act: str = "none"
+    rotary: tuple[float, float] | None = None
     order: Literal["cos_sin", "sin_cos"] = "cos_sin"
+    num_heads: int = 1
     grid: Callable[..., Grid | Coordinates] = plain
+    row_major: bool = True
     reference: tuple[int, ...] | None = None
     tokens: Tokens | None = None
     tokens_start: Callable[[list[tuple[int, ...]]], float] | None = None
+    tokens_first: bool = False
     after: tuple[int, ...] | None = None
+    advance: tuple[int, ...] | None = None
+    whole: bool = False
     apart: tuple[float, ...] | None = None
     learned: bool = False
     shared: bool = False
     phase: Literal["k"] | None = None
     phase_range: tuple[float, float] | None = None
     augment: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, known in (("map", ("rotate", "cosine")), ("pairs", ("half", "interleaved", "blocks"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
+        if not isinstance(self.frequencies, (Axial, Dense)):
+            raise TypeError(f"frequencies: expected an Axial or a Dense, got {type(self.frequencies).__name__}")
+        if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
+            raise ValueError(f"rotary: expected the beginning and end of a part of [0, 1], got {self.rotary}")
+        if self.pairs == "blocks" and isinstance(self.frequencies, Dense):
+            raise ValueError("pairs: expected 'half' or 'interleaved' with a Dense, which has no blocks, got 'blocks'")
+        if self.after is None and (self.advance is not None or self.whole):
+            raise ValueError(f"advance, whole: expected None and False without after, got {self.advance}, {self.whole}")
+
+    def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
+        """What differs from the defaults, as plain lists, numbers and strings, for JSON or YAML.
+
+        functions: names of functions of one's own; the library's are known.
+
+        Raises:
+            ValueError: a function without a name.
+        """
+        return write_scheme(self, functions)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
+        """What :meth:`to_dict` wrote. Nothing is imported or run that ``functions`` and the library don't have.
+
+        Raises:
+            ValueError: a field or a function that is unknown, or missing.
+        """
+        return read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +261,8 @@ class Preset:
             initial value.
         amplitude: factor of q and of k, one number or one a pair (C,), of the tokens that are rotated.
         phase: shape (num_heads, C) of the learned phase, or None; ``scheme.phase`` says on what it goes.
+        rotary_dim: the channels of a head that are rotated, a slice; None: all.
+        blocks: pairs of each block, where ``scheme.pairs`` is "blocks".
     """
 
     name: str
@@ -173,6 +272,8 @@ class Preset:
     omega: Tensor
     amplitude: float | Tensor
     phase: tuple[int, int] | None
+    rotary_dim: slice | None = None
+    blocks: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         heads = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
@@ -186,11 +287,19 @@ class Preset:
         return self.scheme.frequencies.num_axes
 
     @property
+    def pairs(self) -> Any:
+        """What :func:`lrpe_md.rotate` takes."""
+        if self.scheme.pairs != "blocks":
+            return self.scheme.pairs
+        assert self.blocks is not None
+        return self.blocks
+
+    @property
     def options(self) -> dict[str, Any]:
         """What :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` says, also takes."""
-        rotating = self.scheme.map == "rotate"
-        form = {"pairs": self.scheme.pairs} if rotating else {"order": self.scheme.order}
-        return {"act": self.scheme.act, "amplitude": self.amplitude, **form}
+        form = {"pairs": self.pairs} if self.scheme.map == "rotate" else {"order": self.scheme.order}
+        part = {} if self.rotary_dim is None else {"rotary_dim": self.rotary_dim}
+        return {"act": self.scheme.act, "amplitude": self.amplitude, **form, **part}
 
     def positions(
         self,
@@ -213,7 +322,8 @@ class Preset:
             options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
 
         Returns:
-            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`.
+            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`, with the
+            same tokens as prefix and suffix where there is one table.
 
         Raises:
             ValueError: a shape or tokens that the scheme does not have.
@@ -248,18 +358,47 @@ class Preset:
                     grid = grid.interpolate(reference)
                 if scheme.apart is not None and number:
                     grid = grid.offset([number * by for by in scheme.apart])
-                parts.append(After(grid, scheme.after) if scheme.after and isinstance(grid, Grid) else grid)
+                parts.append(After(grid, scheme.after, scheme.advance, scheme.whole) if scheme.after else grid)
                 number += 1
             else:
                 parts.append(segment)
         scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
-        return _one_grid(parts, scaled, start, length) or compose(
-            *parts, num_axes=self.num_axes, start=start, length=length, device=device
-        )
+        order = None
+        if scheme.tokens_first:
+            order = sorted(range(len(parts)), key=lambda i: not isinstance(parts[i], Tokens))
+        whole = _one_grid(parts, scaled)
+        if isinstance(whole, Grid):
+            return replace(whole, start=start, length=length)
+        if whole is not None and (start, length) == (0, None):
+            return whole.to(device)
+        return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
 
 
-def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None) -> Grid | None:
-    """The sequence as a grid, where it is one grid between tokens that are not rotated."""
+def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
+    """The channels of a head that take part, None for all.
+
+    Raises:
+        ValueError: none, an odd number that is rotated, or a slice that is none.
+    """
+    part = rotary_dim
+    if part is None:
+        first, last = (0, 1) if scheme.rotary is None else scheme.rotary
+        part = slice(round(first * head_dim), round(last * head_dim))
+    start, stop, by = part.indices(head_dim) if isinstance(part, slice) else (0, part, 1)
+    step = 2 if scheme.map == "rotate" else 1
+    if by != 1 or not 0 <= start < stop <= head_dim or (stop - start) % step:
+        kind = "an even number of channels" if step == 2 else "channels"
+        raise ValueError(f"rotary_dim: expected {kind} of head_dim = {head_dim}, got {part}")
+    width = stop - start
+    if isinstance(scheme.frequencies, Axial):
+        width = step * scheme.frequencies.usable(width // step)
+        if not width:
+            raise ValueError(f"rotary_dim: expected at least {scheme.frequencies.least * step} channels, got {part}")
+    return None if (start, width) == (0, head_dim) else slice(start, start + width)
+
+
+def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
+    """The sequence as a grid or table with prefix and suffix, where it is one between tokens that are not rotated."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
     # Zero positions are no rotation but for the amplitude; a scheme with a phase has no such tokens.
     rules = ("skip",) if scaled else ("skip", "zero")
@@ -268,7 +407,10 @@ def _one_grid(parts: list[Segment], scaled: bool, start: int, length: int | None
         return None
     grid = parts[grids[0]]
     grid = grid.grid if isinstance(grid, After) else grid
-    if not isinstance(grid, Grid) or not grid.whole:
+    if isinstance(grid, Coordinates):
+        if grid.coords.ndim != 2:
+            return None
+    elif not isinstance(grid, Grid) or not grid.whole:
         return None
     before, behind = ([p.length for p in t if isinstance(p, Tokens)] for t in (parts[: grids[0]], parts[grids[0] :]))
-    return replace(grid, prefix=grid.prefix + sum(before), suffix=grid.suffix + sum(behind), start=start, length=length)
+    return replace(grid, prefix=grid.prefix + sum(before), suffix=grid.suffix + sum(behind))

@@ -22,7 +22,7 @@ from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")
-NO_ORDER = "no order"  # of a scheme with one axis, or with a direction a channel
+NO_ORDER = "no order"  # of a scheme with one axis, with a direction a channel, or which says all of it
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}
 SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 
@@ -57,18 +57,20 @@ class Subject:
 
     def omega(self, map: str, order: str) -> Tensor:
         """(H or 1, C, K): C = D for cosine, D/2 for rotate."""
-        channels = self.preset.head_dim if map == "cosine" else self.preset.head_dim // 2
+        part = self.preset.rotary_dim
+        width = self.preset.head_dim if part is None else part.stop - part.start
+        channels = width if map == "cosine" else width // 2
         return self.frequencies[order].build(channels, self.preset.num_heads, self.seed)[0]
 
 
 def published(
-    name: str, head_dim: int | None = None, num_heads: int = 1, base: float | None = None, seed: int = 0
+    name: str, head_dim: int | None = None, num_heads: int | None = None, base: float | None = None, seed: int = 0
 ) -> Subject:
     """One of :func:`lrpe_md.list_presets`; None: the original's own."""
     seeded = "seed" in SCHEMES[name].frequencies.takes if name in SCHEMES else False
     made = preset(name, head_dim, num_heads, base=base, seed=seed if seeded else None)
     own = made.scheme.frequencies if base is None else replace(made.scheme.frequencies, base=base)
-    if isinstance(own, Dense) or own.num_axes == 1:
+    if isinstance(own, Dense) or own.num_axes == 1 or own.by_head or not isinstance(own.axis_map, str):
         return Subject(made, {NO_ORDER: own}, seed)
     orders = sorted(AXIS_ORDERS, key=lambda order: order != own.axis_order)
     return Subject(made, {order: replace(own, axis_order=order) for order in orders}, seed)
@@ -178,15 +180,18 @@ class Layout:
         return self.text + index
 
 
-def lay_out(positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0) -> Layout:
+def lay_out(
+    positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
+) -> Layout:
     """Text tokens and a grid, where ``positions(text, shape)`` puts them (:meth:`lrpe_md.Preset.positions`).
 
-    Positions that come in another order, in blocks that are merged later, are put in the grid's.
+    row_major: False for positions that come in another order, in blocks that are merged later: they are put in the
+        grid's.
     """
     shape = tuple(shape)
     alone = positions(shape)
     coords, rotated = _table(positions(text, shape) if text else alone)
-    if isinstance(alone, Coordinates):
+    if not row_major:
         order = text + _raster(_table(alone)[0], math.prod(shape[:-2]))
         coords, rotated = (torch.cat([t[:text], t[order]]) for t in (coords, rotated))
     table = coords[text:].reshape(*shape, -1)

@@ -80,7 +80,7 @@ def look(
     with _says(f"--reference of {made.name}"):
         made.positions(size, **options)
     with _says(f"--text of {made.name}"):
-        layout = data.lay_out(partial(made.positions, **options), size, text)
+        layout = data.lay_out(partial(made.positions, **options), size, text, made.scheme.row_major)
     chosen = layout.centre if token is None else numbers("--token", token, least=0)
     with _says("--token"):
         layout.index(chosen)
@@ -107,7 +107,9 @@ def main(
         float | None, typer.Option(help="Of the series. (default: the preset's; axial 10000, mixed 10)")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="D. (default: the preset's; 64)")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads that the frequencies are made for.")] = 1,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads that the frequencies are made for. (default: the preset's; 1)")
+    ] = None,
     head: Annotated[int, typer.Option(min=0, help="The one that is drawn.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random directions.")] = 0,
     shape: Annotated[
@@ -140,7 +142,7 @@ def main(
         own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
         own = {key: value for key, value in own.items() if value is not None}
         with _says("--frequencies"):
-            subjects = [data.custom(frequencies or "", num_axes, num_heads=heads, base=base, seed=seed, **own)]
+            subjects = [data.custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
     views = [
         look(
             subject,
@@ -162,6 +164,6 @@ def main(
         print(path)
 
 
-def _preset(name: str, head_dim: int | None, heads: int, base: float | None, seed: int) -> Subject:
+def _preset(name: str, head_dim: int | None, heads: int | None, base: float | None, seed: int) -> Subject:
     with _says("--head-dim, --base"):
         return data.published(name, head_dim, heads, base, seed)

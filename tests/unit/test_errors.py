@@ -179,9 +179,9 @@ BAD = {
     "act of a preset's module": (
         ValueError, r"act: .*'gelu'", lambda: lrpe_md.PresetMd(lrpe_md.preset("wan"), act="gelu"),
     ),
-    "a scheme instead of a preset": (
-        TypeError, r"preset: expected a name or what lrpe_md.preset\(name, head_dim\) gives, got Scheme",
-        lambda: lrpe_md.PresetMd(lrpe_md.preset("wan").scheme),
+    "frequencies instead of a preset": (
+        TypeError, r"preset: expected a name, a Scheme or what lrpe_md.preset\(name, head_dim\) gives, got Axial",
+        lambda: lrpe_md.PresetMd(lrpe_md.preset("wan").scheme.frequencies),
     ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),

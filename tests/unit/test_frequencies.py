@@ -304,3 +304,74 @@ def test_scalings_equal_transformers(dim, base, factor):
         expected, factor_ = hugging_face(name if isinstance(name, str) else name[0], dim, base, **parameters)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0, msg=lambda m, name=name: f"{name}: {m}")
         assert amplitude == pytest.approx(factor_), name
+
+
+# --- axis maps in groups, by head, with gaps ----------------------------------------------------------------
+
+
+def owners(omega):
+    """The axis of each channel, None where it is not rotated; the number of the member of the series."""
+    axes = [int(row.argmax()) if row.any() else None for row in omega]
+    return axes, [None if axis is None else float(row[axis]) for axis, row in zip(axes, omega, strict=True)]
+
+
+COUNT = torch.arange(1, 33, dtype=torch.float64)  # theta whose members say their number
+
+
+def test_groups_of_axes():
+    """h and w alternate, t last; one series over all."""
+    axes, members = owners(axial_omega(COUNT, 8, 3, axis_map=((1, 2), (0,)), sections=(2, 4, 2))[0])
+    assert axes == [1, 2, 1, 2, 1, 1, 0, 0]
+    assert members == list(range(1, 9))
+    axes, _ = owners(axial_omega(COUNT, 16, 3, axis_map=((0, 0, 1, 2, 1, 2, 1, 2),), sections=(4, 6, 6))[0])
+    assert axes == [0, 0, 1, 2, 1, 2, 1, 2] * 2
+    axes, members = owners(axial_omega(COUNT, 7, 2, axis_map=((0,), (1,)), sections=(3, 2))[0])
+    assert axes == [0, 0, 0, 1, 1, None, None]
+    assert members[:5] == [1, 2, 3, 4, 5]
+    same = axial_omega(COUNT, 9, 3, axis_map=((0,), (1,), (2,)))
+    assert torch.equal(same, axial_omega(COUNT, 9, 3, axis_map="chunk", axis_order="major_first"))
+
+
+def test_an_axis_a_head():
+    omega = axial_omega(COUNT, 4, 3, axis_map="head", sections=(2, 1, 3), num_heads=7)
+    assert omega.shape == (7, 4, 3)
+    for head, axis in enumerate((0, 0, 1, 2, 2, 2)):
+        assert owners(omega[head]) == ([axis] * 4, [1, 2, 3, 4])
+    assert not omega[6].any()
+    assert axial_omega(COUNT, 4, 3, axis_map="head", num_heads=8).any(1).any(-1).all()
+
+
+def test_gaps_before_between_and_behind():
+    axes, members = owners(axial_omega(COUNT, 10, 2, sections=(3, 2), gaps=(1, 2, 2), axis_order="major_first")[0])
+    assert axes == [None, 0, 0, 0, None, None, 1, 1, None, None]
+    assert members == [None, 1, 2, 3, None, None, 1, 2, None, None]
+    axes, members = owners(axial_omega(COUNT, 7, 3, axis_map="alternate", gaps=(1, 0), axis_order="major_first")[0])
+    assert axes == [None, 0, 1, 2, 0, 1, 2]
+    assert members == [None, 1, 1, 1, 2, 2, 2]
+    axes, members = owners(axial_omega(COUNT, 8, 2, axis_map="chunk", gaps=(0, 2, 0), axis_order="major_first")[0])
+    assert axes == [0, 0, 0, None, None, 1, 1, 1]
+    assert members == [1, 2, 3, None, None, 4, 5, 6]
+    axes, _ = owners(axial_omega(COUNT, 10, 3, axis_map=((1, 2), (0,)), sections=(2, 2, 2), gaps=(1, 1, 2))[0])
+    assert axes == [None, 1, 2, 1, 2, None, 0, 0, None, None]
+    axes, _ = owners(axial_omega(COUNT, 4, 2, axis_map="head", gaps=(1, 1))[0])
+    assert axes == [None, 0, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"axis_map: expected one of .*or groups of axes, got 'spiral'", {"axis_map": "spiral"}),
+        (r"axis_map: expected groups of axes with each of the 2 axes in one", {"axis_map": ((0,),)}),
+        (r"axis_map: expected groups of axes with each of the 2 axes in one", {"axis_map": ((0, 1), (1,))}),
+        (r"gaps: expected 3 numbers of channels, before, between and behind 2 blocks, got \(1,\)", {"gaps": (1,)}),
+        (r"gaps: expected at most 8 channels together, got \(9, 0, 0\)", {"gaps": (9, 0, 0)}),
+        (r"num_heads: expected None unless axis_map is 'head', got 4", {"num_heads": 4}),
+        (
+            r"sections: expected at most 2 heads together, got \(2, 2\)",
+            {"axis_map": "head", "sections": (2, 2), "num_heads": 2},
+        ),
+    ],
+)
+def test_maps_that_do_not_fit(message, options):
+    with pytest.raises(ValueError, match=message):
+        axial_omega(COUNT, 8, 2, **options)

@@ -264,7 +264,7 @@ def test_a_preset_by_its_name():
         PresetMd(preset("wan"), head_dim=64)
     with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):
         PresetMd("wann")
-    with pytest.raises(TypeError, match=r"preset: expected a name or what .*, got int"):
+    with pytest.raises(TypeError, match=r"preset: expected a name, a Scheme or what .*, got int"):
         PresetMd(3)
 
 

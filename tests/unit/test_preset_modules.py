@@ -14,7 +14,8 @@ from lrpe_md.frequencies import yarn_scaling
 
 YARN = (None, partial(yarn_scaling, factor=4.0, original_length=64), None)
 LEARNED = {"rope_vit_mixed": {"omega"}, "mochi": {"omega"}, "transnormer": {"theta"}, "pope": {"phase"}}
-MADE = {name: partial(preset, name, num_heads=2) for name in list_presets()}
+HEADS = {name: 8 if name == "mhrope" else 2 for name in list_presets()}
+MADE = {name: partial(preset, name, num_heads=heads) for name, heads in HEADS.items()}
 MADE["wan, stretched"] = partial(preset, "wan", 24, scaling=YARN)
 SEGMENTS = {1: [(5,)], 2: [(2, 4)], 3: [(2, 2, 4)], 4: [(2, 4)]}
 
@@ -28,7 +29,7 @@ def on_grid(module):
     """q and k, and positions for them."""
     positions = module.positions(*SEGMENTS[module.num_axes])
     generator = torch.Generator().manual_seed(0)
-    shape = (1, 2, positions.num_tokens, module.head_dim)
+    shape = (1, module.num_heads, positions.num_tokens, module.head_dim)
     return [torch.randn(shape, generator=generator) for _ in range(2)], positions
 
 
@@ -71,7 +72,7 @@ def test_what_learns_and_in_which_dtype(made):
 @pytest.mark.parametrize("name", list_presets())
 def test_frequencies_train(name):
     """Whatever the scheme: what is learned moves, and a frequency a channel stays on its axis."""
-    module = PresetMd(preset(name, num_heads=2), learnable=True)
+    module = PresetMd(preset(name, num_heads=HEADS[name]), learnable=True)
     xs, positions = on_grid(module)
     before, laid = {n: p.detach().clone() for n, p in module.named_parameters()}, module.get_omega().detach().clone()
     assert torch.equal(laid, module.preset.omega.float())

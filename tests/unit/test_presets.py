@@ -5,16 +5,32 @@ rounding of the exponent, the power, the reciprocal and the product: (3 + ln bas
 """
 
 import copy
-import importlib
 import math
 import pickle
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from float64 import Float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from original_presets import (
+    BATCH,
+    CASES,
+    HEADS,
+    LAYOUTS,
+    encode,
+    golden_tables,
+    inputs,
+    is_golden,
+    ltx2,
+    of_heads,
+    on,
+    original,
+    sized,
+    table,
+    text2,
+)
 
 from lrpe_md import (
     AugmentPositions,
@@ -22,7 +38,6 @@ from lrpe_md import (
     Grid,
     Tokens,
     compose,
-    cosine,
     list_presets,
     pack,
     pad,
@@ -31,361 +46,90 @@ from lrpe_md import (
 )
 from lrpe_md.frequencies import llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from lrpe_md.presets.registry import SCHEMES
+from lrpe_md.reference import join_pairs
 from lrpe_md.testing import budget_violation, rounded_angles
-
-BATCH, HEADS = 2, 2
-
-
-# --- what the operators will take as arguments -------------------------------------------------------------
-
-
-def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
-    """q and k by a preset."""
-    call = rotate if p.scheme.map == "rotate" else cosine
-    phase = None if phase is None else (None, phase)
-    omega = p.omega if omega is None else omega
-    return call(q, k, omega=omega, positions=positions, phase=phase, impl=impl, **p.options)
-
-
-def original(name):
-    """A module of timm, transformers or diffusers, in the versions that the presets were read from, or later ones."""
-    oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
-    package = name.split(".")[0]
-    pytest.importorskip(package, minversion=oldest[package])
-    return importlib.import_module(name)
-
-
-# --- the originals: (q, k, p, segments, options) → q, k, all (B, H, N, D) ----------------------------------
-
-
-def swap(*xs):
-    """(B, H, N, D) ↔ (B, N, H, D)."""
-    return tuple(x.transpose(1, 2) for x in xs)
-
-
-def on(tokens, call, *xs):
-    """``call`` on a slice of the tokens, the others as they are."""
-    found = []
-    for x in xs:
-        y = x.clone()
-        y[:, :, tokens] = call(x[:, :, tokens])
-        found.append(y)
-    return tuple(found)
-
-
-def timm_axial(q, k, p, segments, options, temperature=1e4, reference=None, **kwargs):
-    rope = original("timm.layers.pos_embed_sincos")
-    prefix, shape = segments
-    kwargs |= {"temperature": temperature, "ref_feat_shape": options.get("reference", reference)}
-    embed = rope.RotaryEmbeddingCat(p.head_dim, in_pixels=False, **kwargs).get_embed(shape)
-    return on(slice(prefix, None), lambda x: rope.apply_rot_embed_cat(x, embed), q, k)
-
-
-def dinov3(q, k, p, segments, options):
-    rope = original("timm.layers.pos_embed_sincos")
-    normalize = {"axis": "separate", "shorter": "min", "longer": "max"}[options.get("by", "axis")]
-    embed = rope.RotaryEmbeddingDinoV3(p.head_dim, normalize_coords=normalize).get_embed(segments[1])
-    return on(slice(segments[0], None), lambda x: rope.apply_rot_embed_cat(x, embed, half=True), q, k)
-
-
-def pixtral(q, k, p, segments, options):
-    module = original("transformers.models.pixtral.modeling_pixtral")
-    from transformers import PixtralVisionConfig
-
-    config = PixtralVisionConfig(hidden_size=p.head_dim * HEADS, num_attention_heads=HEADS)
-    ids = torch.cat([torch.cartesian_prod(*map(torch.arange, shape)) for shape in segments])
-    cos, sin = module.PixtralVisionRotaryEmbedding(config)(q, ids)
-    return module.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=0)
-
-
-def qwen2_vl_vision(q, k, p, segments, options):
-    module = original("transformers.models.qwen2_vl.modeling_qwen2_vl")
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-
-    config = Qwen2VLVisionConfig(embed_dim=p.head_dim * HEADS, num_heads=HEADS)
-    grid = torch.tensor([s if len(s) == 3 else (1, *s) for s in segments])
-    cos, sin = module.Qwen2VLVisionRotaryEmbedding(config)(q, module.get_vision_position_ids(grid, 2))
-    return swap(*module.apply_rotary_pos_emb_vision(*swap(q, k), cos, sin))
-
-
-def qwen_text(q, k, p, segments, options, name, model, base, sections, scaling=None):
-    """The text model's rotary on the ids that the whole model gives a sequence of text and images."""
-    module = original(f"transformers.models.{name}.modeling_{name}")
-    package = original(f"transformers.models.{name}")
-    config = getattr(package, f"{model}TextConfig")(
-        hidden_size=p.head_dim * HEADS, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=p.head_dim,
-        rope_parameters={
-            "rope_theta": base, "mrope_section": sections, "rope_type": "default", **(scaling or {}),
-        },
-    )  # fmt: skip
-    images = [(s[0], 2 * s[1], 2 * s[2]) for s in segments if not isinstance(s, int)]
-    kinds = [kind for s in segments for kind in ([0] * s if isinstance(s, int) else [1] * math.prod(s))]
-    whole = getattr(module, f"{model}Model")
-    self = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    self.get_vision_position_ids = partial(whole.get_vision_position_ids, self)
-    ids, _ = whole.get_rope_index(
-        self, torch.zeros(1, len(kinds), dtype=torch.int64), torch.tensor([kinds]),
-        image_grid_thw=torch.tensor(images) if images else None,
-    )  # fmt: skip
-    rotary = getattr(module, f"{model}RotaryEmbedding" if name == "qwen2_vl" else f"{model}TextRotaryEmbedding")
-    cos, sin = rotary(config)(q, ids)
-    return module.apply_rotary_pos_emb(q, k, cos, sin)
-
-
-def flux(q, k, p, segments, options, name, base, dims, text, reference=0):
-    module = original(f"diffusers.models.transformers.transformer_{name}")
-    from diffusers.models.embeddings import apply_rotary_emb
-
-    ids, number = [], 0
-    for segment in segments:
-        if isinstance(segment, int):
-            ids.append(text(segment))
-            continue
-        zeros = [torch.tensor([0])] * (len(dims) - 3)
-        ids.append(torch.cartesian_prod(torch.tensor([reference * number]), *map(torch.arange, segment), *zeros))
-        number += 1
-    embed = (module.FluxPosEmbed if name == "flux" else module.Flux2PosEmbed)(base, list(dims))(torch.cat(ids))
-    return swap(*(apply_rotary_emb(x, embed, sequence_dim=1) for x in swap(q, k)))
-
-
-def lumina2(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_lumina2")
-    text, (height, width) = segments
-    rope = module.Lumina2RotaryPosEmbed(10000, [p.head_dim // 3] * 3, axes_lens=(64, 64, 64), patch_size=2)
-    latent, mask = torch.zeros(1, 1, 2 * height, 2 * width), torch.ones(1, text, dtype=torch.int64)
-    freqs = rope(latent, mask)[3]
-    return swap(*(module.apply_rotary_emb(x, freqs, use_real=False) for x in swap(q, k)))
-
-
-def qwen_image(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_qwenimage")
-    text, *shapes = segments
-    shapes = [s if len(s) == 3 else (1, *s) for s in shapes]
-    rope = module.QwenEmbedRope(10000, [p.head_dim // 8, 7 * p.head_dim // 16, 7 * p.head_dim // 16], scale_rope=True)
-    images, words = rope([shapes], device=torch.device("cpu"), max_txt_seq_len=text)
-    freqs = torch.cat([words, images])
-    return swap(*(module.apply_rotary_emb_qwen(x, freqs, use_real=False) for x in swap(q, k)))
-
-
-def cogvideox(q, k, p, segments, options):
-    embeddings = original("diffusers.models.embeddings")
-    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
-
-    text, (frames, *size) = segments
-    base = options.get("size", (30, 45))
-    if base is None:
-        kwargs = {"crops_coords": None, "grid_type": "slice", "max_size": (64, 64)}
-    else:
-        kwargs = {"crops_coords": get_resize_crop_region_for_grid(tuple(size), base[1], base[0])}
-    embed = embeddings.get_3d_rotary_pos_embed(p.head_dim, grid_size=size, temporal_size=frames, **kwargs)
-    return on(slice(text, None), lambda x: embeddings.apply_rotary_emb(x, embed), q, k)
-
-
-def hunyuan_video(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_hunyuan_video")
-    from diffusers.models.embeddings import apply_rotary_emb
-
-    shape, text = segments
-    dims = [p.head_dim // 8, 7 * p.head_dim // 16, 7 * p.head_dim // 16]
-    embed = module.HunyuanVideoRotaryPosEmbed(2, 1, dims)(torch.zeros(1, 1, shape[0], 2 * shape[1], 2 * shape[2]))
-    return on(slice(None, -text), lambda x: apply_rotary_emb(x, embed), q, k)
-
-
-def wan(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_wan")
-    cos, sin = module.WanRotaryPosEmbed(p.head_dim, (1, 1, 1), 64)(torch.zeros(1, 1, *segments[0]))
-
-    def turned(x):  # inside WanAttnProcessor there
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-        c, s = cos[..., 0::2], sin[..., 1::2]
-        return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2).type_as(x)
-
-    return swap(*map(turned, swap(q, k)))
-
-
-def mochi_frequencies(p):
-    return torch.randn(3, HEADS, p.head_dim // 2, generator=torch.Generator().manual_seed(1)) / 5
-
-
-def mochi(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_mochi")
-    shape, text = segments
-    cos, sin = module.MochiRoPE()(mochi_frequencies(p), *shape, dtype=torch.float32)
-
-    def turned(x):  # inside MochiAttnProcessor2_0 there, on (B, N, H, D)
-        (x,) = swap(x)
-        a, b = x[..., 0::2], x[..., 1::2]
-        return swap(torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2))[0]
-
-    return on(slice(None, -text), turned, q, k)
-
-
-def cosmos(q, k, p, segments, options):
-    module = original("diffusers.models.transformers.transformer_cosmos")
-    from diffusers.models.embeddings import apply_rotary_emb
-
-    embed = module.CosmosRotaryPosEmbed(p.head_dim, patch_size=(1, 1, 1))(
-        torch.zeros(1, 1, *segments[0]), fps=options.get("fps")
-    )
-    return tuple(apply_rotary_emb(x, embed, use_real_unbind_dim=-2) for x in (q, k))
-
-
-def mixed_parameter(p):
-    rope = original("timm.layers.pos_embed_sincos")
-    torch.manual_seed(3)
-    return rope.RotaryEmbeddingMixed(p.head_dim * HEADS, depth=3, num_heads=HEADS)
-
-
-def rope_vit_mixed(q, k, p, segments, options):
-    apply_rot_embed_cat = original("timm.layers").apply_rot_embed_cat
-    embed = mixed_parameter(p).get_embed(segments[1])[1]
-    return on(slice(segments[0], None), lambda x: apply_rot_embed_cat(x, embed), q, k)
-
-
-def transnormer(q, k, p, segments, options):
-    """Lrpe in TransNormerLLM: theta = 10000^(-2 i / d) for i < d = heads · head_dim, by head."""
-    size = HEADS * p.head_dim
-    theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
-    angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
-    acted = (x / (1 + torch.exp(-x)) for x in (q, k))
-    return tuple(torch.cat([x * angles.cos(), x * angles.sin()], dim=-1) for x in acted)
-
-
-def cosformer(q, k, p, segments, options):
-    """Eq. 10 of the paper, as in the authors' code: index π/2 · i / M from i = 1, [sin, cos], on relu(q), relu(k)."""
-    (num,) = segments[0]
-    index = math.pi / 2 * torch.arange(1, num + 1).reshape(-1, 1) / options.get("longest", num)
-    acted = (x.clamp_min(0) for x in (q, k))
-    return tuple(torch.cat([x * index.sin(), x * index.cos()], dim=-1) for x in acted)
-
-
-def pope_phase(p):
-    return -2 * math.pi * torch.rand(HEADS, p.head_dim, generator=torch.Generator().manual_seed(2))
-
-
-def pope(q, k, p, segments, options):
-    """Eq. 5 and 6: softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary parts."""
-    theta = torch.tensor([1e4 ** (-c / p.head_dim) for c in range(p.head_dim)])
-    angles = torch.arange(segments[0][0]).reshape(-1, 1) * theta
-    found = []
-    for x, phase in ((q, torch.zeros(HEADS, 1, 1)), (k, pope_phase(p)[:, None])):
-        z = torch.polar(torch.log1p(x.exp()), (angles + phase).expand(BATCH, -1, -1, -1))
-        found.append(torch.cat([z.real, z.imag], dim=-1))
-    return tuple(found)
-
-
-def case(name, code, *segments, head_dim=None, split=None, double=False, omega=None, phase=None, **options):
-    return name, code, segments, head_dim, split, double, omega, phase, options
-
-
-xy = partial(timm_axial, grid_indexing="xy")
-kontext = partial(
-    flux, name="flux", base=10000, dims=(16, 56, 56), text=lambda n: torch.zeros(n, 3, dtype=torch.int64), reference=1
-)
-flux2 = partial(
-    flux, name="flux2", base=2000, dims=(32, 32, 32, 32), reference=10,
-    text=lambda n: torch.cartesian_prod(*[torch.tensor([0])] * 3, torch.arange(n)),
-)  # fmt: skip
-text2 = partial(qwen_text, name="qwen2_vl", model="Qwen2VL", base=1e6, sections=(16, 24, 24))
-text3 = partial(qwen_text, name="qwen3_vl", model="Qwen3VL", base=5e6, sections=(24, 20, 20))
-eva02 = partial(timm_axial, reference=(16, 16))
-encoder = partial(timm_axial, grid_indexing="xy", reference=(24, 24))
-
-CASES = [
-    case("eva02", eva02, 1, (5, 9)),
-    case("eva02", eva02, 1, (5, 9), head_dim=32, reference=(24, 20)),
-    case("rope_vit_axial", partial(xy, temperature=100.0), 1, (5, 9)),
-    case("rope_vit_axial", partial(xy, temperature=100.0), 0, (7, 3), head_dim=48, reference=(14, 12)),
-    case("rope_vit_mixed", rope_vit_mixed, 1, (5, 9), omega=lambda p: mixed_parameter(p).freqs[:, 1].flip(0)),
-    case(
-        "rope_vit_mixed", rope_vit_mixed, 2, (7, 3), head_dim=32,
-        omega=lambda p: mixed_parameter(p).freqs[:, 1].flip(0),
-    ),
-    case("dinov3", dinov3, 5, (5, 9)),
-    case("dinov3", dinov3, 5, (5, 9), by="shorter", head_dim=32),
-    case("dinov3", dinov3, 0, (5, 9), by="longer"),
-    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9)),
-    case("perception_encoder", partial(encoder, grid_offset=1.0), 1, (5, 9), head_dim=96, reference=(32, 28)),
-    case("perception_encoder", encoder, 0, (5, 9), offset=0, reference=(32, 32)),
-    case("pixtral", pixtral, (5, 9), (7, 4)),
-    case("pixtral", pixtral, (5, 9), head_dim=32),
-    case("qwen2_vl_vision", qwen2_vl_vision, (2, 4, 6), (8, 2)),
-    case("qwen2_vl_vision", qwen2_vl_vision, (4, 6), head_dim=64),
-    case("qwen2_vl", text2, 3, (1, 3, 5), 2, (2, 2, 3), 4),
-    case("qwen2_vl", text2, (1, 3, 5), 2),
-    case("qwen2_vl", partial(text2, sections=(8, 12, 12)), 3, (1, 3, 5), 2, head_dim=64),
-    case("qwen3_vl", text3, 3, (1, 3, 5), 2, (1, 3, 5), 4),
-    case("qwen3_vl", partial(text3, sections=(8, 12, 12)), 3, (1, 3, 5), 2, head_dim=64, split=(8, 12, 12)),
-    case("flux1", kontext, 6, (5, 9), double=True),
-    case("flux1", kontext, 6, (5, 9), (4, 7), double=True),
-    case("flux1", partial(kontext, dims=(8, 28, 28)), 6, (5, 9), head_dim=64, double=True),
-    case("flux2", flux2, 6, (5, 9), double=True),
-    case("flux2", flux2, 6, (5, 9), (3, 4), (4, 7), double=True),
-    case("flux2", partial(flux2, dims=(16, 16, 16, 16)), 6, (5, 9), head_dim=64, double=True),
-    case("lumina2", lumina2, 6, (5, 9), double=True),
-    case("lumina2", lumina2, 6, (5, 9), head_dim=48, double=True),
-    case("qwen_image", qwen_image, 6, (5, 9)),
-    case("qwen_image", qwen_image, 6, (5, 8), (11, 3), head_dim=64),
-    case("cogvideox", cogvideox, 6, (3, 5, 9)),
-    case("cogvideox", cogvideox, 6, (3, 9, 4), head_dim=32),
-    case("cogvideox", cogvideox, 6, (3, 5, 9), size=None),
-    case("cogvideox", cogvideox, 6, (3, 5, 4), size=(48, 32)),
-    case("hunyuan_video", hunyuan_video, (3, 5, 9), 6),
-    case("hunyuan_video", hunyuan_video, (3, 5, 9), 6, head_dim=64),
-    case("wan", wan, (3, 5, 9), double=True),
-    case("wan", wan, (3, 5, 9), head_dim=64, double=True),
-    case("mochi", mochi, (3, 5, 9), 6, omega=mochi_frequencies),
-    case("mochi", mochi, (3, 5, 9), 6, head_dim=64, omega=mochi_frequencies),
-    case("cosmos", cosmos, (3, 5, 9)),
-    case("cosmos", cosmos, (3, 5, 9), head_dim=64, fps=16),
-    case("transnormer", transnormer, (40,)),
-    case("transnormer", transnormer, (40,), head_dim=16),
-    case("cosformer", cosformer, (40,)),
-    case("cosformer", cosformer, (40,), head_dim=8, longest=55),
-    case("pope", pope, (40,), phase=pope_phase),
-    case("pope", pope, (40,), head_dim=16, phase=pope_phase),
-]  # fmt: skip
-
-
-def inputs(num_tokens, head_dim, heads=HEADS):
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randn(BATCH, heads, num_tokens, head_dim, generator=generator) for _ in range(2))
-
-
-def table(positions):
-    return positions.explicit().explicit().coords
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
 def test_preset_equals_the_original(number, impl):
-    name, code, segments, head_dim, split, double, omega, phase, options = CASES[number]
-    p = preset(name, head_dim, num_heads=HEADS if name in ("transnormer", "pope") else 1, split=split)
-    positions = p.positions(*segments, **options)
-    weights = p.omega if omega is None else omega(p).permute(1, 2, 0)
-    q, k = inputs(positions.num_tokens, p.head_dim)
+    case = CASES[number]
+    p = case.preset
+    positions = p.positions(*case.segments, **case.options)
+    weights = p.omega if case.omega is None else case.omega(p).permute(1, 2, 0)
+    q, k = inputs(positions.num_tokens, p.head_dim, max(HEADS, p.num_heads))
     with torch.no_grad():
-        expected = code(q, k, p, segments, options)
-        found = encode(p, q, k, positions, omega=weights, phase=None if phase is None else phase(p), impl=impl)
+        expected = case.code(q, k, p, case.segments, case.options)
+        phase = None if case.phase is None else case.phase(p)
+        found = encode(p, q, k, positions, omega=weights, phase=phase, impl=impl)
         bound = torch.tensor(1e-6)
-        if not double:
-            base = p.scheme.frequencies.base or 1.0
-            cost = (table(positions).abs()[:, None, None, :] * weights.abs()).sum(-1) * (3 + math.log(base)) * 2.0**-24
-            size = max(q.abs().max(), k.abs().max()) * (2**0.5 if p.scheme.map == "rotate" else 1)
-            cost = cost.permute(1, 0, 2) * size  # (H or 1, N, C)
-            half = p.scheme.map == "cosine" or p.scheme.pairs == "half"
-            bound = 1e-5 + (cost.repeat(1, 1, 2) if half else cost.repeat_interleave(2, dim=-1))
-            assert bound.max() < 1e-3
+        if not case.double:
+            bound = 1e-5 + rounding(p, positions, weights) * max(q.abs().max(), k.abs().max())
+            assert bound.max() < 2e-3 * weights.abs().max().clamp(min=1)
     for a, b, x in zip(found, expected, (q, k), strict=True):
         assert a.shape == b.shape
         assert ((a - b).abs() <= bound).all(), f"{(a - b).abs().max():.2e}"
         assert (b[..., : p.head_dim] - x).abs().max() > 0.1
 
 
+def rounding(p, positions, weights):
+    """What float32 angles cost each channel of x = 1: (H or 1, N, D), or 2D."""
+    base = p.scheme.frequencies.base or 1.0
+    cost = (table(positions).abs()[:, None, None, :] * weights.abs()).sum(-1) * (3 + math.log(base)) * 2.0**-24
+    cost = cost.permute(1, 0, 2) * (2**0.5 if p.scheme.map == "rotate" else 1)  # (H or 1, N, C)
+    if p.scheme.map == "cosine":
+        return cost.repeat(1, 1, 2)
+    pairs, sections = ("blocks", p.pairs) if isinstance(p.pairs, tuple) else (p.pairs, ())
+    both = join_pairs(cost, cost, pairs, sections)
+    width = slice(0, p.head_dim) if p.rotary_dim is None else p.rotary_dim
+    return torch.nn.functional.pad(both, (width.start, p.head_dim - width.stop))
+
+
 def test_every_preset_has_a_case():
-    assert {c[0] for c in CASES} == set(list_presets()) == set(SCHEMES)
-    assert len(SCHEMES) == 21
+    assert {c.name for c in CASES} == set(list_presets()) == set(SCHEMES)
+    assert len(SCHEMES) == 53
+
+
+# --- in float64, at three sizes ----------------------------------------------------------------------------
+
+FIRST = {name: next(c for c in CASES if c.name == name) for name in SCHEMES}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("name", SCHEMES)
+def test_in_float64(name, number):
+    """The original with every float32 in it a float64: values, and what attention makes of them."""
+    case = FIRST[name]
+    if is_golden(case):
+        case = [c for c in CASES if c.name == name][number]
+    p, segments = case.preset, case.segments if is_golden(case) else sized(case, number)
+    positions = p.positions(*segments, **case.options)
+    q, k = (x.double() for x in inputs(positions.num_tokens, p.head_dim, max(HEADS, p.num_heads)))
+    with torch.no_grad(), Float64():
+        expected = case.code(q, k, p, segments, case.options)
+        weights = p.omega if case.omega is None else case.omega(p).permute(1, 2, 0)
+        phase = None if case.phase is None else case.phase(p)
+    found = encode(p, q, k, positions, omega=weights, phase=phase)
+    for a, b in zip(found, expected, strict=True):
+        assert b.dtype == torch.float64
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    scores, others = ((x @ y.mT)[..., -1, 0] for x, y in (found, expected))
+    torch.testing.assert_close(scores, others, rtol=0, atol=1e-6)
+
+
+GOLDEN = [c for c in CASES if is_golden(c)]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(GOLDEN)), ids=[f"{c.code.keywords['name']}-{i}" for i, c in enumerate(GOLDEN)]
+)
+def test_positions_of_other_repositories(number):
+    case = GOLDEN[number]
+    expected = golden_tables()[f"{case.code.keywords['name']}/{LAYOUTS.index(case.segments)}/positions"]
+    found = table(case.preset.positions(*case.segments, **case.options))
+    torch.testing.assert_close(found, expected.double()[:, : found.shape[1]], rtol=0, atol=1e-9)
 
 
 MODELS = {  # in timm, with what they give to their rotary
@@ -411,10 +155,25 @@ def test_presets_of_whole_models(model):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
+def test_attention_between_video_and_audio():
+    """LTX-2's queries are a video's, its keys audio's, each at its own seconds."""
+    p = preset("ltx2_cross", num_heads=HEADS)
+    video, audio = p.positions((3, 2, 4)), p.positions((11,))
+    (q, _), (_, k) = (tuple(inputs(positions.num_tokens, p.head_dim)) for positions in (video, audio))
+    q, k = q.double(), k.double()
+    with Float64():
+        (expected_q, _), (_, expected_k) = ltx2(q, q, p, [(3, 2, 4)], {}, axes=1), ltx2(k, k, p, [(11,)], {})
+    found = rotate(q, k, omega=p.omega, positions=(video, audio), **p.options)
+    torch.testing.assert_close(found[0] @ found[1].mT, expected_q @ expected_k.mT, rtol=0, atol=1e-6)
+    seconds = [(positions.coords[[0, -1], 0] + 1) * 10 for positions in (video, audio)]
+    assert seconds[0].tolist() == pytest.approx([0.5 / 24, (8 * 2 - 3) / 24])  # the middle of a frame, and of eight
+    assert seconds[1].tolist() == pytest.approx([0.005, (4 * 10 - 1) / 100])
+
+
 # --- what holds for each -----------------------------------------------------------------------------------
 
 
-SEGMENTS = {name: next(c[2] for c in CASES if c[0] == name) for name in SCHEMES}
+SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -422,11 +181,11 @@ SEGMENTS = {name: next(c[2] for c in CASES if c[0] == name) for name in SCHEMES}
 @settings(deadline=None, max_examples=6)
 def test_scores_depend_on_relative_positions_alone(name, steps):
     """Moving all that is rotated by the same step leaves every score as it was."""
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     positions = p.positions(*SEGMENTS[name])
     rows = positions.explicit().explicit()
-    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64)
-    q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim))
+    step = torch.tensor(steps[: p.num_axes], dtype=torch.float64) / p.omega.abs().max().clamp(min=10) * 10
+    q, k = (x.double() for x in inputs(rows.num_tokens, p.head_dim, p.num_heads))
     scores, moved = (torch.matmul(a, b.mT) for a, b in (encode(p, q, k, at) for at in (rows, rows.offset(step))))
     here = torch.ones(rows.num_tokens, dtype=torch.bool) if rows.rotated is None else rows.rotated
     same = here[:, None] == here[None, :]
@@ -439,7 +198,7 @@ def test_scores_depend_on_relative_positions_alone(name, steps):
 @given(data=st.data())
 @settings(deadline=None, max_examples=6)
 def test_a_shard_is_a_slice(name, data):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     whole = p.positions(*SEGMENTS[name])
     start = data.draw(st.integers(0, whole.num_tokens))
     for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
@@ -457,25 +216,47 @@ PAIRS = {  # or channels, of each axis, as published; the slowest frequencies ba
     "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
     "qwen_image": (8, 28, 28), "cogvideox": (8, 12, 12), "hunyuan_video": (8, 28, 28), "wan": (22, 21, 21),
     "mochi": (64, 64, 64), "cosmos": (22, 21, 21), "transnormer": (128,), "cosformer": (64,), "pope": (64,),
+    "gemma4_vision": (16, 16), "llama4_vision": (22, 22), "minimax_m3_vl": (13, 13, 13), "qwen2_5_omni": (16, 24, 24),
+    "qwen3_5": (11, 11, 10), "ernie4_5_vl": (20, 22, 22), "glm4v": (16, 24, 24), "z_image": (8, 28, 28),
+    "hidream": (32, 16, 16), "cogview4": (32, 32), "glm_image": (32, 32), "hunyuan_image": (32, 32),
+    "hunyuan_video15": (8, 28, 28), "allegro": (16, 16, 16), "kandinsky5": (8, 12, 12), "sana_video": (20, 18, 18),
+    "chronoedit": (22, 21, 21), "minimax_h3": (16, 16, 16), "rope_1d": (64,), "v2pe": (64,),
+    "mrope_interleave": (24, 20, 20), "videorope": (16, 24, 24), "hope": (0, 24, 24), "circle_rope": (16, 24, 24),
+    "ilrope": (24, 20, 20), "omnirope": (16, 24, 24), "mm_rope": (16, 24, 24),
 }  # fmt: skip
+OF_ALL_HEADS = {  # of 32, 32, 32, 32 and 8
+    "ltx": (341, 341, 341), "ltx2": (682, 682, 682), "ltx2_audio": (1024,), "ltx2_cross": (1024,),
+    "mhrope": (128, 192, 192),
+}  # fmt: skip
+ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # of the channels; elsewhere all are
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_preset_says(name):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     scheme = p.scheme
     assert p.name == name
     assert p.omega.dtype == torch.float64
-    channels = p.head_dim if scheme.map == "cosine" else p.head_dim // 2
+    rotated = ROTATED.get(name, p.head_dim)
+    assert p.rotary_dim == (None if name not in ROTATED else slice(0, rotated))
+    channels = rotated if scheme.map == "cosine" else rotated // 2
     assert p.omega.shape[1:] == (channels, scheme.frequencies.num_axes)
-    assert p.omega.shape[0] == (HEADS if name in ("rope_vit_mixed", "mochi", "transnormer") else 1)
+    by_head = {"rope_vit_mixed", "mochi", "transnormer", *OF_ALL_HEADS}
+    assert p.omega.shape[0] == (p.num_heads if name in by_head else 1)
     assert p.phase == ((HEADS, channels) if scheme.phase else None)
-    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"}
+    part = {"rotary_dim"} if name in ROTATED else set()
+    assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"} | part
     assert p.amplitude == 1
     assert len(scheme.doc.strip().splitlines()) >= 3
-    assert "arXiv" in scheme.doc or "diffusers" in scheme.doc
-    assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
-    assert ((p.omega != 0).sum(-1) == (p.num_axes if name in ("rope_vit_mixed", "mochi") else 1)).all()
+    assert any(source in scheme.doc for source in ("arXiv", "diffusers", "transformers"))
+    if name in OF_ALL_HEADS:
+        assert tuple((preset(name).omega != 0).sum((0, 1)).tolist()) == OF_ALL_HEADS[name]
+        assert ((p.omega != 0).sum(-1) == 1).float().mean() > 0.95
+    else:
+        assert tuple((p.omega[0] != 0).sum(0).tolist()) == PAIRS[name]
+        still = 16 if name == "hope" else 0
+        axes = p.num_axes if name in ("rope_vit_mixed", "mochi") else 1
+        assert ((p.omega != 0).sum(-1) == axes).sum() == p.omega.shape[0] * (channels - still)
     assert scheme.learned == (name in ("rope_vit_mixed", "mochi", "transnormer"))
 
 
@@ -500,10 +281,10 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
     """The kernels on every preset, in float32: as near to float64 as the reference."""
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
-    q, k = inputs(positions.num_tokens, p.head_dim)
+    q, k = inputs(positions.num_tokens, p.head_dim, p.num_heads)
     exact = encode(p, q.double(), k.double(), positions)
     found = encode(p, q.cuda(), k.cuda(), cuda, omega=p.omega.cuda(), impl="triton")
     with rounded_angles():
@@ -654,7 +435,7 @@ def test_a_scaling_an_axis():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_copies(name):
-    p = preset(name, num_heads=HEADS)
+    p = of_heads(name)
     for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
         assert torch.equal(other.omega, p.omega)
         assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
@@ -718,50 +499,64 @@ BAD = {
 TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
 TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
 TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
-OPTIONS = {"dinov3": "by", "perception_encoder": "offset", "qwen2_vl_vision": "merge", "cogvideox": "size"}
-OPTIONS |= {"mochi": "area", "cosmos": "fps", "cosformer": "longest"}
+TAKES |= {name: {"base", "scaling"} for name in ("rope_1d", "v2pe", "ltx2_audio", "ltx2_cross")}
+OPTIONS = {  # of the grids, with another value
+    "dinov3": {"by": "longer"}, "perception_encoder": {"offset": 3}, "qwen2_vl_vision": {"merge": 1},
+    "cogvideox": {"size": None}, "mochi": {"area": 9}, "cosmos": {"fps": 7}, "cosformer": {"longest": 99},
+    "llama4_vision": {"offset": 3}, "minimax_m3_vl": {"merge": 1}, "qwen2_5_omni": {"interval": 0.3, "rate": 2},
+    "cogview4": {"size": 7}, "allegro": {"by": (1, 2, 3)}, "kandinsky5": {"by": (1, 2, 3)}, "chronoedit": {"skip": 5},
+    "ltx": {"fps": 7, "steps": (4, 16, 16), "trained": (9, 99, 99)}, "ltx2_audio": {"step": 9, "rate": 7, "trained": 3},
+    "ltx2": {"fps": 7, "steps": (4, 16, 16), "trained": (9, 99, 99)}, "ltx2_cross": {"fps": 7}, "v2pe": {"stride": 3},
+    "mrope_interleave": {"stride": 3}, "mhrope": {"stride": 3}, "ilrope": {"stride": 3}, "omnirope": {"stride": 3},
+    "videorope": {"stride": 3}, "hope": {"stride": 3}, "mm_rope": {"scale": (2, 3, 4)},
+    "circle_rope": {"radius": 7, "alpha": 0.1, "mix": 0.4, "stride": 3},
+}  # fmt: skip
+SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3}, "minimax_m3_vl": (2, 4, 6)}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_said_is_taken_or_refused(name):
     """No argument passes without effect."""
-    plain = preset(name, num_heads=HEADS)
+    plain = of_heads(name)
     shares = (1, *[2] * (plain.num_axes - 1))
     changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
     for key, value in changes.items():
         if key in TAKES[name]:
-            size = 3360 if plain.scheme.map == "rotate" else 1680  # which all shares divide
-            changed = preset(name, size, HEADS, **{key: value})
+            # Sizes which all shares divide.
+            size, heads = 26880 if plain.scheme.map == "rotate" else 1680, 40 if name == "mhrope" else HEADS
+            changed = preset(name, size, heads, **{key: value})
             if (name, key) != ("cosformer", "scaling"):
-                assert not torch.equal(changed.omega, preset(name, size, HEADS).omega), key
+                assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
             with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
-                preset(name, num_heads=HEADS, **{key: value})
+                preset(name, num_heads=plain.num_heads, **{key: value})
     # Options of the grids.
-    shape = next(s for s in SEGMENTS[name] if isinstance(s, tuple))
-    options = {"by": "longer", "offset": 3, "merge": 1, "size": None, "area": 9, "fps": 7, "longest": 99}
-    for option, value in {**options, "prefix": 1, "scale": 2.0}.items():
-        if OPTIONS.get(name) == option:
-            assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
-        else:
+    shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))
+    own = OPTIONS.get(name, {})
+    for option, value in own.items():
+        assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
+    for option in {o for options in OPTIONS.values() for o in options} | {"prefix", "reach"}:
+        if option not in own:
             with pytest.raises(TypeError, match=rf"{option}: {name}'s grids take .*, got"):
-                plain.positions(shape, **{option: value})
+                plain.positions(shape, **{option: 2})
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_head_dim_is_laid_out_or_refused(name):
-    """One message that names head_dim, or frequencies for every channel."""
-    refused = []
-    for head_dim in range(42):
+    """One message that names head_dim, or frequencies for every channel that takes part."""
+    refused, sizes = [], [*range(42), 128, 512]
+    for head_dim in sizes:
         try:
             p = preset(name, head_dim)
         except ValueError as error:
             refused.append(str(error))
         else:
-            assert p.omega.shape[1] == (head_dim if p.scheme.map == "cosine" else head_dim // 2)
+            width = head_dim if p.rotary_dim is None else p.rotary_dim.stop - p.rotary_dim.start
+            assert (p.rotary_dim is None) == (name not in ROTATED or (name == "minimax_m3_vl" and head_dim % 6 == 0))
+            assert p.omega.shape[1] == (width if p.scheme.map == "cosine" else width // 2)
             assert p.omega.isfinite().all()
     assert all(message.startswith("head_dim: ") for message in refused)
-    assert 1 <= len(refused) < 42
+    assert 1 <= len(refused) < len(sizes)
 
 
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
@@ -776,9 +571,9 @@ def test_a_sequence_counts_on(name):
 
 def test_a_preset_made_on_the_meta_device_has_values():
     with torch.device("meta"):
-        found = [preset(name, num_heads=HEADS) for name in SCHEMES]
+        found = [of_heads(name) for name in SCHEMES]
     for p in found:
-        assert torch.equal(p.omega, preset(p.name, num_heads=HEADS).omega)
+        assert torch.equal(p.omega, of_heads(p.name).omega)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -1,0 +1,101 @@
+"""Schemes as dicts of plain values, for JSON and YAML, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from typing import Any
+
+from .functions import FUNCTIONS
+
+__all__ = ["read_scheme", "write_scheme"]
+
+Functions = Mapping[str, Callable[..., Any]]
+CALLED = ("grid", "omega", "scaling", "series", "tokens_start")  # fields that hold functions
+
+
+def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
+    names = {function: name for name, function in {**FUNCTIONS, **(functions or {})}.items()}
+    return _write_fields(scheme, names)
+
+
+def _write_fields(value: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+    """Fields that are not at their default."""
+    found = {}
+    for field in fields(value):
+        own = getattr(value, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if own is not default and (callable(own) or own != default):
+            found[field.name] = _write(field.name, own, names)
+    return found
+
+
+def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, partial):
+        if value.args:
+            raise ValueError(f"{name}: expected a function with arguments by name, to be written, got {value!r}")
+        bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
+        return {"function": _write(name, value.func, names), **bound}
+    if isinstance(value, Mapping):
+        return {key: _write(name, part, names) for key, part in value.items()}
+    if isinstance(value, Sequence):
+        return [_write(name, part, names) for part in value]
+    if hasattr(value, "__dataclass_fields__"):
+        kind = {"kind": type(value).__name__.lower()} if name == "frequencies" else {}
+        return {**kind, **_write_fields(value, names)}
+    if callable(value) and value in names:
+        return names[value]
+    raise ValueError(
+        f"{name}: expected numbers, strings or a function with a name, to be written, got {value!r}; give functions of "
+        "your own a name by to_dict(functions={'name': function})"
+    )
+
+
+def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: Mapping[str, Any]) -> Any:
+    known = {**FUNCTIONS, **(functions or {})}
+    if not isinstance(data, Mapping):
+        raise ValueError(f"data: expected a dict, as to_dict gives, got {type(data).__name__}")
+    values = dict(data)
+    if isinstance(values.get("frequencies"), Mapping):
+        part = dict(values["frequencies"])
+        kind = part.pop("kind", None)
+        if kind not in ("axial", "dense"):
+            raise ValueError(f"frequencies: expected a kind, 'axial' or 'dense', got {kind!r}")
+        values["frequencies"] = _read_fields("frequencies", classes[kind], part, known)
+    if isinstance(values.get("tokens"), Mapping):
+        values["tokens"] = _read_fields("tokens", classes["tokens"], values["tokens"], known)
+    return _read_fields("data", classes["scheme"], values, known)
+
+
+def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functions) -> Any:
+    taken = {field.name: field for field in fields(cls)}
+    unknown = sorted(values.keys() - taken)
+    if unknown:
+        raise ValueError(f"{where}: expected fields of {cls.__name__}, {', '.join(taken)}, got {', '.join(unknown)}")
+    needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
+    if needed:
+        raise ValueError(
+            f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
+        )
+    return cls(**{name: _read(name, value, known) for name, value in values.items()})
+
+
+def _read(name: str, value: Any, known: Functions) -> Any:
+    if name in CALLED and isinstance(value, str):
+        if value not in known:
+            raise ValueError(
+                f"{name}: expected one of the functions {sorted(known)}, got {value!r}; give functions of your own by "
+                "from_dict(.., functions={'name': function})"
+            )
+        return known[value]
+    if name in CALLED and isinstance(value, Mapping):
+        bound = {key: _read("", argument, known) for key, argument in value.items() if key != "function"}
+        return partial(_read(name, value.get("function", ""), known), **bound)
+    if isinstance(value, Mapping):
+        return {key: _read("", part, known) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_read(name, part, known) for part in value)
+    return value

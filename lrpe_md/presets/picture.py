@@ -1,0 +1,123 @@
+"""A scheme as a picture: which axis turns each channel, how fast, and what that makes of the tokens of a grid."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import preset
+from .scheme import Preset, Scheme
+
+__all__ = ["show"]
+
+SIZES: dict[int, tuple[int, ...]] = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
+LETTERS = {1: ("n",), 2: ("h", "w"), 3: ("t", "h", "w"), 4: ("t", "h", "w", "l")}
+SHOWN = 4  # angle maps
+
+
+def show(
+    scheme: str | Scheme | Preset,
+    shape: tuple[int, ...] | None = None,
+    path: str | Path | None = None,
+    *,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
+    head: int = 0,
+    **options: Any,
+) -> Any:
+    """Draw a scheme: ω of each channel and axis, Θ of a few channels over the grid, and similarity with its middle.
+
+    Args:
+        scheme: a name of :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, or what :func:`lrpe_md.preset` gives.
+        shape: of the grid, (N,), (H, W) or (T, H, W); default: what suits its axes.
+        path: where to write the figure, with the ending of its format; None: nowhere.
+        head_dim, num_heads: of a scheme or a name; see :func:`lrpe_md.preset`.
+        head: the one that is drawn.
+        options: of the scheme's grids.
+
+    Returns:
+        the matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: a shape or a head that the scheme does not have.
+    """
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
+    made = scheme if isinstance(scheme, Preset) else preset(scheme, head_dim, num_heads)
+    if isinstance(scheme, Preset) and (head_dim is not None or num_heads is not None):
+        raise ValueError(f"head_dim, num_heads: expected None with a preset that is made, got {head_dim}, {num_heads}")
+    heads = made.omega.shape[0]
+    if not 0 <= head < max(heads, made.num_heads):
+        raise ValueError(f"head: expected 0 to {max(heads, made.num_heads) - 1}, got {head}")
+    omega = made.omega[head if heads > 1 else 0]
+    size = _default_shape(made) if shape is None else tuple(shape)
+    angles, similarity = _on_grid(made, omega, size, options)
+    chosen = _spread(angles)
+    rows, columns = (1, *size)[-2:]
+
+    figure = figures.Figure(figsize=(2.6 * (len(chosen) + 2), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(chosen) + 2, width_ratios=[1.3, *[1] * (len(chosen) + 1)])
+    figure.suptitle(f"{made.name}: head_dim {made.head_dim}, grid {' × '.join(map(str, size))}")
+    _draw_frequencies(axes[0], omega)
+    for ax, channel in zip(axes[1:], chosen, strict=False):
+        ax.imshow(angles[:, channel].cos().reshape(rows, columns).numpy(), vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
+        ax.set_title(f"cos Θ, channel {channel}", fontsize=9)
+    axes[-1].imshow(similarity.reshape(rows, columns).numpy(), vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
+    axes[-1].set_title("similarity with the middle", fontsize=9)
+    for ax in axes[1:]:
+        ax.set_xticks([])
+        ax.set_yticks([])
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _draw_frequencies(ax: Any, omega: Tensor) -> None:
+    num_axes = omega.shape[1]
+    for axis in range(num_axes):
+        turned = omega[:, axis].nonzero()[:, 0]
+        letter = LETTERS.get(num_axes, tuple(str(j) for j in range(num_axes)))[axis]
+        ax.plot(turned.numpy(), omega[turned, axis].abs().numpy(), ".", label=letter, markersize=3)
+    ax.set_yscale("log")
+    ax.set_xlabel("channel or pair")
+    ax.set_title("|ω|, radians a unit", fontsize=9)
+    ax.legend(fontsize=8)
+
+
+def _default_shape(made: Preset) -> tuple[int, ...]:
+    """The first that its grids take."""
+    for number in sorted(SIZES, key=lambda n: abs(n - made.num_axes)):
+        try:
+            made.positions(SIZES[number])
+        except (ValueError, IndexError):
+            continue
+        return SIZES[number]
+    raise ValueError(f"shape: expected a shape for {made.name}, none of {tuple(SIZES.values())} fits, got None")
+
+
+def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Θ (N, C) of the tokens of the middle frame, and the mean of cos(Θ_n - Θ_m), m its middle token."""
+    table = made.positions(size, **options).explicit().explicit().coords
+    angles = table @ omega.T
+    rows, columns = (1, *size)[-2:]
+    frame = rows * columns
+    first = len(angles) // frame // 2 * frame
+    angles = angles[first : first + frame]
+    turned = (omega != 0).any(-1)
+    middle = angles[rows // 2 * columns + columns // 2]
+    return angles, torch.cos(angles - middle)[:, turned].mean(-1)
+
+
+def _spread(angles: Tensor) -> list[int]:
+    """Channels from the fastest to the slowest that turn on the grid."""
+    turns = angles.max(0).values - angles.min(0).values
+    moving = [c for c in turns.argsort(descending=True).tolist() if turns[c] > 0.5] or [int(turns.argmax())]
+    steps = torch.linspace(0, len(moving) - 1, min(SHOWN, len(moving))).round().long().tolist()
+    return [moving[i] for i in steps]

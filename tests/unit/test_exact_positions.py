@@ -1,0 +1,152 @@
+"""Rounding that is exact, bounds, other axes, and grids behind and in front of what is there."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lrpe_md import After, Before, Coordinates, Grid, Tokens, compose
+
+
+def column(positions, axis=0):
+    return positions.explicit().explicit().coords[..., axis].tolist()
+
+
+def test_the_size_that_was_off_by_one():
+    assert Grid((98,)).interpolate(256).explicit().floor().coords[49] == 128
+    assert Grid((98,)).interpolate(256).floor().coords[49] == 128
+
+
+def test_interpolation_rounds_down_exactly():
+    """CogView4's i · 256 // n: every size up to 512."""
+    for n in range(1, 513):
+        assert column(Grid((n,)).interpolate(256).floor()) == [i * 256 // n for i in range(n)], n
+
+
+@given(n=st.integers(1, 3000), r=st.integers(1, 5000), first=st.integers(0, 50), data=st.data())
+def test_rational_rules_are_rounded_once(n, r, first, data):
+    """Whatever the reference, also counted from elsewhere, for chosen tokens, and for shards."""
+    index = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
+    grid = Grid((n,)).offset(first).interpolate(r)
+    found = grid.take(torch.tensor(index)).coords[:, 0].tolist()
+    assert [int(x // 1) for x in found] == [(i + first) * r // n for i in index]
+    assert found == [float(Fraction((i + first) * r, n)) for i in index]
+    start = data.draw(st.integers(0, n - 1))
+    part = Grid((n,), start=start, length=1).offset(first).interpolate(r)
+    assert column(part) == [float(Fraction((start + first) * r, n))]
+
+
+def test_other_rules_stay_what_they_are():
+    """Scales that are no n-ths, tensors, and whole numbers beyond what float64 holds."""
+    scale, shift = 0.1234567, -3.7
+    grid = Grid((7,), scale=scale, shift=shift)
+    assert column(grid) == [i * scale + shift for i in range(7)]
+    assert column(Grid((7,), scale=torch.tensor([scale], dtype=torch.float64))) == [i * scale for i in range(7)]
+    assert column(Grid((7,), scale=2.0**60)) == [i * 2.0**60 for i in range(7)]
+    assert column(Grid((3, 5), prefix=1, suffix=1).interpolate((6, None)), 0) == [0, *[0] * 5, *[2] * 5, *[4] * 5, 0]
+
+
+def test_rounding_down_is_exact_when_compiled():
+    """One graph for all sizes."""
+    torch.compiler.reset()
+
+    def place(x):
+        return Grid((x.shape[0],)).interpolate(256).floor().coords[:, 0]
+
+    compiled = torch.compile(place, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (98, 49, 100, 256, 333, 7):
+        assert compiled(torch.zeros(n)).tolist() == [i * 256 // n for i in range(n)], n
+    fixed = torch.compile(lambda x: x + Grid((98,)).interpolate(256).floor().coords[:, 0], fullgraph=True)
+    assert fixed(torch.zeros(98, dtype=torch.float64)).tolist() == [i * 256 // 98 for i in range(98)]
+
+
+def test_floor_of_a_grid_keeps_its_tokens():
+    grid = Grid((2, 3), prefix=1).interpolate((5, 4))
+    found = grid.floor()
+    assert (found.prefix, found.num_tokens) == (1, 7)
+    assert found.coords.tolist() == [[0, 0], [0, 1], [0, 2], [2, 0], [2, 1], [2, 2]]
+
+
+def test_clamp_is_an_axis_at_a_time():
+    grid = Grid((4, 4))
+    assert column(grid.clamp(low=1)) == [max(i, 1) for i in range(4) for _ in range(4)]
+    found = grid.clamp((None, 1), (2, None))
+    assert column(found, 0) == [min(i, 2) for i in range(4) for _ in range(4)]
+    assert column(found, 1) == [max(i, 1) for _ in range(4) for i in range(4)]
+    ids = Coordinates(torch.tensor([[5, -5]])).clamp((0, 0), (3, 3))
+    assert ids.coords.tolist() == [[3, 0]]
+    with pytest.raises(ValueError, match=r"low: expected a number or None for each of 2 axes, got \(1,\)"):
+        grid.clamp((1,))
+    with pytest.raises(ValueError, match="low, high: expected low at most high on each axis, got 3, 2"):
+        grid.clamp(3, 2)
+
+
+def test_select_of_a_grid():
+    grid = Grid((2, 3), prefix=1).offset((5, 7))
+    assert grid.select((None, 0, 1)) == Grid((1, 2, 3), prefix=1).offset((0, 5, 7))
+    assert Grid((2, 3)).select((0, 1, None)) == Grid((2, 3, 1))
+    assert column(grid.select((None, 0, 1)), 2) == column(grid, 1)
+    swapped = grid.select((1, 0))
+    assert isinstance(swapped, Coordinates)
+    assert column(swapped, 0) == column(grid, 1)
+    assert column(grid.select((1,)), 0) == column(grid, 1)
+    tensor = Grid((2,), scale=torch.tensor([2.0])).select((0, None))
+    assert column(tensor, 0) == [0, 2]
+    for axes in ((2,), (), (-1,)):
+        with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1"):
+            grid.select(axes)
+
+
+# --- behind and in front -----------------------------------------------------------------------------------
+
+WHERE = {"grid": lambda grid: grid, "table": lambda grid: grid.explicit()}
+
+
+@pytest.mark.parametrize("form", WHERE)
+def test_how_far_a_grid_moves_the_sequence_on(form):
+    """By the larger of height and width, by its largest position, or by that of an axis that is not moved."""
+    video = WHERE[form](Grid((9, 2, 4)))
+
+    def first_behind(*args, **kwargs):
+        return compose(Tokens(3, "diagonal"), After(video, *args, **kwargs), Tokens(1, "diagonal")).coords[-1, 0]
+
+    assert first_behind() == 3 + 9
+    assert first_behind(advance=(1, 2)) == 3 + 4
+    assert first_behind((0,), (0, 1, 2)) == 3 + 9
+    assert first_behind((0,), (1,)) == 3 + 2
+    placed = compose(Tokens(3, "diagonal"), After(video, (0,), (1,)))
+    assert torch.equal(placed.coords[3:], Grid((9, 2, 4)).offset((3, 0, 0)).coordinates())
+
+
+def test_moving_on_by_whole_numbers():
+    part = Grid((4,)).rescale(0.4)
+    assert compose(After(part), Tokens(1, "axis")).coords[-1, 0] == pytest.approx(2.2)
+    assert compose(After(part, whole=True), Tokens(1, "axis")).coords[-1, 0] == 3
+
+
+@pytest.mark.parametrize("form", WHERE)
+def test_before(form):
+    """Frames that went before end where the sequence is."""
+    history = WHERE[form](Grid((2, 1, 2)))
+    found = compose(Before(history, (0,)), After(Grid((2, 1, 2)), (0,)), Tokens(1, "axis"))
+    assert found.coords[:, 0].tolist() == [-2, -2, -1, -1, 0, 0, 1, 1, 2]
+    assert found.coords[:4, 2].tolist() == [0, 1, 0, 1]
+    later = compose(Tokens(5, "axis"), Before(history), Tokens(1, "axis"))
+    assert later.coords[5:, 0].tolist() == [3, 3, 4, 4, 5]
+    assert later.coords[5:, 1].tolist() == [4, 4, 4, 4, 0]
+    with pytest.raises(TypeError, match="grid: expected a Grid or Coordinates, got int"):
+        Before(3)
+
+
+def test_counting_in_another_order():
+    """Text behind its image in the sequence, and before it in position."""
+    found = compose(After(Grid((1, 2, 2)), (0,)), Tokens(3, "axis", start=1), order=(1, 0))
+    assert found.coords[:, 0].tolist() == [4, 4, 4, 4, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"order: expected each of 0 to 1 once, got \(0, 0\)"):
+        compose(Tokens(1, "axis"), Tokens(1, "axis"), num_axes=1, order=(0, 0))
+    with pytest.raises(ValueError, match=r"advance: expected at least one axis, or None, got \(\)"):
+        After(Grid((2,)), advance=())
+    with pytest.raises(ValueError, match=r"segments: expected axes from 0 to 1, got \(7,\)"):
+        compose(After(Grid((2, 2)), advance=(7,)))

@@ -1,0 +1,350 @@
+"""Schemes of one's own: made, named, written and read, drawn."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import lrpe_md
+from lrpe_md import (
+    Axial,
+    Coordinates,
+    Dense,
+    Grid,
+    PresetMd,
+    Scheme,
+    Tokens,
+    list_presets,
+    preset,
+    register_scheme,
+    rotate,
+)
+from lrpe_md.frequencies import mixed_omega, ntk_scaling
+from lrpe_md.presets import FUNCTIONS, SCHEMES
+from lrpe_md.presets.registry import REGISTERED
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def doubled(shape):
+    return Grid(shape).rescale(2)
+
+
+def dense(channels, heads, base, generator):
+    return mixed_omega(channels, 2, heads, base=base, generator=generator)
+
+
+OWN = Scheme("doc", 16, Axial((1, 1), 50.0), grid=doubled, tokens=Tokens(0, "zero"))
+
+
+@pytest.fixture(autouse=True)
+def own_names():
+    """What a test registers goes with it."""
+    before = dict(REGISTERED)
+    yield
+    REGISTERED.clear()
+    REGISTERED.update(before)
+
+
+# --- made ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_preset_of_a_scheme():
+    made = preset(OWN, 8)
+    assert made.head_dim == 8
+    assert preset(OWN).head_dim == 16
+    assert made.positions(1, (2, 3)) == Grid((2, 3), prefix=1).rescale(2)
+    torch.testing.assert_close(made.omega[0, :, 0], torch.tensor([1.0, 50**-0.5, 0, 0], dtype=torch.float64))
+    assert preset(SCHEMES["wan"]).name == "wan"
+    assert torch.equal(preset(SCHEMES["wan"]).omega, preset("wan").omega)
+    own = Scheme("doc", 8, Dense(2, dense, 10.0), learned=True)
+    assert preset(own, num_heads=3).omega.shape == (3, 4, 2)
+    assert set(dict(PresetMd(own, num_heads=3).named_parameters())) == {"omega"}
+    assert torch.equal(PresetMd(OWN, head_dim=8).omega, made.omega)
+
+
+def test_a_registered_scheme_is_as_good_as_a_published_one():
+    register_scheme("ours", OWN)
+    assert list_presets()[-1] == "ours"
+    assert preset("ours", 8).name == "ours"
+    assert preset(OWN).name == "ours"
+    assert PresetMd("ours").preset.scheme is OWN
+    with pytest.raises(ValueError, match="name: expected one that is not registered, or overwrite=True, got 'ours'"):
+        register_scheme("ours", OWN)
+    other = replace(OWN, pairs="half")
+    register_scheme("ours", other, overwrite=True)
+    assert preset("ours").scheme is other
+
+
+def test_what_can_not_be_registered():
+    before = list_presets()
+    for name in ("wan", "rotate", "none"):
+        with pytest.raises(ValueError, match=f"name: expected one that is not published .* got '{name}'"):
+            register_scheme(name, OWN, overwrite=True)
+    for name in ("", 3):
+        with pytest.raises(TypeError, match="name: expected a name"):
+            register_scheme(name, OWN)
+    with pytest.raises(TypeError, match=r"scheme: expected a lrpe_md.Scheme, got Axial"):
+        register_scheme("ours", OWN.frequencies)
+    with pytest.raises(ValueError, match="head_dim: this scheme can't have 14"):
+        register_scheme("ours", replace(OWN, head_dim=14))
+    assert list_presets() == before
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"map: expected one of \('rotate', 'cosine'\), got 'turn'", {"map": "turn"}),
+        (r"pairs: expected one of .*, got 'thirds'", {"pairs": "thirds"}),
+        (r"rotary: expected the beginning and end of a part of \[0, 1\], got \(0.5, 0.5\)", {"rotary": (0.5, 0.5)}),
+        (r"advance, whole: expected None and False without after", {"advance": (1,)}),
+        (
+            r"pairs: expected 'half' or 'interleaved' with a Dense",
+            {"pairs": "blocks", "frequencies": Dense(2, dense, 1)},
+        ),
+    ],
+)
+def test_schemes_that_contradict_themselves(message, changes):
+    with pytest.raises(ValueError, match=message):
+        replace(OWN, **changes)
+
+
+# --- parts of a head, gaps, heads ------------------------------------------------------------------------------------
+
+
+def turned(made, x, positions):
+    return rotate(x, omega=made.omega, positions=positions, **made.options)
+
+
+def test_a_part_of_a_head():
+    """The scheme's own, in front or not, and another by the argument; also the cosine map's."""
+    part = replace(OWN, rotary=(0.5, 1))
+    made = preset(part, 16)
+    assert made.rotary_dim == slice(8, 16)
+    x, positions = torch.randn(1, 1, 6, 16), made.positions((2, 3))
+    y = turned(made, x, positions)
+    assert torch.equal(y[..., :8], x[..., :8])
+    torch.testing.assert_close(y[..., 8:], turned(preset(OWN, 8), x[..., 8:], positions))
+    assert preset(part, 16, rotary_dim=4).rotary_dim == slice(0, 4)
+    assert preset(OWN, 16, rotary_dim=slice(4, 12)).rotary_dim == slice(4, 12)
+    assert preset(OWN, 16, rotary_dim=16).rotary_dim is None
+    assert torch.equal(PresetMd(made)(x, positions=positions), y)
+    cosine = preset(replace(OWN, map="cosine", rotary=(0, 0.5)), 8)
+    assert PresetMd(cosine)(x[..., :8], positions=positions).shape == (1, 1, 6, 12)
+    for bad in (3, 18, 0, -4, slice(2, 2), slice(0, 8, 2)):
+        with pytest.raises(ValueError, match=r"rotary_dim: expected an even number of channels of head_dim = 16"):
+            preset(OWN, 16, rotary_dim=bad)
+
+
+def test_pairs_in_blocks_at_any_head_dim():
+    """Half and half within the channels of each axis, also of unequal shares, and in either order."""
+    for shares, order in (((1, 3), "major_first"), ((1, 3), "minor_first"), ((0, 1), "major_first")):
+        blocks = replace(OWN, pairs="blocks", frequencies=Axial(shares, axis_order=order))
+        for head_dim in (8, 24):
+            made = preset(blocks, head_dim)
+            widths = [share * head_dim // 2 // sum(shares) for share in shares]
+            widths = [n for n in (widths if order == "major_first" else widths[::-1]) if n]
+            assert made.pairs == tuple(widths)
+            x, positions = torch.randn(1, 1, 6, head_dim), made.positions((2, 3))
+            apart = [
+                rotate(part, omega=omega, positions=positions, pairs="half")
+                for part, omega in zip(x.split([2 * n for n in widths], -1), made.omega.split(widths, 1), strict=True)
+            ]
+            torch.testing.assert_close(turned(made, x, positions), torch.cat(apart, dim=-1))
+    with pytest.raises(ValueError, match="pairs: expected axes in blocks without gaps"):
+        preset(replace(OWN, pairs="blocks", frequencies=Axial((1, 1), axis_map="alternate")))
+
+
+def test_channels_that_are_not_rotated():
+    """Gaps by their shares; what is left over in front, behind, or cut off, with its pairs."""
+    made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(1, 0, 2))), 20)
+    assert (made.omega[0] != 0).any(-1).tolist() == [False] * 2 + [True] * 4 + [False] * 4
+    torch.testing.assert_close(made.omega[0, 3, 0].item(), 1e4**-0.5)  # a series knows nothing of gaps
+    for remainder, rotated in (("front", [False, True, True, True]), ("behind", [True, True, True, False])):
+        scheme = replace(OWN, frequencies=Axial((1, 1, 1), remainder=remainder), grid=FUNCTIONS["video"])
+        assert (preset(scheme, 8).omega[0] != 0).any(-1).tolist() == rotated
+        assert preset(scheme, 8).rotary_dim is None
+    scheme = replace(OWN, frequencies=Axial((1, 1, 1), remainder="cut"), grid=FUNCTIONS["video"])
+    assert preset(scheme, 8).rotary_dim == slice(0, 6)
+    with pytest.raises(ValueError, match=r"head_dim: this scheme can't have 4: rotary_dim: expected at least 6"):
+        preset(scheme, 4)
+
+
+def test_an_amplitude_an_axis_leaves_gaps_as_they_are():
+    scaling = (None, lambda theta: (theta, 3.0))
+    made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
+    assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
+    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes where heads differ"):
+        preset(replace(OWN, frequencies=Axial((1, 1), axis_map="head"), num_heads=2), scaling=scaling)
+
+
+def test_heads_that_differ():
+    by_head = replace(OWN, frequencies=Axial((1, 3), axis_map="head"), num_heads=4)
+    assert preset(by_head).num_heads == 4
+    assert (preset(by_head, num_heads=8).omega != 0).any(1).sum(0).tolist() == [2, 6]
+    with pytest.raises(
+        ValueError, match="num_heads: expected a multiple of 4, to be shared 1 : 3 among the axes, got 6"
+    ):
+        preset(by_head, num_heads=6)
+    across = replace(OWN, frequencies=Axial((1, 1), across_heads=True), num_heads=2)
+    whole = preset(replace(OWN, frequencies=Axial((1, 1))), 32).omega
+    assert torch.equal(preset(across, 16).omega, whole.reshape(2, 8, 2))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_with_tokens_around_it_keeps_them_apart():
+    made = preset("cogview4")
+    positions = made.positions(5, (3, 7), 2)
+    assert (positions.prefix, positions.suffix, positions.rotated) == (5, 2, None)
+    assert isinstance(positions, Coordinates)
+    part = made.positions(5, (3, 7), 2, start=4, length=9)
+    assert torch.equal(part.coords, positions.explicit().coords[4:13])
+
+
+def test_tables_are_placed_behind_what_precedes_them():
+    table = replace(OWN, grid=FUNCTIONS["rounded_down"], tokens=Tokens(0, "diagonal"), after=(0, 1), advance=(1,))
+    found = preset(table).positions(3, (2, 5), 1).coords
+    own = Grid((2, 5)).interpolate(256).floor().coords
+    assert torch.equal(found[3:13], own + 3)
+    assert found[13].tolist() == [3 + 204 + 1] * 2
+
+
+# --- written and read ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_published_scheme_is_data(name):
+    """Through JSON and back: the same frequencies, positions and pairs, and the same again when written."""
+    scheme = SCHEMES[name]
+    data = json.loads(json.dumps(scheme.to_dict()))
+    again = Scheme.from_dict(data)
+    assert again.to_dict() == scheme.to_dict()
+    one, other = preset(scheme), preset(again)
+    assert torch.equal(one.omega, other.omega)
+    assert one.options == other.options
+    shape = {1: (6,), 2: (4, 6), 3: (2, 4, 6), 4: (4, 6)}[one.num_axes]
+    tokens = () if scheme.tokens is None else (3,)
+    assert one.positions(*tokens, shape) == other.positions(*tokens, shape)
+    for field in ("act", "map", "learned", "shared", "phase", "phase_range", "augment", "row_major", "reference"):
+        assert getattr(again, field) == getattr(scheme, field)
+
+
+def test_only_what_differs_is_written():
+    assert SCHEMES["hunyuan_image"].to_dict().keys() == {"doc", "head_dim", "frequencies", "tokens"}
+    data = SCHEMES["cosmos"].to_dict()
+    assert data["frequencies"]["scaling"] == [{"function": "ntk_scaling", "factor": 2.0}, None, None]
+    assert data["grid"] == "seconds"
+
+
+def test_functions_of_ones_own():
+    scaled = replace(OWN, frequencies=Axial((1, 1), scaling=partial(ntk_scaling, factor=3.0)))
+    names = {"doubled": doubled}
+    with pytest.raises(
+        ValueError, match=r"grid: expected .* a function with a name.*give functions of your own a name"
+    ):
+        scaled.to_dict()
+    data = json.loads(json.dumps(scaled.to_dict(names)))
+    again = Scheme.from_dict(data, names)
+    assert again.grid is doubled
+    assert torch.equal(preset(again).omega, preset(scaled).omega)
+    with pytest.raises(ValueError, match=r"grid: expected one of the functions .*, got 'doubled'"):
+        Scheme.from_dict(data)
+    with pytest.raises(ValueError, match="grid: expected a function with arguments by name"):
+        replace(OWN, grid=partial(doubled, (1, 2))).to_dict(names)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (r"data: expected fields of Scheme, .*, got colour", lambda d: d | {"colour": 1}),
+        (r"data: expected head_dim of Scheme, got doc, frequencies", lambda d: d.pop("head_dim") and None),
+        (
+            r"frequencies: expected a kind, 'axial' or 'dense', got None",
+            lambda d: d["frequencies"].pop("kind") and None,
+        ),
+        (r"frequencies: expected split of Axial, got base", lambda d: d["frequencies"].pop("split") and None),
+        (r"data: expected a dict, as to_dict gives, got list", lambda d: [1]),
+        (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
+    ],
+)
+def test_dicts_that_are_no_schemes(message, change):
+    data = {"doc": "", "frequencies": {"kind": "axial", "split": [1, 1], "base": 3.0}, "head_dim": 8}
+    changed = change(data)
+    with pytest.raises((ValueError, TypeError), match=message):
+        Scheme.from_dict(data if changed is None else changed)
+
+
+# --- drawn -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_can_be_drawn(name):
+    pytest.importorskip("matplotlib")
+    figure = lrpe_md.show(name, num_heads=8 if name == "mhrope" else 2)
+    first, *maps = figure.axes
+    points = sum(len(line.get_xdata()) for line in first.lines)
+    assert points == int((preset(name, num_heads=8 if name == "mhrope" else 2).omega[0] != 0).sum())
+    assert len(maps) >= 2
+    assert maps[-1].images[0].get_array().max() <= 1 + 1e-9
+
+
+def test_a_picture_of_ones_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    lrpe_md.show(OWN, (3, 5), tmp_path / "own.png", head_dim=8)
+    assert (tmp_path / "own.png").stat().st_size > 1000
+    figure = lrpe_md.show(preset(OWN, 8), (3, 5))
+    similarity = figure.axes[-1].images[0].get_array()
+    assert similarity.shape == (3, 5)
+    assert similarity[1, 2] == similarity.max() == 1
+    with pytest.raises(ValueError, match="head: expected 0 to 0, got 3"):
+        lrpe_md.show(OWN, head=3)
+    with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a preset that is made"):
+        lrpe_md.show(preset(OWN), head_dim=4)
+
+
+def test_without_matplotlib():
+    code = "import sys; sys.modules['matplotlib'] = None; import lrpe_md; lrpe_md.show('wan')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "ImportError: show: needs matplotlib, pip install 'lrpe-md[plots]'" in done.stderr
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    """docs/schemes.md from top to bottom."""
+    pytest.importorskip("timm")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 8
+    space = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, "docs/schemes.md", "exec"), space)
+    assert (tmp_path / "ours.png").exists()
+
+
+def test_the_page_names_every_preset():
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    table = text.split("## The published ones")[1].split("\n\n")[1]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(SCHEMES)
+
+
+def test_the_page_would_fail():
+    """Its test is one: with another base it fails."""
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:6]
+    assert any("test_ours_is_the_formula()" in block for block in blocks)
+    page = "\n".join(blocks).replace("base=500.0", "base=501.0")
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        exec(compile(page, "docs/schemes.md", "exec"), {"__name__": "page"})
