@@ -135,7 +135,7 @@ def is_readable(call: Call) -> bool:
     layout, tables = call.layout, call.tables
     fits = max(layout.num_grid_tokens, layout.start + layout.num_tokens) <= MAX_INDEX and len(layout.sizes) <= MAX_AXES
     dense = all(t is None or t.is_contiguous() for t in tables)
-    return fits and dense and tables.rotated is None and not _reaches_far(layout, tables)
+    return fits and dense and not _reaches_far(layout, tables)
 
 
 def _reaches_far(layout: Layout, tables: Tables) -> bool:
