@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from .. import reference
 from . import compiled
 from .call import Call, Layout, Needs, Spec, Tables, declare, flatten, unflatten
+from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
 __all__ = ["backward", "forward", "is_direct", "is_plain", "run_kernels", "run_reference", "transforming"]
@@ -94,10 +95,11 @@ def backward(
     angles: Tensor | None,
     needs: Needs,
     direct: bool,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, then dω and dφ where needed."""
+    """dx for each gradient, then dω and dφ where needed. outs: where dx is to be, for the launcher."""
     if direct:
-        return _launcher().backward(call, grads, xs, stats, angles, needs)
+        return _launcher().backward(call, grads, xs, stats, angles, needs, outs)
     return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE)
 
 
@@ -199,6 +201,7 @@ class _Encode(torch.autograd.Function):
         keep = xs if need_omega or need_phase or call.spec.act != "none" else ()
         ctx.save_for_backward(*call.tables, angles, *stats, *keep)
         ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
+        ctx.split = find_split(xs) if direct else None
         return tuple(ys)
 
     @staticmethod
@@ -217,7 +220,9 @@ class _Encode(torch.autograd.Function):
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _differentiate_reference(call, xs, grads)
                 return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs
-        out, num = backward(call, grads, xs, stats, angles, needs, direct and is_plain(grads)), len(grads)
+        direct = direct and is_plain(grads)
+        outs = ctx.split.allocate(grads) if direct and ctx.split is not None else ()
+        out, num = backward(call, grads, xs, stats, angles, needs, direct, outs), len(grads)
         return None, None, None, out[num] if need_omega else None, out[-1] if need_phase else None, *out[:num]
 
 

@@ -3,7 +3,8 @@
 An operator in Python costs a compiled program more of the host's time than the launch. So Inductor is told how to lower
 ours: outputs are allocated, and what :func:`lrpe_md.engine.launch.prepare` prepares becomes a node that writes them.
 What it leaves to the operator: sizes that are symbols, tensors that are not on a GPU or not laid out as the kernels
-read them, and softmax over the sequence. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
+read them, softmax over the sequence, and, where Inductor hands on no limit of registers (before torch 2.15), the
+gradient of the frequencies of all but a rotation without activation. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def _lower(call: Call, xs: list[Any], dys: list[Any], needs: Needs) -> list[Any]
     source, dtype = (dys or xs)[0], (plain_dys or plain_xs)[0].dtype
     aligned = all(map(_is_aligned, (*xs, *dys)))
     ready = launch.prepare(call, launch.Rows(plain_xs, plain_dys, []), dtype, aligned, need_dangles)
+    if "maxnreg" in ready.options and not _takes_options() and (call.spec.map, call.spec.act) != ("rotate", "none"):
+        return None  # too many registers without a limit: fewer programs run at once than were planned
     outs = [_allocate(size, stride, dtype, source) for size, stride in ready.outs]
     partial = _allocate(ready.partial_shape, None, torch.float64, source) if need_dangles else None
     if ready.grid[0]:

@@ -56,9 +56,10 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
 
 
 def backward(
-    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, then dω and dφ where needed."""
+    """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     angles = None if angles is None else angles.contiguous()
     ready = make_readable(call)
@@ -69,10 +70,10 @@ def backward(
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
         load = xs if need_dangles or inner.spec.act != "none" else []
-        dxs, partial = _run(inner, Rows(load, grads, stats, angles), need_dangles)
+        dxs, partial = _run(inner, Rows(load, grads, stats, angles, () if over_sequence else outs), need_dangles)
         if over_sequence:
             dx_bars = dxs
-            dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
+            dxs = list(outs) or [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
             for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
                 _launch_softmax(x, stat, dx_bar, dx)
         if partial is not None:
@@ -87,6 +88,7 @@ class Rows(NamedTuple):
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
     angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
+    outs: Sequence[Tensor] = ()  # what is written; allocated where there are none
 
 
 class Launch:
@@ -151,7 +153,7 @@ def materialise(t: Tensor) -> Tensor:
 def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tensor | None]:
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     spec, layout, tables, launches = call
-    xs, dys, stats, angles = rows
+    xs, dys, _, angles, given = rows
     source = (dys or xs)[0]
     dtype, device = source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
@@ -161,7 +163,7 @@ def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tens
         tables = tables._replace(affine=affine)
         call = call._replace(tables=tables)
     address, geometry = 0, []
-    for t in (*xs, *dys):
+    for t in (*xs, *dys, *given):
         address |= t.data_ptr()
         geometry.append(t.stride())
     aligned = address % 16 == 0
@@ -171,7 +173,9 @@ def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tens
     launch = launches.get(key)
     if launch is None:
         launch = launches[key] = prepare(call, rows, dtype, aligned, need_dangles, _can_launch_early())
-    outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
+    outs = list(given)
+    if not outs:
+        outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
     partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dangles else None
     if launch.grid[0]:
         _start(lrpe_kernel, launch, order_tensors(rows, outs, tables, partial))
@@ -219,7 +223,8 @@ def prepare(
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
+    outs = [(t.shape, t.stride()) for t in rows.outs]
+    outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
     variant = _describe(call, rows, dtype, head_dim, aligned, need_dangles, strides)
