@@ -100,7 +100,9 @@ def backward(
     """dx for each gradient, then dω and dφ where needed. outs: where dx is to be, for the launcher."""
     if direct:
         return _launcher().backward(call, grads, xs, stats, angles, needs, outs)
-    return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE)
+    return torch.ops.lrpe_md.backward(
+        list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE
+    )
 
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""q, k and v of one projection, whose gradient is written where the projection's is."""
+"""q, k and v of one projection, whose gradients are written where the projection's is."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["find_split", "split_qkv"]
-
-
-def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D).
-
-    In eager mode its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` writes dq and dk; only dv is copied. Those of views that torch makes are stacked.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(qkv) is not Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return q, k, v
-    return _Split.apply(qkv)
+__all__ = ["Joined", "Split", "find_split"]
 
 
 class Joined:
@@ -41,7 +29,9 @@ class Joined:
         return buffer
 
 
-class _Split(torch.autograd.Function):
+class Split(torch.autograd.Function):
+    """A projection (B, N, 3, H, D) → q, k, v (B, H, N, D), views."""
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Any:
         ctx.joined = Joined(qkv.shape)
@@ -68,6 +58,6 @@ def find_split(xs: Sequence[Tensor]) -> Joined | None:
         return None
     q, k = xs
     node: Any = q.grad_fn
-    if type(node) is not _Split._backward_cls or k.grad_fn is not node:  # pyright: ignore[reportAttributeAccessIssue]
+    if type(node) is not Split._backward_cls or k.grad_fn is not node:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     return node.joined if (q.output_nr, k.output_nr) == (0, 1) else None

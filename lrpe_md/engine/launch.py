@@ -56,7 +56,12 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
 
 
 def backward(
-    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs,
+    call: Call,
+    grads: list[Tensor],
+    xs: list[Tensor],
+    stats: list[Tensor],
+    angles: Tensor | None,
+    needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""

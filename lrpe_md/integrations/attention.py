@@ -127,11 +127,12 @@ def attend_encoded(
     encode: must not draw random numbers. Under a function transform, where nothing needs a gradient, and where other
     hooks decide what is kept (activation checkpointing), this is the plain call.
     """
-    if torch.compiler.is_compiling():
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if torch.compiler.is_compiling() and needed and not torch.compiler.is_exporting():
         return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
     if (
-        not torch.is_grad_enabled()
-        or not any(t.requires_grad for t in (q, k, v))
+        not needed
+        or torch.compiler.is_compiling()
         or transforming()
         or torch._C._is_tracing()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]

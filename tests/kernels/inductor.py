@@ -132,7 +132,7 @@ def compile_kernels(code: str) -> dict[str, int]:
             path = f"<{hash(source)}>"
             linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
             exec(compile(source, path, "exec"), {"__name__": name, "__file__": path})
-        (fn, meta, cfg), = tuners
+        ((fn, meta, cfg),) = tuners
         options = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **meta.get("backend_options", {})}
         constants = {**meta["constants"], **cfg.kwargs}
         compiled = triton.compile(
@@ -198,7 +198,11 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
     tensors = [torch.empty(1, channels, case.axes), torch.empty(1, channels) if case.phase else torch.empty(1, 1)]
     tensors += [torch.empty(2, n, 3, 4, d, dtype=case.dtype), torch.empty(2, n, 4, d + 1, dtype=case.dtype)]
     tensors += [torch.empty(2, n, 4, out, dtype=case.dtype)]
-    tensors += [torch.empty(n - 1, case.axes), torch.empty(2, case.axes, dtype=torch.int64), torch.empty(n - 1, dtype=torch.bool)]
+    tensors += [
+        torch.empty(n - 1, case.axes),
+        torch.empty(2, case.axes, dtype=torch.int64),
+        torch.empty(n - 1, dtype=torch.bool),
+    ]
 
     def f(omega, phase, qkv, odd, grad, coords, origin, rotated):
         xs = list(qkv.unbind(2))[: case.tensors]
@@ -240,7 +244,9 @@ def main() -> None:
             row = {
                 "case": name,
                 "launches": re.findall(r"(fixed_\w+_kernel)_\d+\.run\(", body),
-                "arguments": [len(re.findall(r"buf|arg|reinterpret", a)) for a in re.findall(r"fixed_\w+\.run\((.*)", body)],
+                "arguments": [
+                    len(re.findall(r"buf|arg|reinterpret", a)) for a in re.findall(r"fixed_\w+\.run\((.*)", body)
+                ],
                 "others": len(re.findall(r"triton_\w+\.run\(", body)),
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": compile_kernels(code),
