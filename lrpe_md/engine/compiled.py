@@ -4,7 +4,8 @@ An operator in Python costs a compiled program more of the host's time than the 
 ours: outputs are allocated, and what :func:`lrpe_md.engine.launch.prepare` prepares becomes a node that writes them.
 What it leaves to the operator: sizes that are symbols, tensors that are not on a GPU or not laid out as the kernels
 read them, softmax over the sequence, and, where Inductor hands on no limit of registers (before torch 2.15), the
-gradient of the frequencies of all but a rotation without activation. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
+gradient of the frequencies of all but a rotation without activation. Export, ONNX and other backends of
+``torch.compile`` see the operator alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "Carried", "Context", "attend", "attend_encoded", "attend_linearly", "check_causal", "sdpa_backends", "softmax_attention",
+    "Carried", "Context", "attend", "attend_encoded", "attend_linearly", "check_causal", "sdpa_backends",
+    "softmax_attention",
 ]  # fmt: skip
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph

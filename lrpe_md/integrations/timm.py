@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Literal
 
 from .extras import require

@@ -222,7 +222,8 @@ def test_compiled(impl, act, learn, options, device):
     again = torch.compile(run, backend=backend, fullgraph=True)
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
-    assert kept_bytes(usual, args) - kept_bytes(again, args) == 2 * UNIT
+    saved = kept_bytes(usual, args) - kept_bytes(again, args)
+    assert saved == 2 * UNIT if impl == "triton" else saved >= 2 * UNIT  # a reference keeps cos and sin, too
 
 
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
