@@ -83,8 +83,6 @@ def _lower_backward(grads: list[Any], xs: list[Any], stats: list[Any], angles: A
 
 def _read_numbers(values: Sequence[Any]) -> list[Any] | None:
     """Arguments of an operator with plain integers; None where one of them is a symbol."""
-    import sympy
-
     found = []
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -92,7 +90,7 @@ def _read_numbers(values: Sequence[Any]) -> list[Any] | None:
             if inner is None:
                 return None
             found.append(inner)
-        elif isinstance(value, sympy.Expr):
+        elif hasattr(value, "free_symbols"):  # sympy's
             if not value.is_Integer:
                 return None
             found.append(int(value))
@@ -217,7 +215,8 @@ def _node_type() -> Any:
             ir.ExternKernel.__init__(self, None, ir.NoneLayout(device=device), inputs, constants, values)
             options = dict(ready.options)
             config = triton.Config({}, num_warps=options.pop("num_warps", 4))
-            self.kernel_idx = kernel_side_table.add_kernel(triton.autotune(configs=[config], key=[])(kernel))
+            chosen: Any = triton.autotune(configs=[config], key=[])(kernel)
+            self.kernel_idx = kernel_side_table.add_kernel(chosen)
             self.grid = [ready.grid]
             self.device = device
             self.launch_kwargs = tuple(options)  # from torch 2.15 on; before, the compiler takes no other options

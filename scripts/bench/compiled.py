@@ -3,8 +3,8 @@
     python -m scripts.bench compiled
 
 q and k are so small that the GPU waits for the host. Ours as Inductor launches it itself; behind the operator, as with
-sizes that are symbols; a plain triton_op with as many tensors, and one with 23 arguments. All take turns in one run, so
-that all see the same machine: what counts is the ratio to the triton_op.
+sizes that are symbols; a plain triton_op with as many tensors. All take turns in one run, so that all see the same
+machine: what counts is the ratio to the triton_op.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS: tuple[str, ...] = (
     "map", "pass", "impl", "p20", "p50", "p80", "min", "unit", "ratio", "operators", "gpu", "versions", "commit",
 )  # fmt: skip
 GRID = Grid((14, 14), prefix=1)
-OURS, OPERATOR, TRITON_OP, TRITON_OP_23 = "lrpe-md", "lrpe-md, operator", "triton_op", "triton_op, 23 arguments"
+OURS, OPERATOR, TRITON_OP = "lrpe-md", "lrpe-md, operator", "triton_op"
 MAPS: dict[str, Any] = {"rotate": rotate, "cosine": cosine}
 PASSES = ("forward", "forward and backward", "with omega")
 Encode = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -44,17 +44,18 @@ def behind_the_operator() -> Iterator[None]:
     """Inductor knows no other way for a while."""
     from torch._inductor import lowering
 
+    table: dict[Any, Any] = lowering.lowerings
     from lrpe_md.engine import compiled
 
     compiled.register()
     ops = torch.ops.lrpe_md.forward.default, torch.ops.lrpe_md.backward.default
-    saved = {op: lowering.lowerings.pop(op) for op in ops}
+    saved = {op: table.pop(op) for op in ops}
     try:
         for op in ops:
-            lowering.lowerings[op] = lowering.fallback_handler(op)
+            table[op] = lowering.fallback_handler(op)
         yield
     finally:
-        lowering.lowerings.update(saved)
+        table.update(saved)
 
 
 def encoder(map: str) -> Encode:
@@ -87,9 +88,10 @@ def make_call(encode: Encode, inputs: tuple[Tensor, ...], which: str) -> Callabl
 
 def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
     """The call, and the operators of ours in its code."""
+    from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
-    with torch._inductor.config.patch(force_disable_caches=True):  # they hold the code of the other way
+    with config.patch(force_disable_caches=True):  # they hold the code of the other way
         call, codes = run_and_get_code(make_call, torch.compile(encoder(map), fullgraph=True), inputs, which)
         _, more = run_and_get_code(call)
     codes = [*codes, *more]
@@ -105,11 +107,10 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
     with behind_the_operator():
         found[OPERATOR] = compile_ours(map, inputs, which)
     if which == "forward" and device.type == "cuda":
-        from .plain_kernels import copy_two, copy_two_with_numbers
+        from .plain_kernels import copy_two
 
-        for name, op in ((TRITON_OP, copy_two), (TRITON_OP_23, copy_two_with_numbers)):
-            found[name] = make_call(torch.compile(op, fullgraph=True), inputs, which), ""
-            found[name][0]()
+        found[TRITON_OP] = make_call(torch.compile(copy_two, fullgraph=True), inputs, which), ""
+        found[TRITON_OP][0]()
 
     def synchronize() -> None:
         if device.type == "cuda":

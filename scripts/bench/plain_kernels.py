@@ -1,11 +1,11 @@
-"""Kernels that do next to nothing, as operators of torch's own kind: what a launch from a compiled program costs."""
+"""A kernel that does next to nothing, as an operator of torch's own kind: what a launch of a compiled program costs."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["copy_two", "copy_two_with_numbers"]
+__all__ = ["copy_two"]
 
 BLOCK = 1024
 
@@ -22,30 +22,10 @@ def copy_two_kernel(p_q, p_k, p_omega, p_a, p_b, size, BLOCK: tl.constexpr):
     _copy(p_k, p_b, o, size)
 
 
-@triton.jit
-def copy_two_with_numbers_kernel(
-    p_q, p_k, p_omega, p_a, p_b, size, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15, n16,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o += (n0 + n1 + n2 + n3 + n4 + n5 + n6 + n7 + n8 + n9 + n10 + n11 + n12 + n13 + n14 + n15 + n16) * 0
-    _copy(p_q, p_a, o, size)
-    _copy(p_k, p_b, o, size)
-
-
 @torch.library.triton_op("lrpe_md_bench::copy_two", mutates_args=())
 def copy_two(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Of q and k, as many tensors as ours has, and no more numbers than it must have."""
+    """Of q and k: as many tensors as ours has."""
     a, b = torch.empty_like(q), torch.empty_like(k)
     grid = (triton.cdiv(q.numel(), BLOCK),)
     torch.library.wrap_triton(copy_two_kernel)[grid](q, k, omega, a, b, q.numel(), BLOCK=BLOCK)
-    return a, b
-
-
-@torch.library.triton_op("lrpe_md_bench::copy_two_with_numbers", mutates_args=())
-def copy_two_with_numbers(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """With 23 arguments."""
-    a, b = torch.empty_like(q), torch.empty_like(k)
-    grid, numbers = (triton.cdiv(q.numel(), BLOCK),), [3 + 2 * i for i in range(17)]
-    torch.library.wrap_triton(copy_two_with_numbers_kernel)[grid](q, k, omega, a, b, q.numel(), *numbers, BLOCK=BLOCK)
     return a, b

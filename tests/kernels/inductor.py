@@ -250,9 +250,7 @@ def main() -> None:
             row = {
                 "case": name,
                 "launches": re.findall(r"(fixed_\w+_kernel)_\d+\.run\(", body),
-                "arguments": [
-                    len(re.findall(r"buf|arg|reinterpret", a)) for a in re.findall(r"fixed_\w+\.run\((.*)", body)
-                ],
+                "arguments": [count_arguments(a) for a in re.findall(r"fixed_\w+\.run\((.*), stream", body)],
                 "others": len(re.findall(r"triton_\w+\.run\(", body)),
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": compile_kernels(code),

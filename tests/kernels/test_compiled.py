@@ -1,4 +1,4 @@
-"""Our operators in programs of torch.compile: launched by Inductor where sizes are static, operators where they are not."""
+"""Our operators in programs of torch.compile: launched by Inductor where sizes are static, else left as they are."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def make_inputs(map, layout, dtype=torch.bfloat16, learn=True, size=(14, 14)):
 
 def encode_by(map, act="none", size=(14, 14), **options):
     def f(qkv, omega):
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         return MAPS[map](q, k, omega=omega, positions=Grid(size, prefix=1), act=act, **options)
 
     return f
@@ -190,15 +190,14 @@ def test_an_input_that_is_not_at_16_bytes_later():
 def test_one_program_for_all_sizes(map):
     counter = CompileCounterWithBackend("inductor")
 
-    def f(qkv, omega, grid):
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return MAPS[map](q, k, omega=omega, positions=grid)
+    def f(qkv, omega, size):
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return MAPS[map](q, k, omega=omega, positions=Grid(size, prefix=1))
 
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
     for size in [(14, 14), (16, 16), (12, 20), (24, 24), (32, 18), (10, 40), (27, 27), (37, 21)]:
         args = make_inputs(map, "packed", learn=False, size=size)
-        grid = Grid(size, prefix=1)
-        for a, b in zip(compiled(*args, grid), f(*args, grid), strict=True):
+        for a, b in zip(compiled(*args, size), f(*args, size), strict=True):
             assert torch.equal(a, b)
     assert counter.frame_count == 1
 
