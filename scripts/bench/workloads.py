@@ -44,6 +44,7 @@ class ViT:
     baselines: ClassVar = {
         "none": "none", "learned": "none", "timm-none": "none", "timm-axial": "timm-none", "timm-mixed": "timm-none",
         "axial": "none", "mixed": "none", "cosine": "none",
+        "axial-again": "none", "mixed-again": "none", "cosine-again": "none",
     }  # fmt: skip
     default = ("none", "timm-none", "timm-axial", "timm-mixed", "axial", "mixed")
 
@@ -56,9 +57,12 @@ class ViT:
         model = timm.create_model(self.plain, pos_embed="none", **self.kwargs)
         if encoding == "none":
             return model
-        if encoding == "mixed":
-            return adapt(model, "mixed")
-        return adapt(model, "cosine" if encoding == "cosine" else "rotate", encoding_kwargs={"base": 100.0})
+        name, _, again = encoding.partition("-")
+        keep_encoded = again != "again"
+        if name == "mixed":
+            return adapt(model, "mixed", keep_encoded=keep_encoded)
+        name = "cosine" if name == "cosine" else "rotate"
+        return adapt(model, name, encoding_kwargs={"base": 100.0}, keep_encoded=keep_encoded)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         generator = torch.Generator(device).manual_seed(0)
