@@ -129,7 +129,9 @@ def attend_encoded(
     hooks decide what is kept (activation checkpointing), this is the plain call.
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if torch.compiler.is_compiling() and needed and not torch.compiler.is_exporting():
+    # Not is_exporting(), which is true of every compiled function in torch 2.11.
+    exporting = torch.compiler._is_exporting_flag
+    if torch.compiler.is_compiling() and needed and not exporting:
         return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
     if (
         not needed

@@ -252,3 +252,14 @@ def test_one_of_two_ways_to_save_memory(device):
     model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     with pytest.raises(ValueError, match="copy_v"):
         adapt(model, "rotate", copy_v=True, keep_encoded=False)
+
+
+def test_exported(device):
+    """An exported program has no checkpoint in it, though its parameters need gradients."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=1, embed_dim=32, num_heads=2, num_classes=3)
+    model = adapt(model, "mixed", keep_encoded=False).to(device).eval()
+    x = torch.randn(2, 3, 48, 48, device=device)
+    program = torch.export.export(model, (x,))
+    assert not [node for node in program.graph.nodes if "checkpoint" in str(node.target)]
+    torch.testing.assert_close(program.module()(x), model(x))
