@@ -123,7 +123,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             (wan, cosmos, ..).
         absolute: "none"; "learned", a table (T, H, W), resampled to the grid of the input; "sincos", a third of the
             channels an axis, from the same positions as the encoding.
-        attention, normalizer: see :class:`LrpeVisionTransformer`.
+        attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
         space_time: "joint": every token attends to all. "factorised": blocks 0, 2, .. within each frame, blocks
             1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
             tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
@@ -159,6 +159,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: Literal["none", "learned", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
         normalizer: NormalizerName = "unrotated",
+        keep_encoded: bool = True,
         space_time: SpaceTime = "joint",
         causal: Literal["frames"] | None = None,
         temporal: bool = True,
@@ -194,7 +195,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.causal: Literal["frames"] | None = causal
         self.temporal, self.patch_drop_rate, self.drop_unit = temporal, patch_drop_rate, drop_unit
         self._reference: Reference = None
-        adapt(self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer)
+        adapt(
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer,
+            keep_encoded=keep_encoded,
+        )  # fmt: skip
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""

@@ -16,7 +16,9 @@ from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[repor
 from torch.autograd import forward_ad
 
 from .. import reference
+from . import compiled
 from .call import Call, Layout, Needs, Spec, Tables, declare, flatten, unflatten
+from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
 __all__ = ["backward", "forward", "is_direct", "is_plain", "run_kernels", "run_reference", "transforming"]
@@ -61,12 +63,13 @@ def _differentiate_reference(
 # --- operators -------------------------------------------------------------------------------------------
 
 _CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}"
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib = torch.library.Library("lrpe_md", "DEF")
-_lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache, str source='') -> Tensor[]", tags=_TAGS)
 _lib.define(
-    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, bool need_omega, bool need_phase) "
-    "-> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, bool need_omega, bool need_phase, "
+    "str source='') -> Tensor[]",
+    tags=_TAGS,
 )
 
 
@@ -81,7 +84,7 @@ def forward(call: Call, xs: Sequence[Tensor], direct: bool, cache: bool = False)
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     if direct:
         return _launcher().forward(call, xs, cache)
-    return torch.ops.lrpe_md.forward(list(xs), *flatten(call), cache)
+    return torch.ops.lrpe_md.forward(list(xs), *flatten(call), cache, compiled.SOURCE)
 
 
 def backward(
@@ -92,15 +95,18 @@ def backward(
     angles: Tensor | None,
     needs: Needs,
     direct: bool,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, then dω and dφ where needed."""
+    """dx for each gradient, then dω and dφ where needed. outs: where dx is to be, for the launcher."""
     if direct:
-        return _launcher().backward(call, grads, xs, stats, angles, needs)
-    return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs)
+        return _launcher().backward(call, grads, xs, stats, angles, needs, outs)
+    return torch.ops.lrpe_md.backward(
+        list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE
+    )
 
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    call, (cache,) = unflatten(args)
+    call, (cache, *_) = unflatten(args)
     return _launcher().forward(call, xs, cache)
 
 
@@ -108,11 +114,11 @@ def _backward_cuda(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    return _launcher().backward(call, grads, xs, stats, angles, Needs(*needs))
+    return _launcher().backward(call, grads, xs, stats, angles, Needs(*needs[:2]))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    call, (cache,) = unflatten(args)
+    call, (cache, *_) = unflatten(args)
     spec, layout, tables, _ = call
     with torch.no_grad():
         omega, phase = tables.omega.detach(), None if tables.phase is None else tables.phase.detach()
@@ -137,14 +143,15 @@ def _backward_reference(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    need = Needs(*needs)
+    need = Needs(*needs[:2])
     dxs, domega, dphase = _differentiate_reference(call, xs, grads)
     out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
     return out + ([domega] if need.omega else []) + ([dphase] if need.phase and dphase is not None else [])
 
 
 def _forward_fake(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    call, (cache,) = unflatten(args)
+    compiled.register()
+    call, (cache, *_) = unflatten(args)
     spec, layout, (omega, phase, *_), _ = call
     out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     if spec.dim == -2:
@@ -159,8 +166,9 @@ def _forward_fake(xs: list[Tensor], *args: Any) -> list[Tensor]:
 def _backward_fake(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
+    compiled.register()
     call, needs = unflatten(args)
-    need = Needs(*needs)
+    need = Needs(*needs[:2])
     out = [like_in_memory(g, call.spec.head_dim(g.shape[3])) for g in grads]
     if need.omega:
         out.append(torch.empty_like(call.tables.omega, memory_format=torch.contiguous_format))
@@ -195,6 +203,7 @@ class _Encode(torch.autograd.Function):
         keep = xs if need_omega or need_phase or call.spec.act != "none" else ()
         ctx.save_for_backward(*call.tables, angles, *stats, *keep)
         ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
+        ctx.split = find_split(xs) if direct else None
         return tuple(ys)
 
     @staticmethod
@@ -213,7 +222,9 @@ class _Encode(torch.autograd.Function):
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase = _differentiate_reference(call, xs, grads)
                 return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs
-        out, num = backward(call, grads, xs, stats, angles, needs, direct and is_plain(grads)), len(grads)
+        direct = direct and is_plain(grads)
+        outs = ctx.split.allocate(grads) if direct and ctx.split is not None else ()
+        out, num = backward(call, grads, xs, stats, angles, needs, direct, outs), len(grads)
         return None, None, None, out[num] if need_omega else None, out[-1] if need_phase else None, *out[:num]
 
 

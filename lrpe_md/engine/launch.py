@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -21,8 +22,9 @@ from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
-    "INTERPRETING", "backward", "count_grid", "count_tables", "current_device", "forward", "has_ptx", "limit_registers",
-    "make_readable", "materialise", "reduce_partial", "strides_in_eights",
+    "INTERPRETING", "Launch", "Rows", "backward", "count_grid", "count_tables", "current_device", "forward", "has_ptx",
+    "is_readable", "limit_registers", "make_readable", "materialise", "order_tensors", "prepare", "prepare_reduction",
+    "reduce_partial", "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -54,9 +56,15 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
 
 
 def backward(
-    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, needs: Needs
+    call: Call,
+    grads: list[Tensor],
+    xs: list[Tensor],
+    stats: list[Tensor],
+    angles: Tensor | None,
+    needs: Needs,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, then dω and dφ where needed."""
+    """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     angles = None if angles is None else angles.contiguous()
     ready = make_readable(call)
@@ -67,10 +75,10 @@ def backward(
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
         load = xs if need_dangles or inner.spec.act != "none" else []
-        dxs, partial = _run(inner, Rows(load, grads, stats, angles), need_dangles)
+        dxs, partial = _run(inner, Rows(load, grads, stats, angles, () if over_sequence else outs), need_dangles)
         if over_sequence:
             dx_bars = dxs
-            dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
+            dxs = list(outs) or [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
             for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
                 _launch_softmax(x, stat, dx_bar, dx)
         if partial is not None:
@@ -85,6 +93,7 @@ class Rows(NamedTuple):
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
     angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
+    outs: Sequence[Tensor] = ()  # what is written; allocated where there are none
 
 
 class Launch:
@@ -128,6 +137,19 @@ def make_readable(call: Call) -> Call:
     return Call(call.spec, layout, tables, call.launches)
 
 
+def is_readable(call: Call) -> bool:
+    """No table has to be made, or changed, before a kernel reads it."""
+    layout, tables = call.layout, call.tables
+    fits = max(layout.num_grid_tokens, layout.start + layout.num_tokens) <= MAX_INDEX and len(layout.sizes) <= MAX_AXES
+    dense = all(t is None or t.is_contiguous() for t in tables)
+    return fits and dense and not _reaches_far(layout, tables)
+
+
+def _reaches_far(layout: Layout, tables: Tables) -> bool:
+    """Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes."""
+    return bool(layout.sizes) and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
+
+
 def materialise(t: Tensor) -> Tensor:
     """A kernel reads memory, which a lazily negated view has not changed."""
     return t.resolve_neg() if t.is_neg() else t
@@ -136,19 +158,17 @@ def materialise(t: Tensor) -> Tensor:
 def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tensor | None]:
     """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
     spec, layout, tables, launches = call
-    xs, dys, stats, angles = rows
+    xs, dys, _, angles, given = rows
     source = (dys or xs)[0]
     dtype, device = source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
         dtype = accumulator(dtype)
-    # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
-    far = layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
-    if far and _is_fast(dtype, need_dangles):
+    if _reaches_far(layout, tables) and _is_fast(dtype, need_dangles):
         affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
         tables = tables._replace(affine=affine)
         call = call._replace(tables=tables)
     address, geometry = 0, []
-    for t in (*xs, *dys):
+    for t in (*xs, *dys, *given):
         address |= t.data_ptr()
         geometry.append(t.stride())
     aligned = address % 16 == 0
@@ -157,16 +177,23 @@ def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tens
     key = spec.act, bool(xs), bool(dys), need_dangles, angles is None, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = _make_launch(call, rows, dtype, aligned, need_dangles)
-    outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
+        launch = launches[key] = prepare(call, rows, dtype, aligned, need_dangles, _can_launch_early())
+    outs = list(given)
+    if not outs:
+        outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
     partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dangles else None
     if launch.grid[0]:
-        x0, x1 = (*xs, None, None)[:2]
-        dy0, dy1 = (*dys, None, None)[:2]
-        stat0, stat1 = (*stats, None, None)[:2]
-        o0, o1 = (*outs, None)[:2]
-        _start(launch, (x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, angles, partial))
+        _start(lrpe_kernel, launch, order_tensors(rows, outs, tables, partial))
     return outs, partial
+
+
+def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any) -> tuple[Any, ...]:
+    """The first arguments of ``lrpe_kernel``."""
+    x0, x1 = (*rows.xs, None, None)[:2]
+    dy0, dy1 = (*rows.dys, None, None)[:2]
+    stat0, stat1 = (*rows.stats, None, None)[:2]
+    o0, o1 = (*outs, None)[:2]
+    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial
 
 
 def _recall_launches(call: Call, rows: Rows) -> dict:
@@ -178,19 +205,22 @@ def _recall_launches(call: Call, rows: Rows) -> dict:
     return known.launches
 
 
-def _start(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
-    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
+def _start(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    """``kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
     compiled = launch.compiled
-    if compiled is not None and not lrpe_kernel.pre_run_hooks:
+    if compiled is not None and not kernel.pre_run_hooks:
         compiled[launch.grid](*tensors, *launch.scalars, launch.variant)
         return
-    compiled = lrpe_kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
+    compiled = kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
     if isinstance(compiled, CompiledKernel):
         launch.compiled = compiled
 
 
-def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dangles: bool) -> Launch:
-    """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes."""
+def prepare(
+    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dangles: bool, early: bool = False
+) -> Launch:
+    """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes; early: the
+    second pass of dω may be launched while this one runs."""
     spec, layout, tables, _ = call
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
@@ -198,7 +228,8 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
+    outs = [(t.shape, t.stride()) for t in rows.outs]
+    outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
     variant = _describe(call, rows, dtype, head_dim, aligned, need_dangles, strides)
@@ -220,7 +251,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     chosen = plan(work)
     variant = variant._replace(
         block_r=chosen.block_r, block_n=chosen.block_n, stages=chosen.stages, rows_first=chosen.rows_first,
-        early=need_dangles and _can_launch_early(),
+        early=need_dangles and early,
     )  # fmt: skip
     num_blocks = triton.cdiv(num_rows, chosen.block_n)
     token_programs = chosen.token_programs if num_blocks else 0
@@ -428,22 +459,26 @@ def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
     omega, phase = call.tables.omega, call.tables.phase
     domega = torch.empty_like(omega) if needs.omega else None
     dphase = torch.empty_like(phase) if needs.phase and phase is not None else None
-    rows, groups, slots, channels = partial.shape
-    num_axes = omega.shape[2]
+    launch = prepare_reduction(partial.shape, omega.shape[2], domega, dphase, _can_launch_early())
+    _start(reduce_partial_kernel, launch, (partial, domega, dphase))
+    return [t for t in (domega, dphase) if t is not None]
+
+
+def prepare_reduction(shape: Sequence[int], num_axes: int, domega: Any, dphase: Any, early: bool = False) -> Launch:
+    """Of partial sums with this shape, to dω and dφ or None for either. early: behind a pass that lets it begin."""
+    rows, groups, slots, channels = shape
     omega_heads = 0 if domega is None else domega.shape[0]
     phase_heads = 0 if dphase is None else dphase.shape[0]
     # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
-    early = _can_launch_early() and rows > 0  # behind a first pass
+    early = early and rows > 0
     variant = Variant(
         num_channels=channels, num_axes=num_axes, has_phase=slots > num_axes, early=early,
         block_r=max(1, 4096 // block_c), block_c=block_c,
     )  # fmt: skip
-    reduce_partial_kernel[((omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c),)](
-        partial, domega, dphase, rows, groups, omega_heads, phase_heads, V=variant,
-        **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    return [t for t in (domega, dphase) if t is not None]
+    programs = (omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c)
+    scalars = rows, groups, omega_heads, phase_heads
+    return Launch(programs, [], (), scalars, variant, {"launch_pdl": True} if early else {})
 
 
 def current_device(x: Tensor):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checks import as_integer, check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.sequences import Packed
+from .boundary import is_direct, transforming
+from .joined import Split
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "unpack_positions"]
+__all__ = ["Packed", "encode_packed", "encode_qkv", "split_qkv", "unpack_positions"]
 
 # Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
 Encode = Callable[..., Any]
@@ -29,6 +32,18 @@ def encode_qkv(
     batched = q.ndim == 4
     q, k = encode(_heads_first(q), _heads_first(k))
     return _tokens_first(q, batched), _tokens_first(k, batched), v
+
+
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D).
+
+    In eager mode its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and
+    :func:`lrpe_md.cosine` writes dq and dk; only dv is copied. Those of views that torch makes are stacked.
+    """
+    if torch.is_grad_enabled() and is_direct((qkv,)) and not transforming():
+        return Split.apply(qkv)  # pyright: ignore[reportReturnType]
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
 
 
 def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:

@@ -5,7 +5,7 @@ Shapes: B batch, N tokens, H heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..engine.boundary import transforming
 from ..engine.linear_call import NormalizerName, State
@@ -23,7 +24,8 @@ from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "Carried", "Context", "attend", "attend_linearly", "check_causal", "sdpa_backends", "softmax_attention",
+    "Carried", "Context", "attend", "attend_encoded", "attend_linearly", "check_causal", "sdpa_backends",
+    "softmax_attention",
 ]  # fmt: skip
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph
@@ -108,6 +110,95 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None,
     weights = (q * attn.scale) @ k.transpose(-2, -1)
     weights = maybe_add_mask(weights, resolve_self_attn_mask(q.shape[-2], weights, attn_mask, is_causal))
     return attn.attn_drop(weights.softmax(dim=-1)) @ v
+
+
+def attend_encoded(
+    encode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """``attend(*encode(q, k), v)``, whose backward encodes q and k a second time.
+
+    Softmax attention keeps the encoded q and k for its backward; here they are made again from q and k, which v's
+    projection holds in memory anyway. What else the attention keeps, its output, sums and state of the random numbers
+    among it, it keeps: nothing but the encoding runs twice, on the same values, and the gradients are the same.
+
+    encode: must not draw random numbers. Under a function transform, where nothing needs a gradient, and where other
+    hooks decide what is kept (activation checkpointing), this is the plain call.
+    """
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    # Not is_exporting(), which is true of every compiled function in torch 2.11.
+    exporting = torch.compiler._is_exporting_flag
+    if torch.compiler.is_compiling() and needed and not exporting:
+        return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
+    if (
+        not needed
+        or torch.compiler.is_compiling()
+        or transforming()
+        or torch._C._is_tracing()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        return _attend_plain(encode, attend, q, k, v)
+    encoded = encode(q, k)
+    again = _Again(encode, (q, k), encoded)
+    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        return attend(*encoded, v)
+
+
+def _attend_plain(encode: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(*encode(q, k), v)
+
+
+class _Again:
+    """Stands in for encoded tensors among those that a backward keeps."""
+
+    def __init__(self, encode: Any, xs: tuple[Tensor, ...], encoded: tuple[Tensor, ...]) -> None:
+        self.encode, self.xs = encode, tuple(x.detach() for x in xs)
+        self.versions = [x._version for x in self.xs]
+        self.storages = [y.untyped_storage()._cdata for y in encoded if not _shares_memory(y, xs)]
+        self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
+        self.made: dict[int, Tensor] = {}  # and not yet asked for
+
+    def pack(self, t: Tensor) -> Any:
+        storage = t.untyped_storage()._cdata
+        if storage not in self.storages:
+            return t
+        return self.storages.index(storage), t.size(), t.stride(), t.storage_offset()
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        which, size, stride, offset = kept
+        if which not in self.made:
+            self.made = dict(enumerate(self._encode()))
+        return self.made.pop(which).as_strided(size, stride, offset)
+
+    def _encode(self) -> tuple[Tensor, ...]:
+        if [x._version for x in self.xs] != self.versions:
+            raise RuntimeError("q, k: changed in place since the forward, and the backward encodes them again")
+        enabled, dtype = self.autocast
+        with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
+            return self.encode(*self.xs)
+
+
+def _shares_memory(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    return any(y.untyped_storage()._cdata == x.untyped_storage()._cdata for x in xs)
+
+
+def _recompute_encoding() -> Any:
+    return create_selective_checkpoint_contexts(_keep_attention)
+
+
+_KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "bernoulli")
+
+
+def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of an attention's operators under a compiler; what is neither is the encoding."""
+    name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
+    kept = name in _KEPT or name.startswith("_scaled_dot_product") or not name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 class Carried:

@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Literal
 
 from .extras import require
@@ -35,11 +36,12 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..engine.linear_call import NormalizerName
+from ..engine.views import split_qkv
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
 from ..presets.scheme import Preset, Scheme
-from .attention import Context, attend, attend_linearly, check_causal
+from .attention import Context, attend, attend_encoded, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
 
 __all__ = [
@@ -64,12 +66,17 @@ class LrpeAttention(Attention):
     The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
     five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
     here, too, for one unit more read and written a layer. An encoding with an activation or learned frequencies needs
-    the projection's output itself, and keeps five either way.
+    the projection's output itself, and keeps five either way. With ``keep_encoded=False`` the backward encodes q and k
+    again, from the projection's output, which is all that is kept, whatever the encoding; and in eager mode its
+    gradient is written in place instead of stacked from three. It takes the encoding's time once more. Not with
+    ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, nor under checkpointing, which
+    runs all of the block again.
     """
 
     attention: Literal["softmax", "linear"] = "softmax"
     normalizer: NormalizerName = "unrotated"
     copy_v: bool = False
+    keep_encoded: bool = True
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x (B, N, C) → (B, N, C)."""
@@ -78,7 +85,13 @@ class LrpeAttention(Attention):
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        again = self._encodes_again(x, encoding)
+        q, k, v = split_qkv(qkv) if again else qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if again:
+            assert encoding is not None
+            own = partial(self._norm_and_encode, encoding, positions, is_causal)
+            x = attend_encoded(own, partial(attend, self, attn_mask=mask, is_causal=is_causal), q, k, v)
+            return self._project(x, gate)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
             x = attend_linearly(
@@ -94,6 +107,22 @@ class LrpeAttention(Attention):
                     v = v.clone()
                     del qkv
             x = attend(self, q, k, v, mask, is_causal)
+        return self._project(x, gate)
+
+    def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
+        """Whether the backward of this forward does. Not in a trace of torch.fx, where x stands for a tensor."""
+        return (
+            not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
+            and isinstance(x, Tensor)
+        )  # fmt: skip
+
+    def _norm_and_encode(
+        self, encoding: nn.Module, positions: Any, is_causal: bool, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return encode(encoding, self.q_norm(q), self.k_norm(k), positions, is_causal)
+
+    def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
+        """What was attended to, (B, H, N, D) → (B, N, C)."""
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -161,6 +190,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             otherwise.
         normalizer: of linear attention: "unrotated", "encoded" or "none".
         copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
+        keep_encoded: False keeps no encoded q and k for the backward, which encodes again: :class:`LrpeAttention`.
         dynamic_img_size: any input size that the patch size divides, on by default.
         args, kwargs: timm's.
 
@@ -192,6 +222,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         attention: Literal["softmax", "linear"] = "softmax",
         normalizer: NormalizerName = "unrotated",
         copy_v: bool = False,
+        keep_encoded: bool = True,
         dynamic_img_size: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -205,7 +236,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             raise ValueError(f"absolute: 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}")
         self.absolute = absolute
         adapt(
-            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v,
+            keep_encoded=keep_encoded,
         )  # fmt: skip
 
     @property
@@ -362,6 +394,7 @@ def adapt(
     attention: Literal["softmax", "linear"] = "softmax",
     normalizer: NormalizerName = "unrotated",
     copy_v: bool = False,
+    keep_encoded: bool = True,
 ) -> LrpeVisionTransformer:
     """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.
 
@@ -372,8 +405,8 @@ def adapt(
     Args:
         model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
             ParallelThingsBlock blocks and timm's Attention.
-        encoding, encoding_kwargs, attention, normalizer, copy_v: see :class:`LrpeVisionTransformer`. A module is moved
-            to the model's device.
+        encoding, encoding_kwargs, attention, normalizer, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`. A
+            module is moved to the model's device.
         absolute: "keep" the learned absolute embedding, or "drop" it.
 
     Raises:
@@ -383,6 +416,8 @@ def adapt(
         raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
     if attention not in ("softmax", "linear"):
         raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
+    if copy_v and not keep_encoded:
+        raise ValueError("copy_v: expected False with keep_encoded=False, which keeps the projection's output alone")
     attentions = _attentions(model)
     vit: Any = model
     kwargs = dict(encoding_kwargs or {})
@@ -410,6 +445,7 @@ def adapt(
         if not isinstance(module, LrpeAttention):
             module.__class__ = LrpeAttention
         module.attention, module.normalizer, module.copy_v = attention, normalizer, copy_v
+        module.keep_encoded = keep_encoded
     vit.encoding = built
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"

@@ -15,6 +15,7 @@ transformer) have:
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
     axial, mixed, cosine that ViT with `models.vit.adapt`: rotate on a fixed axial omega, rotate on an omega learned
                          for each layer and head, and the cosine map                            (compared with none)
+    axial-again, ..      the same three in ViTs with `keep_encoded=False`                      (compared with none)
     timm-none            timm's RoPE-ViT without its rope: a ViT with LayerScale, of timm's Eva (compared with none)
     timm-axial           timm's RoPE-ViT; in the video layer `apply_rot_embed_cat` with a table
                          for each token                             (compared with timm-none; in the layer with none)

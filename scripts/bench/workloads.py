@@ -44,6 +44,7 @@ class ViT:
     baselines: ClassVar = {
         "none": "none", "learned": "none", "timm-none": "none", "timm-axial": "timm-none", "timm-mixed": "timm-none",
         "axial": "none", "mixed": "none", "cosine": "none", "linear-axial": "none", "linear-cosine": "none",
+        "axial-again": "none", "mixed-again": "none", "cosine-again": "none",
     }  # fmt: skip
     default: tuple[str, ...] = ("none", "timm-none", "timm-axial", "timm-mixed", "axial", "mixed")
 
@@ -56,11 +57,13 @@ class ViT:
         model = timm.create_model(self.plain, pos_embed="none", **self.kwargs)
         if encoding == "none":
             return model
-        if encoding == "mixed":
-            return adapt(model, "mixed")
-        attention = "linear" if encoding.startswith("linear-") else "softmax"
-        kind = "cosine" if encoding.endswith("cosine") else "rotate"
-        return adapt(model, kind, encoding_kwargs={"base": 100.0}, attention=attention)
+        keep_encoded, name = not encoding.endswith("-again"), encoding.removesuffix("-again")
+        if name == "mixed":
+            return adapt(model, "mixed", keep_encoded=keep_encoded)
+        attention = "linear" if name.startswith("linear-") else "softmax"
+        kind = "cosine" if name.endswith("cosine") else "rotate"
+        options = {"encoding_kwargs": {"base": 100.0}, "attention": attention, "keep_encoded": keep_encoded}
+        return adapt(model, kind, **options)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         generator = torch.Generator(device).manual_seed(0)

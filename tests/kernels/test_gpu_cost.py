@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import timm
 import torch
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, rotate
+from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
 from lrpe_md.engine import launch
 from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
 
@@ -504,3 +505,26 @@ def test_backward_of_a_large_tensor(map, far):
     violation = budget_violation("domega", found["domega"][-1:], same["domega"], exact["domega"])
     assert violation is None, str(violation)
     assert not found["domega"][:-1].any()
+
+
+def peak_of_a_step(encoding, keep_encoded=True):
+    """Bytes of a step of a ViT-B of fewer layers, over what it holds between its steps."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_base_patch16_224", depth=4, pos_embed="none", num_classes=10)
+    if encoding is not None:
+        model = adapt(model, encoding, keep_encoded=keep_encoded)
+    model = model.to("cuda", torch.bfloat16)
+    x = torch.randn(64, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).float().square().sum().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("encoding", ["rotate", "mixed", "cosine"])
+def test_attention_that_encodes_again_takes_no_memory(encoding):
+    floor = peak_of_a_step(None)
+    assert peak_of_a_step(encoding) > 1.04 * floor
+    assert peak_of_a_step(encoding, keep_encoded=False) <= 1.01 * floor

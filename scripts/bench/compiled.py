@@ -1,0 +1,156 @@
+"""What does a call of ours cost the host in a program of torch.compile? Writes a CSV.
+
+    python -m scripts.bench compiled
+
+q and k are so small that the GPU waits for the host. Ours as Inductor launches it itself; behind the operator, as with
+sizes that are symbols; a plain triton_op with as many tensors. All take turns in one run, so that all see the same
+machine: what counts is the ratio to the triton_op.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from lrpe_md import Grid, cosine, rotate
+
+from ..common.provenance import measured_on
+from .measure import quantiles
+from .modes import host_times
+from .operators import choose_in_order
+
+__all__ = ["main"]
+
+COLUMNS: tuple[str, ...] = (
+    "map", "pass", "impl", "p20", "p50", "p80", "min", "unit", "ratio", "operators", "gpu", "versions", "commit",
+)  # fmt: skip
+GRID = Grid((14, 14), prefix=1)
+OURS, OPERATOR, TRITON_OP = "lrpe-md", "lrpe-md, operator", "triton_op"
+MAPS: dict[str, Any] = {"rotate": rotate, "cosine": cosine}
+PASSES = ("forward", "forward and backward", "with omega")
+Encode = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def behind_the_operator() -> Iterator[None]:
+    """Inductor knows no other way for a while."""
+    from torch._inductor import lowering
+
+    table: dict[Any, Any] = lowering.lowerings
+    from lrpe_md.engine import compiled
+
+    compiled.register()
+    ops = torch.ops.lrpe_md.forward.default, torch.ops.lrpe_md.backward.default
+    saved = {op: table.pop(op) for op in ops}
+    try:
+        for op in ops:
+            table[op] = lowering.fallback_handler(op)
+        yield
+    finally:
+        table.update(saved)
+
+
+def encoder(map: str) -> Encode:
+    def encode(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+        return MAPS[map](q, k, omega=omega, positions=GRID)
+
+    return encode
+
+
+def make_inputs(map: str, which: str, device: torch.device) -> tuple[Tensor, ...]:
+    channels = 64 if map == "cosine" else 32
+    omega = torch.rand(1, channels, 2, device=device, requires_grad=which == "with omega")
+    qkv = torch.randn(1, GRID.num_tokens, 3, 12, 64, device=device, dtype=torch.bfloat16)
+    q, k, _ = (t.transpose(1, 2).requires_grad_(which != "forward") for t in qkv.unbind(2))
+    return q, k, omega
+
+
+def make_call(encode: Encode, inputs: tuple[Tensor, ...], which: str) -> Callable[[], Any]:
+    leaves = [t for t in inputs if t.requires_grad]
+    if which == "forward":
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return encode(*inputs)
+
+        return forward
+    grads = [torch.randn_like(y) for y in encode(*inputs)]
+    return lambda: torch.autograd.grad(encode(*inputs), leaves, grads)
+
+
+def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
+    """The call, and the operators of ours in its code."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    with config.patch(force_disable_caches=True):  # they hold the code of the other way
+        call, codes = run_and_get_code(make_call, torch.compile(encoder(map), fullgraph=True), inputs, which)
+        _, more = run_and_get_code(call)
+    codes = [*codes, *more]
+    return call, " ".join(name for name in ("forward", "backward") if any(f"lrpe_md.{name}" in c for c in codes))
+
+
+def measure(map: str, which: str, device: torch.device, blocks: int, calls: int) -> list[dict[str, Any]]:
+    inputs = make_inputs(map, which, device)
+    found: dict[str, tuple[Callable[[], Any], str]] = {}
+    torch.compiler.reset()
+    found[OURS] = compile_ours(map, inputs, which)
+    torch.compiler.reset()
+    with behind_the_operator():
+        found[OPERATOR] = compile_ours(map, inputs, which)
+    if which == "forward" and device.type == "cuda":
+        from .plain_kernels import copy_two
+
+        found[TRITON_OP] = make_call(torch.compile(copy_two, fullgraph=True), inputs, which), ""
+        found[TRITON_OP][0]()
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    times = host_times([call for call, _ in found.values()], blocks + 3, calls, synchronize)
+    rows: list[dict[str, Any]] = [
+        {"map": map, "pass": which, "impl": name, **quantiles(own[3:]), "unit": "us", "operators": operators}
+        for (name, (_, operators)), own in zip(found.items(), times, strict=True)
+    ]
+    usual = next((row["p50"] for row in rows if row["impl"] == TRITON_OP), None)
+    return [{**row, "ratio": row["p50"] / usual if usual else ""} for row in rows]
+
+
+def main(
+    map: Annotated[str | None, typer.Option(help=f"Of {', '.join(MAPS)}; both where not given.")] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of calls a measurement.")] = 30,
+    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Few calls: whether it runs, not how fast.")] = False,
+    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+) -> None:
+    """Measure the host's time of compiled calls. The CSV has every row as soon as it is known."""
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+    if device == "cpu" and not smoke:
+        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    maps = choose_in_order("--map", map, MAPS, MAPS)
+    here, console = measured_on(where, commit), Console(width=160, soft_wrap=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for chosen in maps:
+            for which in PASSES:
+                rows = measure(chosen, which, where, 1 if smoke else blocks, 2 if smoke else 50)
+                for row in rows:
+                    writer.writerow({**row, **here})
+                    console.print(
+                        f"{chosen}, {which}: {row['impl']} {row['p50']:.1f} us {row['operators']}", markup=False
+                    )
+                file.flush()

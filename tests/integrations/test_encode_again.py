@@ -1,0 +1,265 @@
+"""Attention that keeps no encoded q and k, and the gradient of a projection in one piece."""
+
+import itertools
+from functools import partial
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lrpe_md import Grid, adapt, cosine, rotate
+from lrpe_md.engine.views import split_qkv
+from lrpe_md.integrations.attention import attend_encoded, softmax_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+MAPS = {"cosine": cosine, "rotate": rotate}
+B, N, H, D = 2, 37, 4, 16
+UNIT = B * N * H * D * 4
+
+
+def plain(encode, attend, q, k, v):
+    return attend(*encode(q, k), v)
+
+
+def views(qkv):
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def call(device, map="rotate", act="none", learn=False, impl="auto", heads=1, dtype=torch.float32, **attention):
+    """A projection, frequencies, and the attention of the projection as a function of both and of how it is done."""
+    torch.manual_seed(0)
+    qkv = torch.randn(B, N, 3, H, D, device=device, dtype=dtype, requires_grad=True)
+    omega = torch.rand(heads, D // 2 if map == "rotate" else D, 2, device=device, requires_grad=learn)
+    if attention.pop("masked", False):
+        attention["attn_mask"] = torch.randn(N, N, device=device).to(dtype)
+
+    def run(qkv, omega, attend_by=attend_encoded, split=split_qkv):
+        def encode(q, k):
+            return MAPS[map](q, k, omega=omega, positions=Grid((6, 6), prefix=1), act=act, impl=impl)
+
+        return attend_by(encode, partial(softmax_attention, scale=0.25, **attention), *split(qkv * 1.0))
+
+    return run, (qkv, omega)
+
+
+def gradients(run, args, **how):
+    torch.manual_seed(1)  # of dropout
+    y = run(*args, **how)
+    torch.rand(())  # the backward's dropout is that of its forward
+    return y, *torch.autograd.grad(y.square().sum(), [a for a in args if a.requires_grad])
+
+
+def kept_bytes(run, args):
+    """Of distinct storages that the graph of a result keeps."""
+    found, seen, todo = {}, set(), [run(*args).grad_fn]
+
+    def note(t):
+        if isinstance(t, torch.Tensor):
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                raw = getattr(node, name)
+                for each in raw if isinstance(raw, (tuple, list)) else [raw]:
+                    note(getattr(each, "data", None))
+        for t in getattr(node, "saved_tensors", ()):
+            note(t)
+        todo += [following for following, _ in node.next_functions]
+    return sum(found.values())
+
+
+OPTIONS = [{}, {"is_causal": True}, {"masked": True}, {"dropout_p": 0.5}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("act", "learn"), [("none", False), ("silu", True)])
+@pytest.mark.parametrize("map", MAPS)
+def test_gradients_are_the_same_bits(map, act, learn, options, device):
+    run, args = call(device, map, act, learn, **options)
+    expected = gradients(run, args, attend_by=plain, split=views)
+    for a, b in zip(gradients(run, args), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("act", ["none", "silu"])
+def test_the_projection_alone_is_kept(act, device):
+    run, args = call(device, act=act, learn=True, impl="triton")
+    floor = kept_bytes(partial(run, attend_by=lambda encode, attend, q, k, v: attend(q, k, v), split=views), args)
+    usual = kept_bytes(partial(run, attend_by=plain), args)
+    again = kept_bytes(run, args)
+    omega = args[1].untyped_storage().nbytes()
+    assert usual - again == 2 * UNIT
+    assert again - floor <= omega + 1024  # and the floor is a projection, an output and its sums
+    assert floor < 5 * UNIT
+
+
+@pytest.mark.parametrize("map", MAPS)
+def test_grouped_keys(map, device):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 16, device=device, requires_grad=True) for h in (4, 2, 2))
+    omega = torch.rand(2, 8 if map == "rotate" else 16, 1, device=device)
+
+    def encode(q, k):
+        return MAPS[map](q, k, omega=omega, positions=Grid((9,)))
+
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=True, is_causal=True)
+    expected = torch.autograd.grad(plain(encode, attend, q, k, v).square().sum(), (q, k, v))
+    found = torch.autograd.grad(attend_encoded(encode, attend, q, k, v).square().sum(), (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_backward_encodes_once(device):
+    run, args = call(device)
+    calls = []
+
+    def count(encode, attend, q, k, v):
+        return attend_encoded(lambda *xs: calls.append(1) or encode(*xs), attend, q, k, v)
+
+    y = run(*args, attend_by=count)
+    assert len(calls) == 1
+    for times in (2, 3):
+        torch.autograd.grad(y.sum(), args[0], retain_graph=True)
+        assert len(calls) == times
+    with torch.no_grad():
+        run(*args, attend_by=count)
+    assert len(calls) == 4
+
+
+def test_a_changed_projection_is_noticed(device):
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
+    v.requires_grad_()
+    omega = torch.rand(1, 4, 1, device=device)
+    y = attend_encoded(
+        lambda q, k: rotate(q, k, omega=omega, positions=Grid((5,))), F.scaled_dot_product_attention, q, k, v
+    )
+    q.add_(1)
+    with pytest.raises(RuntimeError, match="in place"):
+        y.sum().backward()
+
+
+def test_second_derivatives(device):
+    run, args = call(device, dtype=torch.float64)
+    found = []
+    for how in ({}, {"attend_by": plain, "split": views}):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = run(*args, **how)
+            (first,) = torch.autograd.grad(y.square().sum(), args[0], create_graph=True)
+            found += torch.autograd.grad(first.square().sum(), args[0])
+    torch.testing.assert_close(*found)
+
+
+def test_transforms_and_other_hooks_take_the_plain_way(device):
+    run, (qkv, omega) = call(device)
+    qkv = qkv.detach()
+
+    def total(qkv, **how):
+        return run(qkv, omega, **how).square().sum()
+
+    expected = torch.func.grad(partial(total, attend_by=plain, split=views))(qkv)
+    torch.testing.assert_close(torch.func.grad(total)(qkv), expected)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = total(qkv.requires_grad_())
+    assert kept
+    torch.testing.assert_close(torch.autograd.grad(y, qkv)[0], expected)
+    y = torch.utils.checkpoint.checkpoint(total, qkv, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(y, qkv)[0], expected)
+
+
+@pytest.mark.parametrize(("map", "act", "learn"), list(itertools.product(MAPS, ["none", "silu"], [False, True])))
+def test_the_gradient_is_written_in_place(map, act, learn, device, monkeypatch):
+    """dq and dk by the kernels, dv by a copy; nothing is stacked."""
+    run, args = call(device, map, act, learn, impl="triton", dtype=torch.float32)
+    expected = gradients(run, args, split=views)
+    monkeypatch.setattr(torch, "stack", lambda *args, **kwargs: pytest.fail("stacked"))
+    copies, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, *a: copies.append(other) or copy(self, other, *a))
+    found = gradients(run, args)
+    assert len(copies) == 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("used", ["twice", "k alone", "v alone", "changed"])
+def test_gradients_that_are_not_in_place(used, device):
+    """Autograd adds, leaves out or replaces gradients on the way back to the projection."""
+    torch.manual_seed(0)
+    qkv = torch.randn(B, N, 3, H, D, device=device, requires_grad=True)
+    omega = torch.rand(1, D // 2, 2, device=device)
+    found = []
+    for split in (split_qkv, views):
+        q, k, v = split(qkv * 1.0)
+        if used == "changed":
+            q = q * 2.0
+        a, b = rotate(q, k, omega=omega, positions=Grid((6, 6), prefix=1), impl="triton")
+        y = {
+            "twice": lambda q=q, a=a, b=b, v=v: (a * b * v * q).sum(), "k alone": lambda b=b: b.square().sum(),
+            "v alone": lambda v=v: v.square().sum(), "changed": lambda a=a, b=b: (a * b).sum(),
+        }[used]()  # fmt: skip
+        found += torch.autograd.grad(y, qkv)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", [{}, {"masked": True}], ids=str)
+@pytest.mark.parametrize(("act", "learn"), [("none", False), ("silu", True)])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_compiled(impl, act, learn, options, device):
+    """Under a compiler the encoding alone runs again, also behind an operator."""
+    torch.compiler.reset()
+    run, args = call(device, act=act, learn=learn, impl=impl, **options)
+    backend = "aot_eager_decomp_partition"
+    usual = torch.compile(partial(run, attend_by=plain), backend=backend, fullgraph=True)
+    again = torch.compile(run, backend=backend, fullgraph=True)
+    for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
+        assert torch.equal(a, b)
+    saved = kept_bytes(usual, args) - kept_bytes(again, args)
+    assert saved == 2 * UNIT if impl == "triton" else saved >= 2 * UNIT  # a reference keeps cos and sin, too
+
+
+@pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
+@pytest.mark.parametrize("how", ["eager", "checkpointing", "compiled", "qk_norm"])
+def test_a_vision_transformer(encoding, how, device):
+    torch.compiler.reset()
+    kwargs = {"qk_norm": True} if how == "qk_norm" else {}
+    found = []
+    for keep_encoded in (True, False):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=48, depth=2, embed_dim=32, num_heads=2, num_classes=3, **kwargs
+        )
+        model = adapt(model, encoding, absolute="drop", keep_encoded=keep_encoded).to(device)
+        model.set_grad_checkpointing(how == "checkpointing")
+        x = torch.randn(2, 3, 48, 48, device=device)
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+        y = forward(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_of_two_ways_to_save_memory(device):
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
+    with pytest.raises(ValueError, match="copy_v"):
+        adapt(model, "rotate", copy_v=True, keep_encoded=False)
+
+
+def test_exported(device):
+    """An exported program has no checkpoint in it, though its parameters need gradients."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=1, embed_dim=32, num_heads=2, num_classes=3)
+    model = adapt(model, "mixed", keep_encoded=False).to(device).eval()
+    x = torch.randn(2, 3, 48, 48, device=device)
+    program = torch.export.export(model, (x,))
+    assert not [node for node in program.graph.nodes if "checkpoint" in str(node.target)]
+    torch.testing.assert_close(program.module()(x), model(x))

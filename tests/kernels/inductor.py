@@ -1,0 +1,262 @@
+"""What Inductor makes of our operators, without a GPU: ``python tests/kernels/inductor.py``.
+
+Traces calls on fake CUDA tensors, lets Inductor write the code for them, and compiles the kernels in it for sm_90. Of
+the driver it gets a description of an H100. Prints one JSON line a case; test_compiled.py reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
+
+import torch
+import triton
+from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lrpe_md import Coordinates, Grid
+from lrpe_md.engine import boundary, launch
+from lrpe_md.engine.call import Needs, Options
+from lrpe_md.engine.memory import accumulator
+from lrpe_md.engine.validate import validate
+
+TARGET = GPUTarget("cuda", 90, 32)
+SIZES = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}
+SIZES |= {"max_threads_per_multi_processor": 2048, "shared_memory_per_block_optin": 232448, "total_memory": 80 * 2**30}
+SIZES |= {"shared_memory_per_block": 49152, "shared_memory_per_multiprocessor": 233472, "L2_cache_size": 50 * 2**20}
+H100 = SimpleNamespace(name="NVIDIA H100", gcnArchName="", **SIZES)
+
+
+class Driver:
+    """Of Triton: it can compile and not launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+class Written(Exception):
+    """The code is there: nothing after it can run."""
+
+
+def describe_gpu() -> None:
+    """To all that asks for one."""
+    triton.runtime.driver.set_active(Driver())  # pyright: ignore[reportAttributeAccessIssue]
+    launch.has_ptx = lambda dtype: dtype != torch.float64
+    torch.cuda.get_device_properties = lambda *args: H100
+    torch.cuda.get_device_capability = lambda *args: (9, 0)
+    torch.cuda.current_device = lambda: 0
+    answers: dict[str, Any] = {
+        "is_available": True, "raise_if_triton_unavailable": None, "current_device": 0, "is_bf16_supported": True,
+        "get_compute_capability": 90, "get_device_properties": H100,
+    }  # fmt: skip
+    for owner, names in ((CudaInterface, answers), (CudaInterface.Worker, ("get_device_properties", "current_device"))):
+        for name in names:
+            setattr(owner, name, staticmethod(lambda *args, _found=answers[name], **kwargs: _found))
+    fields = {"type": "cuda", "index": 0, "cc": 90, **SIZES}
+    known = {k: v for k, v in fields.items() if k in DeviceProperties.__annotations__}
+    DeviceProperties.create = classmethod(lambda cls, device: cls(**known))
+
+
+def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[str]:
+    """What Inductor writes for f of fake CUDA tensors like these."""
+    found: list[str] = []
+    codegen = GraphLowering.codegen
+
+    def listen(graph: GraphLowering) -> Any:
+        code, *_ = codegen(graph)
+        found.append(code.value)
+        raise Written
+
+    def never(args: Any) -> Any:
+        raise Written
+
+    def compile_inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        try:
+            compile_fx_inner(graph, inputs, **kwargs)
+        except Exception as error:
+            if not caused_by(error, Written):
+                raise
+        never._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return never
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=compile_inner)
+
+    with mock.patch.object(GraphLowering, "codegen", listen), FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in tensors]
+        try:
+            torch.compile(f, backend=backend, fullgraph=True, dynamic=dynamic)(*fakes)
+        except Exception as error:
+            if not caused_by(error, Written):
+                raise
+    return found
+
+
+def caused_by(error: BaseException | None, kind: type) -> bool:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__ or getattr(error, "inner_exception", None)
+    return error is not None
+
+
+def compile_kernels(code: str) -> dict[str, int]:
+    """Registers of each of our kernels in the code."""
+    found = {}
+    for name, source in re.findall(r"async_compile\.triton\('(fixed_\w+)', '''(.*?)''', device_str", code, re.DOTALL):
+        tuners: list[Any] = []
+        with mock.patch.object(triton_heuristics, "cached_autotune", partial(note, tuners)):
+            path = f"<{hash(source)}>"
+            linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+            exec(compile(source, path, "exec"), {"__name__": name, "__file__": path})
+        ((fn, meta, cfg),) = tuners
+        options = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **meta.get("backend_options", {})}
+        constants = {**meta["constants"], **cfg.kwargs}
+        compiled = triton.compile(
+            ASTSource(fn, meta["signature"], constants, meta["configs"][0]), target=TARGET, options=options
+        )
+        found[name] = count_registers(compiled.asm["cubin"])
+    return found
+
+
+def count_registers(cubin: bytes) -> int:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    (registers,) = re.findall(r"REG:(\d+)", out.stdout)
+    return int(registers)
+
+
+def note(tuners: list[Any], size_hints: Any, configs: list[Any], triton_meta: Any, **kwargs: Any) -> Callable[..., Any]:
+    def decorate(fn: Any) -> Any:
+        (config,) = configs
+        tuners.append((fn, triton_meta, config))
+        return fn
+
+    return decorate
+
+
+def count_arguments(listed: str) -> int:
+    """Those that a launch is given, not what is compiled in."""
+    return len(re.findall(r"\b(?:buf|arg)\d+", listed))
+
+
+# --- cases -------------------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {
+    "map": "rotate", "act": "none", "dim": None, "run": "forward", "positions": "grid", "dtype": torch.bfloat16,
+    "head_dim": 64, "tensors": 2, "phase": False, "dynamic": False, "layout": "packed", "axes": 2,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "rotate": {},
+    "cosine": {"map": "cosine"},
+    "rotate backward": {"run": "backward"},
+    "rotate backward omega": {"run": "backward omega"},
+    "cosine silu backward omega phase": {"map": "cosine", "act": "silu", "run": "backward omega", "phase": True},
+    "one tensor, float32": {"tensors": 1, "dtype": torch.float32},
+    "coordinates": {"positions": "coords"},
+    "masked coordinates": {"positions": "masked"},
+    "an origin for each sample": {"positions": "origin"},
+    "72 channels, contiguous": {"head_dim": 72, "layout": "bhnd"},
+    "rows that are not at 16 bytes": {"layout": "odd"},
+    "an input computed before": {"layout": "computed"},
+    "softmax over features": {"act": "softmax", "dim": -1, "map": "cosine"},
+    # Left to the operator.
+    "any size": {"dynamic": True},
+    "any size backward": {"dynamic": True, "run": "backward omega"},
+    "softmax over the sequence": {"act": "softmax", "dim": -2},
+    "five axes": {"axes": 5},
+}
+
+
+def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
+    shape = (7, 3, 2, 2, 2)[: case.axes]
+    n, d = torch.Size(shape).numel() + 1, case.head_dim
+    channels = d if case.map == "cosine" else d // 2
+    options = Options(case.map, case.act, case.dim)
+    out = 2 * d if case.map == "cosine" else d
+    tensors = [torch.empty(1, channels, case.axes), torch.empty(1, channels) if case.phase else torch.empty(1, 1)]
+    tensors += [torch.empty(2, n, 3, 4, d, dtype=case.dtype), torch.empty(2, n, 4, d + 1, dtype=case.dtype)]
+    tensors += [torch.empty(2, n, 4, out, dtype=case.dtype)]
+    tensors += [
+        torch.empty(n - 1, case.axes),
+        torch.empty(2, case.axes, dtype=torch.int64),
+        torch.empty(n - 1, dtype=torch.bool),
+    ]
+
+    def f(omega, phase, qkv, odd, grad, coords, origin, rotated):
+        xs = list(qkv.unbind(2))[: case.tensors]
+        if case.layout == "odd":
+            xs = [odd[..., 1:]] * case.tensors
+        elif case.layout == "bhnd":
+            xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
+        elif case.layout == "computed":
+            xs = [x.sin() for x in xs]
+        xs = [x.transpose(1, 2) for x in xs]
+        positions: Any = Grid(shape, prefix=1)
+        if case.positions in ("coords", "masked"):
+            positions = Coordinates(coords, prefix=1, rotated=rotated if case.positions == "masked" else None)
+        elif case.positions == "origin":
+            positions = Grid(shape, prefix=1, origin=origin)
+        call = validate(options, tuple(xs), omega, positions, phase if case.phase else None, None)
+        if case.phase:
+            call = call._replace(tables=call.tables._replace(phase=phase))
+        if case.run == "forward":
+            return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
+        grads = [grad.transpose(1, 2) for _ in xs]
+        need = case.run == "backward omega"
+        load = xs if need or case.act != "none" else []
+        stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
+        return boundary.backward(call, grads, load, stats, None, Needs(need, need and case.phase), False)
+
+    return f, tensors
+
+
+def main() -> None:
+    describe_gpu()
+    caches = config.patch(fx_graph_cache=False, compile_threads=1, joint_graph_constant_folding=False)
+    with caches, torch._functorch.config.patch(enable_autograd_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
+        for name, changes in CASES.items():
+            case = SimpleNamespace(**{**BASE, **changes})
+            torch.compiler.reset()
+            (code,) = write_code(*build(case), case.dynamic)
+            body = code[code.index("def call") :]
+            row = {
+                "case": name,
+                "launches": re.findall(r"(fixed_\w+_kernel)_\d+\.run\(", body),
+                "arguments": [count_arguments(a) for a in re.findall(r"fixed_\w+\.run\((.*), stream", body)],
+                "others": len(re.findall(r"triton_\w+\.run\(", body)),
+                "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
+                "registers": compile_kernels(code),
+            }
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Our operators in programs of torch.compile: launched by Inductor where sizes are static, else left as they are."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lrpe_md import Grid, cosine, rotate
+
+kernels = pytest.importorskip("lrpe_md.engine.kernels")
+SCRIPT = Path(__file__).parent / "inductor.py"
+MAPS = {"cosine": cosine, "rotate": rotate}
+# Cases of the script that are left to the operator: all others are launches.
+LEFT = {"any size": "forward", "any size backward": "backward", "softmax over the sequence": "forward"}
+LEFT |= {"five axes": "forward"}
+NO_LIMIT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def test_code_without_a_gpu(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert len(rows) == 17
+    left = dict(LEFT)
+    if NO_LIMIT:
+        left["cosine silu backward omega phase"] = "backward"
+    for name, row in rows.items():
+        if name in left:
+            assert not row["launches"], row
+            assert set(row["operators"]) == {left[name]}, row
+            continue
+        second = ["fixed_reduce_partial_kernel"] if "omega" in name else []
+        assert row["launches"] == ["fixed_lrpe_kernel", *second], row
+        assert not row["operators"], row
+        assert row["registers"], row
+    # Tensors alone are arguments: q, k, their outputs and omega; what is computed from the outputs is not a copy.
+    assert rows["rotate"]["arguments"] == rows["cosine"]["arguments"] == [5]
+    assert rows["one tensor, float32"]["arguments"] == [3]
+    assert rows["rotate backward omega"]["arguments"] == [8, 2]
+    assert rows["rotate"]["others"] == 2, "a kernel beside those that double the outputs"
+    assert rows["rotate backward"]["others"] == rows["rotate backward omega"]["others"] == 0
+
+
+def test_helpers_of_a_kernel_have_different_names():
+    """Inductor writes a kernel's helpers into one file, by name."""
+    sources = {}
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        if not path.stem.startswith(("linear", "features")):
+            for name in re.findall(r"@(?:triton\.jit|kernel)\s+def (\w+)", path.read_text()):
+                sources.setdefault(name, []).append(path.stem)
+    reached = {"encode", "angles", "tiles", "activations", "reduce", "fixed"}
+    twice = {name: files for name, files in sources.items() if len(files) > 1 and reached & set(files)}
+    assert len(sources) > 30
+    assert not twice
+
+
+class Model(nn.Module):
+    def __init__(self, map, impl):
+        super().__init__()
+        self.map, self.impl = map, impl
+        self.register_buffer("omega", torch.rand(1, 8 if map == "rotate" else 16, 2))
+
+    def forward(self, qkv):
+        q, k, _ = (t.transpose(1, 2) for t in qkv.unbind(2))
+        return MAPS[self.map](q, k, omega=self.omega, positions=Grid((3, 4), prefix=1), impl=self.impl)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_ahead_of_time(map, device, tmp_path):
+    """Export keeps the operator; AOTInductor's program of it is loaded in Python; the C++ wrapper calls it, too."""
+    model, x = Model(map, "triton").to(device), torch.randn(2, 13, 3, 4, 16, device=device)
+    with torch.no_grad():
+        expected = model(x)
+        program = torch.export.export(model, (x,))
+        found = [node.target for node in program.graph.nodes if "lrpe_md" in str(node.target)]
+        assert found == [torch.ops.lrpe_md.forward.default]
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        loaded = torch._inductor.aoti_load_package(package)
+        with torch._inductor.config.patch(cpp_wrapper=True):
+            again = torch.compile(model, fullgraph=True)(x)
+    for way in (program.module()(x), loaded(x), again):
+        for a, b in zip(way, expected, strict=True):
+            torch.testing.assert_close(a, b)  # on a CPU the operator is the reference
+            assert device == "cpu" or torch.equal(a, b)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+def make_inputs(map, layout, dtype=torch.bfloat16, learn=True, size=(14, 14)):
+    torch.manual_seed(0)
+    n = size[0] * size[1] + 1
+    channels = 64 if map == "cosine" else 32
+    omega = torch.rand(1, channels, 2, device="cuda", requires_grad=learn)
+    qkv = torch.randn(4, n, 3, 6, 64, device="cuda", dtype=dtype, requires_grad=True)
+    if layout == "odd":
+        qkv = torch.randn(4, n, 3, 6, 65, device="cuda", dtype=dtype)[..., 1:].requires_grad_()
+    return qkv, omega
+
+
+def encode_by(map, act="none", size=(14, 14), **options):
+    def f(qkv, omega):
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return MAPS[map](q, k, omega=omega, positions=Grid(size, prefix=1), act=act, **options)
+
+    return f
+
+
+def backward_of(f, args, grads):
+    y = f(*args)
+    return *y, *torch.autograd.grad(y, [a for a in args if a.requires_grad], grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "odd"])
+@pytest.mark.parametrize("act", ["none", "silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("map", MAPS)
+def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
+    from torch._inductor.utils import run_and_get_code
+
+    args = make_inputs(map, layout, dtype, learn)
+    f = encode_by(map, act)
+    grads = [torch.randn_like(y) for y in f(*args)]
+    expected = backward_of(f, args, grads)
+    compiled = torch.compile(f, fullgraph=True)
+    found, codes = run_and_get_code(backward_of, compiled, args, grads)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert "fixed_lrpe_kernel" in codes[0]
+    assert "lrpe_md.forward" not in codes[0]
+    if not (learn and NO_LIMIT and (map, act) != ("rotate", "none")):
+        assert "lrpe_md.backward" not in codes[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("map", MAPS)
+def test_nothing_is_copied(map):
+    """Kernels that the GPU runs for a compiled forward and backward are ours, and what stacks the gradients."""
+    from torch.profiler import ProfilerActivity, profile
+
+    args = make_inputs(map, "packed", learn=False)
+    f = torch.compile(encode_by(map), fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            f(*args)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            f(*args)
+            torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in names if "lrpe" in name] == names
+    assert len(names) == 1
+
+
+@pytest.mark.gpu
+def test_an_input_that_is_not_at_16_bytes_later():
+    """A program made for an aligned input must not read another as if it were."""
+    x = torch.randn(2 * 197 * 3 * 6 * 64 + 1, device="cuda", dtype=torch.bfloat16)
+    omega = torch.rand(1, 32, 2, device="cuda")
+    f = encode_by("rotate")
+    compiled = torch.compile(f, fullgraph=True)
+    for first in (0, 1):
+        qkv = x[first : first + x.numel() - 1].view(2, 197, 3, 6, 64)
+        for a, b in zip(compiled(qkv, omega), f(qkv, omega), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("map", MAPS)
+def test_one_program_for_all_sizes(map):
+    counter = CompileCounterWithBackend("inductor")
+
+    def f(qkv, omega, size):
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return MAPS[map](q, k, omega=omega, positions=Grid(size, prefix=1))
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
+    for size in [(14, 14), (16, 16), (12, 20), (24, 24), (32, 18), (10, 40), (27, 27), (37, 21)]:
+        args = make_inputs(map, "packed", learn=False, size=size)
+        for a, b in zip(compiled(*args, size), f(*args, size), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_as_a_cuda_graph():
+    args = make_inputs("rotate", "packed")
+    f = encode_by("rotate")
+    grads = [torch.randn_like(y) for y in f(*args)]
+    expected = backward_of(f, args, grads)
+    compiled = torch.compile(f, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [t.clone() for t in backward_of(compiled, args, grads)]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_the_host_pays_what_a_triton_op_costs():
+    """Ratios within one run: 1.3 is asked for, and other processes may share the host."""
+    from lrpe_md.scripts.bench import compiled as bench
+
+    found = []
+    for _ in range(3):
+        rows = bench.measure("rotate", "forward", torch.device("cuda", 0), 20, 50)
+        times = {row["impl"]: row["p50"] for row in rows}
+        found.append(times[bench.OURS] / times[bench.TRITON_OP])
+    assert min(found) <= 1.3
