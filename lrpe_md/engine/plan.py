@@ -33,6 +33,7 @@ class Work(NamedTuple):
     samples: int = 1
     step: int = 1  # what the number of programs along the tokens must be divisible by
     interpreting: bool = False  # for Triton's interpreter
+    common: int = 0  # not 0: rows in a row that have weights in common, whose gradients a program sums up
 
 
 class Plan(NamedTuple):
@@ -106,17 +107,41 @@ def plan(work: Work) -> Plan:
         block_n = max(16, min(triton.next_power_of_2(work.num_tokens), 32768 // work.width))
         block_r = max(1, min(work.rows, 8 if max_registers is None else 2))
     token_blocks = triton.cdiv(work.num_tokens, block_n)
-    if max_registers is None:
+    if work.common:
+        block_r = min(block_r, work.common)
+        programs = 1 if work.interpreting else _resident(num_warps, max_registers)
+        token_programs, per = cut_common(token_blocks, work, block_r, programs)
+    elif max_registers is None:
         token_programs, per = token_blocks, block_r
     elif work.interpreting:
         token_programs, per = work.step, max(1, work.rows)
     else:
         # As many programs as run at once: they walk far, since their partial sums are written and read once more.
         # Registers decide: tests/kernels/test_aot.py checks that shared memory leaves room.
-        programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
+        programs = _resident(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, per = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
     return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
+
+
+def _resident(num_warps: int, max_registers: int | None) -> int:
+    """Programs that run at once."""
+    return NUM_SM * (REGISTERS // (32 * num_warps * (max_registers or 128)))
+
+
+@lru_cache(maxsize=4096)
+def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
+    """As :func:`cut_rows`, with parts of ``work.common`` rows or a divisor: where these are more than the programs that
+    run at once, they run one after another."""
+    best, shortest = (work.step, 1), math.inf
+    for per in (n for n in range(work.common, 0, -1) if work.common % n == 0):
+        parts = work.groups * (work.rows // per) * work.samples
+        token_programs = max(work.step, min(token_blocks, programs // max(1, parts)) // work.step * work.step)
+        turns = -(-token_programs * parts // programs)
+        walk = turns * -(-token_blocks // token_programs) * (NEW_TOKENS + -(-per // block_r))
+        if walk < shortest:
+            best, shortest = (token_programs, per), walk
+    return best
 
 
 @lru_cache(maxsize=4096)
