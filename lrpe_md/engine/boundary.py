@@ -81,17 +81,17 @@ _lib.define(
 )
 
 
-def _launcher() -> Any:
+def _launcher(call: Call) -> Any:
     """Imported where triton is, and needed."""
-    from . import launch
+    from . import launch, launch_heads
 
-    return launch
+    return launch_heads if call.spec.norm_over == "heads" else launch
 
 
 def forward(call: Call, xs: Sequence[Tensor], direct: bool, cache: bool = False) -> list[Tensor]:
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     if direct:
-        return _launcher().forward(call, xs, cache)
+        return _launcher(call).forward(call, xs, cache)
     return torch.ops.lrpe_md.forward(list(xs), *flatten(call), cache)
 
 
@@ -106,20 +106,20 @@ def backward(
 ) -> list[Tensor]:
     """dx for each gradient, then dω, dφ and those of all weights that there are, where needed."""
     if direct:
-        return _launcher().backward(call, grads, xs, stats, angles, needs)
+        return _launcher(call).backward(call, grads, xs, stats, angles, needs)
     return torch.ops.lrpe_md.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs)
 
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
     call, (cache,) = unflatten(args)
-    return _launcher().forward(call, xs, cache)
+    return _launcher(call).forward(call, xs, cache)
 
 
 def _backward_cuda(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    return _launcher().backward(call, grads, xs, stats, angles, Needs(*needs))
+    return _launcher(call).backward(call, grads, xs, stats, angles, Needs(*needs))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:

@@ -22,8 +22,11 @@ from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
-    "INTERPRETING", "backward", "count_grid", "count_tables", "current_device", "forward", "has_ptx", "limit_registers",
-    "make_readable", "materialise", "reduce_partial", "strides_in_eights",
+    "INTERPRETING", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
+    "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "launches_early",
+    "limit_registers",
+    "make_readable", "materialise", "num_groups", "recall_launches", "reduce_partial", "reduce_partials", "run",
+    "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -47,10 +50,10 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
                 _launch_softmax(x, stats[-1])
         if cache:
-            heads = _num_groups(ready.tables)
+            heads = num_groups(ready.tables)
             size = (heads, call.layout.num_tokens, call.spec.num_channels)
             angles = ready.tables.omega.new_empty(size, dtype=torch.float32)
-        outs, _ = _run(ready, Rows(xs, [], stats, angles))
+        outs, _ = run(ready, Rows(xs, [], stats, angles))
     return [*outs, *stats, angles] if angles is not None else [*outs, *stats]
 
 
@@ -67,7 +70,7 @@ def backward(
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
         load = xs if any(needs) or inner.spec.act != "none" or inner.spec.norm != "none" else []
-        dxs, partials = _run(inner, Rows(load, grads, stats, angles), needs)
+        dxs, partials = run(inner, Rows(load, grads, stats, angles), needs)
         if over_sequence:
             dx_bars = dxs
             dxs = [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
@@ -92,7 +95,8 @@ class Sums(NamedTuple):
 
     angles: tuple[int, ...] | None = None  # the shape of those of dω and dφ: (rows, G, J, C)
     weights: tuple[int, int] | None = None  # of those of the weights: rows, and all of a program's sums
-    counts: tuple[int, int] = (0, 0)  # of the rows, those that are q's, and the rows of a head, or of all heads
+    counts: tuple[int, int] = (0, 0)  # of the rows, those that are q's, and the rows of a head; 0: they are all heads'
+    all_heads: bool = False  # a row has the sums of all heads of q, or of k
 
 
 class Launch:
@@ -165,20 +169,30 @@ class Partials(NamedTuple):
 _NOTHING = Needs()
 
 
-def _run(call: Call, rows: Rows, needs: Needs = _NOTHING) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel on q (and k); returns its outputs, and the partial sums."""
-    spec, layout, tables, launches, weights = call
+def count_far(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
+    """Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes."""
+    layout, tables = call.layout, call.tables
+    far = layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
+    if far and _is_fast(dtype, call.weights, needs):
+        num_axes = len(layout.sizes)
+        affine = affine_on((1.0,) * num_axes, (0.0,) * num_axes, tables.omega.device)
+        return call._replace(tables=tables._replace(affine=affine))
+    return call
+
+
+def run(
+    call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], Partials]:
+    """Launch the kernel on q (and k); returns its outputs, of this dtype or that of the inputs, and the partial
+    sums."""
+    spec = call.spec
     xs, dys, stats, angles = rows
     source = (dys or xs)[0]
-    dtype, device = source.dtype, source.device
+    dtype, device = dtype or source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
         dtype = accumulator(dtype)
-    # Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
-    far = layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
-    if far and _is_fast(dtype, weights, needs):
-        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
-        tables = tables._replace(affine=affine)
-        call = call._replace(tables=tables)
+    call = count_far(call, dtype, needs)
+    tables, launches, weights = call.tables, call.launches, call.weights
     address, geometry = 0, []
     for t in (*xs, *dys):
         address |= t.data_ptr()
@@ -187,13 +201,13 @@ def _run(call: Call, rows: Rows, needs: Needs = _NOTHING) -> tuple[list[Tensor],
     if spec.norm != "none":
         geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
     if launches is None:
-        launches = _recall_launches(call, rows)
-    key = spec.act, bool(xs), bool(dys), needs, angles is None, aligned, *geometry
+        launches = recall_launches(call, rows)
+    key = dtype, spec.act, bool(xs), bool(dys), needs, angles is None, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
         launch = launches[key] = _make_launch(call, rows, dtype, aligned, needs)
     outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
-    partials = _allocate_partials(launch.sums, device) if any(needs) else Partials(None, None, launch.sums)
+    partials = allocate_partials(launch.sums, device) if any(needs) else Partials(None, None, launch.sums)
     if launch.grid[0]:
         x0, x1 = (*xs, None, None)[:2]
         dy0, dy1 = (*dys, None, None)[:2]
@@ -206,13 +220,13 @@ def _run(call: Call, rows: Rows, needs: Needs = _NOTHING) -> tuple[list[Tensor],
     return outs, partials
 
 
-def _allocate_partials(sums: Sums, device: torch.device) -> Partials:
+def allocate_partials(sums: Sums, device: torch.device) -> Partials:
     angles = None if sums.angles is None else torch.empty(sums.angles, dtype=torch.float64, device=device)
     weights = None if sums.weights is None else torch.empty(sums.weights, dtype=torch.float64, device=device)
     return Partials(angles, weights, sums)
 
 
-def _recall_launches(call: Call, rows: Rows) -> dict:
+def recall_launches(call: Call, rows: Rows) -> dict:
     """Those of calls with the same sizes, dtypes and devices, for a call that comes without."""
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights)
     metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
@@ -243,19 +257,19 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     out_dim = head_dim if dys else spec.out_dim(head_dim)
     outs = [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
-    aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = _describe(call, rows, dtype, (head_dim, aligned), needs, strides)
+    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
+    variant = describe(call, rows, dtype, (head_dim, aligned), needs, strides)
     if not spec.dim and aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
-    groups = max(1, _num_groups(tables))
+    groups = max(1, num_groups(tables))
     group0, group1 = heads0 // groups, heads1 // groups
     samples = batch if variant.by_sample else 1
     num_rows = num_tokens * max(1, variant.flat)
     span = (group0 + group1) * batch // samples
     walks = any(needs)
     common = 0
-    if needs.norm:
+    if variant.has_weight or variant.has_bias:
         common = 1 if variant.weight_by_head else math.gcd(group0, group1)
     work = Work(
         map=spec.map, stage=Pass.DOMEGA if walks else Pass.BACKWARD if dys else Pass.FORWARD,
@@ -267,7 +281,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     chosen = plan(work)
     variant = variant._replace(
         block_r=chosen.block_r, block_n=chosen.block_n, stages=chosen.stages, rows_first=chosen.rows_first,
-        early=walks and _can_launch_early(),
+        early=launches_early(needs),
     )  # fmt: skip
     num_blocks = triton.cdiv(num_rows, chosen.block_n)
     token_programs = chosen.token_programs if num_blocks else 0
@@ -306,14 +320,12 @@ def _count_sums(variant: Variant, programs: int, groups: int, of_q: int) -> Sums
     return Sums(angles, weights, (of_q, 0))
 
 
-def _num_groups(tables: Tables) -> int:
+def num_groups(tables: Tables) -> int:
     """Groups of heads that share frequencies."""
     return max(t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None)
 
 
-def _describe(
-    call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
-) -> Variant:
+def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict) -> Variant:
     """The variant, but for how the work is cut. row: head_dim, and whether all rows are aligned."""
     spec, layout, tables, weights = call.spec, call.layout, call.tables, call.weights
     head_dim, aligned = row
@@ -329,6 +341,9 @@ def _describe(
                 begins.append(begin)
                 widths.append(end - begin)
                 blocks.append(triton.next_power_of_2(end - begin))
+    elif spec.map == "none":
+        block_c = triton.next_power_of_2(head_dim)
+        widths, blocks = [head_dim], [block_c]
     explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
     fast, ptx, unit = _is_fast(dtype, weights, needs), has_ptx(dtype), 8 if aligned else 1
     given = [t for t in weights if t is not None]
@@ -345,7 +360,7 @@ def _describe(
         # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
         fixed=positions is None and not (affine or wide or fast), functions=2 if fast else int(ptx),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
-        num_turned=2 if rotating else 1, begins=tuple(begins), widths=tuple(widths), blocks=tuple(blocks),
+        num_turned={"rotate": 2, "cosine": 1, "none": 0}[spec.map], begins=tuple(begins), widths=tuple(widths), blocks=tuple(blocks),
         block_c=block_c,
     )  # fmt: skip
 
@@ -424,10 +439,10 @@ def limit_registers(most: int | None) -> dict[str, int]:
 
 def _is_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
     """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and _in_eights(head_dim, [t.stride() for t in tensors])
+    return all(t.data_ptr() % 16 == 0 for t in tensors) and in_eights(head_dim, [t.stride() for t in tensors])
 
 
-def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
+def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
     return head_dim % 8 == 0 and all(map(strides_in_eights, strides))
 
 
@@ -458,6 +473,11 @@ def _can_launch_early() -> bool:
         return False
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     return driver.value >= 12030 and min(capabilities) >= (9, 0)
+
+
+def launches_early(needs: Needs) -> bool:
+    """Whether the reduction of partial sums is launched while they are formed."""
+    return any(needs) and _can_launch_early()
 
 
 def has_ptx(dtype: torch.dtype) -> bool:
@@ -551,10 +571,12 @@ def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Any], list[
         of_k, is_bias = i >= 2, i % 2
         groups, head_dim = t.shape[0] if t.ndim == 3 else 1, t.shape[-1]
         heads, width = t.numel() // (groups * head_dim), groups * head_dim
-        out = torch.empty((heads, groups, head_dim), dtype=t.dtype, device=t.device)
+        if partials.sums.all_heads:
+            heads, width = 1, t.numel()
+        out = torch.empty((t.numel() // (groups * head_dim), groups, head_dim), dtype=t.dtype, device=t.device)
         first, last = (of_q, rows) if of_k else (0, of_q)
         num_rows = rows_of_head or last - first
-        source = width if is_bias and row_width > width else 0
+        source = width if is_bias and weights[i - 1] is not None else 0
         outs.append(out.transpose(0, 1) if t.ndim == 3 else out.view(t.shape))
         jobs.append((partial, out, heads, (1, width, source, 1, 0, num_rows, 1, num_rows, first, row_width)))
     return outs, jobs

@@ -187,10 +187,9 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 @triton.jit
 def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to those of the weights.
-    """
+    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to those of the weights."""
     xa, xb, ga, gb, place = fetched
-    x_row, dy_row, o_row, num, stat, _ = place
+    x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
     dangles = cos
     dweights = ()
@@ -252,8 +251,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
     Where one of x and dy is not read the other stands for it. tensors: x, dy, the output and the statistics of softmax
     over the sequence. rows: behind the last one, the first sample, the group and its heads. Where: places of x, dy and
-    the output, number of tokens, pointer to the maximum over the sequence and from there to the sum, is it k and its
-    head.
+    the output, number of tokens, pointer to the maximum over the sequence and from there to the sum.
     """
     x, dy, o, stat = tensors
     r_hi, sample, g, G, heads = rows
@@ -282,7 +280,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
             row_stat = (p_stat, num_heads * B * V.head_dim)
         else:
             row_stat = (0, 0)
-        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat, (is_k, h))),)
+        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat)),)
     return fetched
 
 
@@ -320,20 +318,13 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
 def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
     """Map fetched rows; the sums, dangles and gradients of the weights, with theirs added.
 
-    turned: cos Θ and sin Θ. norm: pointers to the weights, with V.need_dweight those that all rows have, in registers;
-    and the tokens' groups.
+    turned: cos Θ and sin Θ. norm: the weights of all these rows, and the tokens' groups.
     """
     ROWS: tl.constexpr = V.block_r
     cos, sin = turned
     dangles, dweights = sums
-    given, token_group = norm
+    weights, token_group = norm
     for i in tl.static_range(ROWS):
-        weights = given
-        if V.norm != "none" and not V.need_dweight:
-            _, _, _, _, place = fetched[i]
-            _, _, _, _, _, who = place
-            is_k, h = who
-            weights = load_weights(given, is_k, h, token_group, None, V=V)
         row_dangles, row_dweights = map_row(fetched[i], cos, sin, o_n, c0, weights, V)
         if V.need_dweight:
             both = row_dweights if i % 2 == 0 else add_rows(both, row_dweights)
@@ -342,7 +333,7 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
         if V.need_dangles:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
                 _, _, _, _, place = fetched[i]
-                _, _, _, num, _, _ = place
+                _, _, _, num, _ = place
                 row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
             pair = row_dangles if i % 2 == 0 else pair + row_dangles
             if i % 2 == 1 or i == V.block_r - 1:  # a conversion costs as much as eight additions
@@ -435,7 +426,7 @@ def lrpe_kernel(
     (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
     radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
     below 0 where tokens are in front of it. norm: None, or pointers to weight, bias, those of k, and partial sums for
-    their gradients, where the rows of a part are all of q or of k; parts of q in a sample, runs of parts.
+    their gradients; parts of q in a sample, and runs of parts. The rows of a part then have weights in common.
 
     V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
@@ -493,19 +484,19 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    weights = 0
-    if V.norm != "none":
+    weights = ()
+    if V.has_weight or V.has_bias:
         p_weight, p_bias, p_weight_k, p_bias_k, p_dweight, norm_numbers = norm
-        weights = (p_weight, p_bias, p_weight_k, p_bias_k)
-    if V.need_dweight:
+        p_weights = (p_weight, p_bias, p_weight_k, p_bias_k)
         q_parts, num_runs = unpack(norm_numbers)
         own_k = own_part >= q_parts
         own_part = tl.where(own_k, own_part - q_parts, own_part)
         own_unit = g * tl.where(own_k, M - q_parts, q_parts) + own_part  # a head, or heads that have weights in common
-        own_row = (tl.where(own_k, G * q_parts, 0) + own_unit).to(tl.int64) * num_runs + run
-        p_dweight += (own_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
+        if V.need_dweight:
+            own_row = (tl.where(own_k, G * q_parts, 0) + own_unit).to(tl.int64) * num_runs + run
+            p_dweight += (own_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
         if V.token_groups == 1:
-            weights = load_weights(weights, own_k, own_unit, 0, None, V=V)
+            weights = load_weights(p_weights, own_k, own_unit, 0, None, V=V)
     if not (V.need_dangles or V.need_dweight):
         fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
@@ -514,7 +505,8 @@ def lrpe_kernel(
         cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
         own = (weights, 0)
         if V.token_groups > 1:
-            own = (weights, find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None])
+            groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
+            own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
         map_rows(fetched, (cos, sin), o_n, c0, own, (cos, ()), V=V)
     else:
         if V.early:
@@ -550,9 +542,7 @@ def lrpe_kernel(
             own = (weights, 0)
             if V.token_groups > 1:
                 groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
-                own = (weights, groups)
-                if V.need_dweight:
-                    own = (load_weights(weights, own_k, own_unit, groups, None, V=V), groups)
+                own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
             dangles, dweights = map_rows(fetched, (cos, sin), o_n, c0, own, (dangles, dweights), V=V)
             r0 += V.block_r
             done = r0 >= r_hi
