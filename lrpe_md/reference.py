@@ -176,7 +176,10 @@ class Scales(NamedTuple):
         return total.to(t.dtype)
 
 
-def normalise(spec: Spec, x: Tensor, scales: Scales = Scales()) -> Tensor:
+NO_SCALES = Scales()
+
+
+def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
     """norm(x), in the dtype of the arithmetic, which x has."""
     normed, _ = _divide_by_deviation(spec, x)
     if scales.weight is not None:
@@ -199,7 +202,7 @@ def _divide_by_deviation(spec: Spec, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise_backward(
-    spec: Spec, dy: Tensor, x: Tensor, scales: Scales = Scales()
+    spec: Spec, dy: Tensor, x: Tensor, scales: Scales = NO_SCALES
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx, dγ and dβ of norm(x), of which dy is the gradient.
 
@@ -314,7 +317,7 @@ def encode(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
-    scales: Scales = Scales(),
+    scales: Scales = NO_SCALES,
 ) -> Tensor:
     """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
     return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude, scales)[1].to(x.dtype)
@@ -328,7 +331,7 @@ def activate_and_map(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
-    scales: Scales = Scales(),
+    scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
     """x̄ and y in the dtype of the arithmetic; arguments as of :func:`encode`."""
     with no_autocast(x):
@@ -375,12 +378,12 @@ def encode_backward(
         x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(dtype)
         given = x
         if spec.norm != "none":
-            x = normalise(spec, x, scales or Scales())
+            x = normalise(spec, x, scales or NO_SCALES)
         x_bar = activate(x, spec.act, spec.dim or None)
         dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
         dx, dscales = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None), (None, None)
         if spec.norm != "none":
-            dx, *dscales = normalise_backward(spec, dx, given, scales or Scales())
+            dx, *dscales = normalise_backward(spec, dx, given, scales or NO_SCALES)
         dx = dx.to(dy.dtype)
         if rotated is not None:
             dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)

@@ -15,8 +15,8 @@ from ..positions.grid import Grid, grid_coordinates
 from ..reference import Act, MapName, Scales, Spec
 
 __all__ = [
-    "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions", "Options", "Order", "Pairs",
-    "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember", "remembered",
+    "NO_WEIGHTS", "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions", "Options", "Order",
+    "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember", "remembered",
     "take_fields", "unflatten",
 ]  # fmt: skip
 
@@ -74,6 +74,9 @@ class Weights(NamedTuple):
         return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
 
 
+NO_WEIGHTS = Weights()
+
+
 class Layout(NamedTuple):
     """Where the tokens are, in integers that cross the operator boundary as SymInts."""
 
@@ -127,7 +130,7 @@ class Call(NamedTuple):
     tables: Tables
     # What was prepared for calls of the same sizes, dtypes and devices: by the strides and the pass, a launch.
     launches: dict[Hashable, Any] | None = None
-    weights: Weights = Weights()
+    weights: Weights = NO_WEIGHTS
 
 
 class Variant(NamedTuple):

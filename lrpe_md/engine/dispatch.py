@@ -16,7 +16,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import Packed
 from ..reference import activate
 from . import boundary, sharding
-from .call import Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
+from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
@@ -26,9 +26,6 @@ __all__ = ["run", "run_part", "use_triton"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-
-
-_NONE = Weights()
 
 
 def run(
@@ -44,7 +41,7 @@ def run(
     if type(positions) is Packed:
         where = unpack_positions(positions, options.dim)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm), xs)
-    weights = _NONE
+    weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):

@@ -16,7 +16,7 @@ from triton.compiler import CompiledKernel
 
 from ..positions.grid import affine_on, grid_coordinates
 from . import kernels
-from .call import Call, Known, Layout, Needs, Tables, Variant, Weights, remember, remembered
+from .call import NO_WEIGHTS, Call, Known, Layout, Needs, Tables, Variant, Weights, remember, remembered
 from .kernels.signature import pack
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
@@ -235,7 +235,7 @@ def recall_launches(call: Call, rows: Rows) -> dict:
     return known.launches
 
 
-def _start(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
     compiled = launch.compiled
     if compiled is not None and not lrpe_kernel.pre_run_hooks:
@@ -349,7 +349,8 @@ def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], 
     given = [t for t in weights if t is not None]
     return Variant(
         *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
-        backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
+        backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
+        has_k=len(strides["o"]) == 2,
         load_angles=cached and bool(rows.dys), store_angles=cached and not rows.dys,
         explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
@@ -360,7 +361,8 @@ def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], 
         # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
         fixed=positions is None and not (affine or wide or fast), functions=2 if fast else int(ptx),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
-        num_turned={"rotate": 2, "cosine": 1, "none": 0}[spec.map], begins=tuple(begins), widths=tuple(widths), blocks=tuple(blocks),
+        num_turned={"rotate": 2, "cosine": 1, "none": 0}[spec.map], begins=tuple(begins), widths=tuple(widths),
+        blocks=tuple(blocks),
         block_c=block_c,
     )  # fmt: skip
 
@@ -514,10 +516,7 @@ def _stride_in(t: Tensor | None, unit: int) -> tuple[int, ...]:
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
     """dω and dφ, those that are needed, from partial sums (rows, G, J, C)."""
-    return reduce_partials(Partials(partial, None, Sums()), call, _NO_WEIGHTS, needs)
-
-
-_NO_WEIGHTS = Weights()
+    return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from . import kernels
-from .call import Call, Layout, Needs, Variant, Weights
+from .call import NO_WEIGHTS, Call, Layout, Needs, Variant
 from .kernels.signature import pack
 from .launch import (
     INTERPRETING,
@@ -87,7 +85,7 @@ def _norm_alone(call: Call) -> Call:
 
 def _map_alone(call: Call) -> Call:
     spec = call.spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
-    return call._replace(spec=spec, weights=Weights(), launches=None)
+    return call._replace(spec=spec, weights=NO_WEIGHTS, launches=None)
 
 
 class _Launch(NamedTuple):
@@ -141,7 +139,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
-    batch, heads_q, num_tokens, last = sources[0].shape
+    batch, heads_q, num_tokens, _ = sources[0].shape
     heads_k = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = xs[0].shape[3]
     out_dim = head_dim if dys else spec.out_dim(head_dim)

@@ -13,7 +13,7 @@ from ..checks import check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid, fleeting
 from ..reference import ACTIVATIONS, MAPS
-from .call import Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
+from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
 from .norms import check_weights
 
 __all__ = [
@@ -32,7 +32,7 @@ def validate(
     positions: Any,
     phase: Tensor | None = None,
     amplitude: float | Tensor | None = None,
-    weights: Weights = Weights(),
+    weights: Weights = NO_WEIGHTS,
 ) -> Call:
     """Check every argument; what remains to be said to an operator."""
     if not 1 <= len(xs) <= 2:
@@ -93,7 +93,7 @@ def _specify(options: Options, head_dim: int) -> Spec:
     channels = MAPS[options.map].channels(width)
     if options.map != "cosine":
         pairs, sections = check_pairs(options.pairs, channels)
-    norm = () if options.norm is None else options.norm
+    norm: Any = () if options.norm is None else options.norm
     return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
 
 

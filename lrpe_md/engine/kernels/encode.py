@@ -187,7 +187,7 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 @triton.jit
 def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to those of the weights."""
+    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'."""
     xa, xb, ga, gb, place = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num

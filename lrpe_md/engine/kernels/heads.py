@@ -212,6 +212,73 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     return cos, sin, shares
 
 
+@triton.jit
+def load_own(own, token, H, i: tl.constexpr, V: tl.constexpr):
+    """γ and β of tile i's heads. own: pointers to those of all, and the token's group."""
+    norm, group = own
+    is_k, _, _ = token
+    h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
+    return load_weights(norm, is_k, h, group, h < H, V=V)
+
+
+@triton.jit
+def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
+    """y of a token."""
+    mean, scale = stats
+    o_h = tl.arange(0, V.block_n)
+    for i in tl.static_range(len(fetched)):
+        m_h = i * V.block_n + o_h < H
+        weights = load_own(own, token, H, i=i, V=V)
+        x_hat = scale_row(centre(fetched[i], mean, m_h, V=V), scale)
+        x_bar = activate_row(apply_weights(x_hat, weights, V=V), 0, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, turned, o_h, m_h, V=V)
+
+
+@triton.jit
+def measure_gradient(loaded, token, H, stats, share, turned, own, V: tl.constexpr):
+    """mean(g x̂), and of "layer" mean(g), of all channels of a token."""
+    fetched, gradients = loaded
+    for i in tl.static_range(len(fetched)):
+        weights = load_own(own, token, H, i=i, V=V)
+        m_h = i * V.block_n + tl.arange(0, V.block_n) < H
+        tile = (fetched[i], gradients[i])
+        dy, x_hat, _ = normalise_backward(tile, turned, stats, weights, m_h, V=V)
+        g = apply_weight(dy, weights, V=V)
+        products = multiply_rows(g, x_hat)
+        dots = products if i == 0 else add_rows(dots, products)
+        total = g if i == 0 else add_rows(total, g)
+    dot = sum_all(dots) * share
+    if V.norm == "layer":
+        return dot, sum_all(total) * share
+    else:
+        return dot, dot
+
+
+@triton.jit
+def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.constexpr):
+    """dx of a token; its dΘ by head, and the sums for the weights with its part. out: where dx goes, those sums."""
+    fetched, gradients = loaded
+    o, dweights = out
+    _, group = own
+    _, scale = stats
+    dot, mean = means
+    o_h = tl.arange(0, V.block_n)
+    added = ()
+    for i in tl.static_range(len(fetched)):
+        m_h = i * V.block_n + o_h < H
+        weights = load_own(own, token, H, i=i, V=V)
+        dy, x_hat, tile_dangles = normalise_backward(
+            (fetched[i], gradients[i]), turned, stats, weights, m_h, V=V
+        )  # fmt: skip
+        dangles = tile_dangles if i == 0 else dangles + tile_dangles
+        if V.need_dweight:
+            products = form_weight_gradients(dy, x_hat, V=V)
+            added += add_tile_gradients(dweights, products, group, i=i, V=V)
+        dx = combine_gradient(apply_weight(dy, weights, V=V), x_hat, scale, dot, mean, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)
+    return dangles, added
+
+
 @kernel
 def heads_kernel(
     x: "tensors", dy: "tensors", o: "tensors", tables: "tables", norm: "norm", sums: "sums", numbers: "numbers",
@@ -269,55 +336,19 @@ def heads_kernel(
             spots = (N, first_index, num_grid, positions_b, rotated_b)
             cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
         turned = (cos, sin)
-        group = find_token_group(n + first_index, num_grid, V=V)
+        own = (norm, find_token_group(n + first_index, num_grid, V=V))
         stats = measure(fetched, H, share, V=V)
-        mean, scale = stats
         if V.backward:
-            for i in tl.static_range(TILES):
-                h = (i * V.block_n + o_h)[:, None]
-                weights = load_weights(norm, is_k, h, group, h < H, V=V)
-                m_h = i * V.block_n + o_h < H
-                dx_norm, x_hat, unused = normalise_backward(
-                    (fetched[i], gradients[i]), turned, stats, weights, m_h, V=V
-                )
-                g = apply_weight(dx_norm, weights, V=V)
-                products = multiply_rows(g, x_hat)
-                dot_rows = products if i == 0 else add_rows(dot_rows, products)
-                g_rows = g if i == 0 else add_rows(g_rows, g)
-            dot = sum_all(dot_rows) * share
-            g_mean = sum_all(g_rows) * share if V.norm == "layer" else dot
-            added = ()
-            for i in tl.static_range(TILES):
-                h = (i * V.block_n + o_h)[:, None]
-                m_h = i * V.block_n + o_h < H
-                weights = load_weights(norm, is_k, h, group, h < H, V=V)
-                dx_norm, x_hat, tile_dangles = normalise_backward(
-                    (fetched[i], gradients[i]), turned, stats, weights, m_h, V
-                )  # fmt: skip
-                if V.need_dangles:
-                    dangles = tile_dangles if i == 0 else dangles + tile_dangles
-                if V.need_dweight:
-                    added += add_tile_gradients(
-                        dweights, form_weight_gradients(dx_norm, x_hat, V=V), group, i=i, V=V
-                    )  # fmt: skip
-                g = apply_weight(dx_norm, weights, V=V)
-                out = combine_gradient(g, x_hat, scale, dot, g_mean, V=V)
-                store_heads(point_to_heads(o, token, i=i, V=V), out, turned, o_h, m_h, V=V)
-            if V.need_dweight:
-                dweights = added
+            loaded = (fetched, gradients)
+            means = measure_gradient(loaded, token, H, stats, share, turned, own, V=V)
+            dangles, dweights = store_gradients(loaded, token, H, stats, means, turned, own, (o, dweights), V=V)
             if V.need_dangles:
                 weighed = ()
                 for j in tl.static_range(J):
                     weighed += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
                 total = weighed
         else:
-            for i in tl.static_range(TILES):
-                h = (i * V.block_n + o_h)[:, None]
-                m_h = i * V.block_n + o_h < H
-                weights = load_weights(norm, is_k, h, group, h < H, V=V)
-                x_hat = scale_row(centre(fetched[i], mean, m_h, V=V), scale)
-                x_bar = activate_row(apply_weights(x_hat, weights, V=V), 0, V=V)
-                store_heads(point_to_heads(o, token, i=i, V=V), x_bar, turned, o_h, m_h, V=V)
+            store_mapped(fetched, token, H, stats, turned, own, o, V=V)
     if V.need_dangles:
         store_partial(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, 0, o_c, m_c, V=V)
     if V.need_dweight:
