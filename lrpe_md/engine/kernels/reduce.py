@@ -40,7 +40,10 @@ def _sum_columns(p_source, p_out, pid, numbers, V: tl.constexpr):
         mask = (r + o_r < rows)[:, None] & (o_c < width)[None, :]
         total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
     o_out = head * slots * width + slot * out_slot + o_c * out_column
-    tl.store(p_out + o_out, tl.sum(total, axis=0).to(p_out.dtype.element_ty), mask=o_c < width)
+    sums = tl.sum(total, axis=0)
+    if p_out.dtype.element_ty != tl.float64:
+        sums = sums.to(tl.float32)  # of which the interpreter, too, makes 16 bits
+    tl.store(p_out + o_out, sums.to(p_out.dtype.element_ty), mask=o_c < width)
 
 
 @kernel
