@@ -576,7 +576,7 @@ def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Any], list[
         first, last = (of_q, rows) if of_k else (0, of_q)
         num_rows = rows_of_head or last - first
         source = width if is_bias and weights[i - 1] is not None else 0
-        outs.append(out.transpose(0, 1) if t.ndim == 3 else out.view(t.shape))
+        outs.append(out.transpose(0, 1) if t.ndim == 3 and len(out) > 1 else out.view(t.shape))
         jobs.append((partial, out, heads, (1, width, source, 1, 0, num_rows, 1, num_rows, first, row_width)))
     return outs, jobs
 
