@@ -48,6 +48,7 @@ class FrequencyModule(nn.Module):
     order: Order = "cos_sin"
     phase_range: tuple[float, float] | None = None
     describes = True  # describe() says all of what it does to q and k
+    takes_norm = True  # of q and k, in forward
 
     def __init__(
         self,
@@ -271,9 +272,7 @@ class FrequencyModule(nn.Module):
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
-    def _encode(
-        self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, norm: Norm | None = None
-    ) -> Any:
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, norm: Norm | None = None) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")

@@ -16,7 +16,8 @@ from ..reference import Act, MapName, Scales, Spec
 
 __all__ = [
     "NO_WEIGHTS", "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions", "Options", "Order",
-    "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember", "remembered",
+    "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember",
+    "remembered",
     "take_fields", "unflatten",
 ]  # fmt: skip
 

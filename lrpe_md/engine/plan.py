@@ -154,7 +154,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
         return HeadsPlan(triton.next_power_of_2(heads), 1, 4, None, min(items, 2) if sums else items)
     channels, in_tile = _CHANNELS[stage]
     num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(heads * width, 32 * channels))))
-    in_tile = max(1, in_tile * 32 * num_warps // width)
+    in_tile = max(1, triton.next_power_of_2(in_tile * 32 * num_warps // width + 1) // 2)
     tiles = triton.cdiv(heads, in_tile)
     most = None if stage is Pass.FORWARD else 128  # room for 16 warps
     programs = min(items, NUM_SM * max(1, 16 // num_warps)) if sums else items

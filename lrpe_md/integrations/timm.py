@@ -35,11 +35,13 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..engine.linear_call import NormalizerName
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
 from .attention import Context, attend, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
+from .norms import norm_of, takes_norm
 
 __all__ = [
     "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
@@ -78,7 +80,11 @@ class LrpeAttention(Attention):
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
+        norm = None
+        if self.attention == "softmax" and takes_norm(encoding):
+            norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)
+        if norm is None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
@@ -88,7 +94,7 @@ class LrpeAttention(Attention):
             if context.block is not None:
                 raise ValueError("attention: expected 'linear' where frames see earlier ones alone, got 'softmax'")
             if encoding is not None:
-                q, k = encode(encoding, q, k, positions, is_causal)
+                q, k = encode(encoding, q, k, positions, is_causal, norm)
                 if self.copy_v:
                     v = v.clone()
                     del qkv
@@ -105,11 +111,16 @@ class LrpeAttention(Attention):
 
 
 def encode(
-    encoding: nn.Module, q: Tensor, k: Tensor, positions: Grid | Coordinates | None, is_causal: bool
+    encoding: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    positions: Grid | Coordinates | None,
+    is_causal: bool,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
     if is_causal:
         check_causal(encoding)
-    return encoding(q, k, positions=positions)
+    return encoding(q, k, positions=positions) if norm is None else encoding(q, k, positions=positions, norm=norm)
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:

@@ -169,15 +169,27 @@ class Run:
     console: Console
     copy_ms: float = 0.0  # a byte read and written
     rows: list[dict[str, Any]] = field(default_factory=list)
+    columns: tuple[str, ...] = COLUMNS
+
+    def begin(self) -> None:
+        """The file, with its header alone."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
         """One row, on the disk at once."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
         found = f"{row['ms']:.4f} ms, {row['share']:.3f} of copy" if "ms" in row else row.get("note", "")
-        self.console.print(" ".join(str(row.get(name)) for name in COLUMNS[:7]), found, highlight=False, markup=False)
+        self.console.print(
+            " ".join(str(row.get(name)) for name in self.columns[: self.columns.index("ms")]),
+            found,
+            highlight=False,
+            markup=False,
+        )
 
     def measure_copy(self, size: int) -> None:
         x = torch.ones(size, dtype=BF16, device=self.device)
@@ -230,11 +242,9 @@ def main(
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, IMPLS, IMPLS)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="", encoding="utf-8") as file:
-        csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
     console = Console(width=160, soft_wrap=True)
     run = Run(out, where, rep, time.monotonic() + limit, measured_on(where, commit), console)
+    run.begin()
     run.measure_copy(2**16 if smoke else 2**30)
     plan = [(by, name, chosen) for by in impls for name in works for chosen in maps]
     for by, name, chosen in plan:

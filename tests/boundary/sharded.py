@@ -183,9 +183,8 @@ def norms(mesh, impl):
     weight = distribute_tensor(normal(mesh, 8), other, [Replicate()] * 2)
     with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
-    table = GRID.explicit(q.device)
+    table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
     with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens where the tokens of Coordinates"):
-        split = distribute_tensor(q, mesh, [Shard(2)])
         rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 
 

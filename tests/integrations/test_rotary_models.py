@@ -432,7 +432,10 @@ def call_hunyuan_video(model, x):
 
 VIDEO = (2, 4, 3, 6, 10)
 DIFFUSERS = {  # model, call, size of the input, calls of rotate, and what holds for their positions
-    "flux": (flux, call_flux, (2, 30, 4), 2, lambda p: torch.equal(p.coords[6:], flux_ids())),
+    "flux": (  # text and image have norms of their own, and so a call each, where they are projected apart
+        flux, call_flux, (2, 30, 4), 3,
+        lambda p: torch.equal(p.coords[-30:], flux_ids()) or (len(p.coords) == 6 and not p.coords.any()),
+    ),
     "wan": (wan, call_wan, VIDEO, 2, lambda p: p == Grid((3, 3, 5))),
     "hunyuan video": (
         hunyuan_video, call_hunyuan_video, VIDEO, 2, lambda p: p == Grid((3, 3, 5), suffix=6),

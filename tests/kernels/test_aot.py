@@ -38,7 +38,9 @@ def test_compiles(target):
         early = []
         if target == "sm_90" and row["case"]["run"] == "backward omega":
             early = ["wait"] if row["kernel"] == "reduce_partial_kernel" else ["launch_dependents"] * row["sums"]
-            assert row["sums"] == (row["kernel"] in ("lrpe_kernel", "heads_kernel")) or "of heads" in row["case"]["norm"]
+            assert (
+                row["sums"] == (row["kernel"] in ("lrpe_kernel", "heads_kernel")) or "of heads" in row["case"]["norm"]
+            )
         assert row["early"] == early, row
         assert row["resident"] <= 100 * 1024, "programs planned to run at once need more shared memory than an SM has"
     if target.startswith("sm"):

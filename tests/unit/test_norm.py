@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 from lrpe_md import Coordinates as Coords
+from lrpe_md import CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 from lrpe_md.testing import Case, bind, make_inputs
 
 B, H, N, D = 2, 4, 13, 16
@@ -92,7 +92,7 @@ ERRORS = {
     "three weights": (
         ValueError, r"norm\.weight: a tuple is one for q and one for k, got 3", lambda: Norm(weight=(Q, Q, Q)),
     ),
-    "one of two weights": (TypeError, r"norm\.weight: .* got a tuple with None", lambda: Norm(weight=(normal(D), None))),
+    "one of two": (TypeError, r"norm\.weight: .* got a tuple with None", lambda: Norm(weight=(normal(D), None))),
     "a list": (TypeError, r"norm\.weight.*\(of q\): expected a tensor", lambda: Norm(weight=[1.0])),
     "another width": (
         ValueError, r"norm\.weight\[0\] \(of q\): expected shape \(D,\).* with H = 4 and D = 16 .* got \(8,\)",
