@@ -135,11 +135,11 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv")
 class LrpeFluxAttnProcessor(_Processor, FluxAttnProcessor):
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, x, OWN))
+        num_text = 0 if text is None else text.shape[1]
         if text is None:
             q, k = _normed(rotary, q, k, attn.norm_q, attn.norm_k)
         else:  # in front
             tq, tk, tv = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, text, ADDED))
-            num_text = text.shape[1]
             tq, tk = _normed(rotary.cut(0, num_text), tq, tk, attn.norm_added_q, attn.norm_added_k)
             q, k = _normed(rotary.cut(num_text), q, k, attn.norm_q, attn.norm_k)
             q, k, v = (torch.cat(pair, dim=1) for pair in ((tq, q), (tk, k), (tv, v)))

@@ -76,7 +76,7 @@ def _read(norm: Any, dtype: torch.dtype) -> _Own | None:
     if kind is nn.LayerNorm or (library == "timm" and name in ("LayerNorm", "LayerNormFp32")):
         return _Own("layer", weight, bias, norm.eps)  # pyright: ignore[reportArgumentType]
     if kind is nn.RMSNorm:
-        return _Own("rms", weight, None, torch.finfo(dtype).eps if norm.eps is None else norm.eps)
+        return _Own("rms", weight, None, torch.finfo(dtype).eps if norm.eps is None else norm.eps)  # pyright: ignore
     if (library, name) in (("timm", "RmsNorm"), ("timm", "RmsNormFp32"), ("diffusers", "RMSNorm")):
         return _Own("rms", weight, None, norm.eps)  # pyright: ignore[reportArgumentType]
     return None
@@ -108,7 +108,8 @@ class NormedAttention(Adapted):
                     "position_embeddings: expected what the adapted rotary module gives, which q_norm and k_norm go "
                     f"with, got {type(position_embeddings).__name__}; call restore_rotary(model) for others"
                 )
-            norm = Norm("rms", (q_norm.weight, k_norm.weight), None, q_norm.variance_epsilon)
+            eps: Any = q_norm.variance_epsilon
+            norm = Norm("rms", (q_norm.weight, k_norm.weight), None, eps)
             position_embeddings = (position_embeddings[0].normed(norm), *position_embeddings[1:])
         return self.original.forward(self, hidden_states, position_embeddings, *args, **kwargs)
 

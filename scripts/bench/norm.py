@@ -14,6 +14,7 @@ small case are held against float64 first.
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -125,17 +126,16 @@ def build_plain(inputs: Inputs) -> Encode:
 
 def build_liger(inputs: Inputs) -> Encode:
     """Liger's RMSNorm, then its rotation, in place on what the norm gave."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb  # pyright: ignore[reportMissingImports]
-
+    liger_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    liger_rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (torch.cat([t, t], dim=-1)[None].to(BF16) for t in inputs.cos_sin)
 
     def encode(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor, weights: Any) -> tuple[Tensor, ...]:
         q, k = (
-            LigerRMSNormFunction.apply(x.transpose(1, 2), w.to(x.dtype), EPS).transpose(1, 2)
+            liger_norm.apply(x.transpose(1, 2), w.to(x.dtype), EPS).transpose(1, 2)
             for x, w in zip(xs, weights, strict=True)
         )
-        return liger_rotary_pos_emb(q, k, cos, sin)
+        return liger_rotate(q, k, cos, sin)
 
     return encode
 

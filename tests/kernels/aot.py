@@ -103,6 +103,9 @@ def cases() -> list[SimpleNamespace]:
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
+    for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # of the models that norm q and k
+        changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
+        found.append(SimpleNamespace(**{**first, **changes}))
     return found
 
 
