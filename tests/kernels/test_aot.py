@@ -54,6 +54,7 @@ def test_compiles(target):
         for row in angles:
             case = row["case"]
             exact = case["dtype"] == "torch.float32" or case["run"] == "backward omega"
+            exact = exact or (case["run"] == "backward" and "of heads" in case["norm"])  # dx̄ waits in float32
             if case["positions"] == "grid" and exact:
                 assert (row["counted"], row["remainders"]) == (True, 0), row
                 integers += 1
