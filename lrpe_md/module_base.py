@@ -19,10 +19,16 @@ from .frequencies.series import geometric_theta
 from .functional import cosine, rotate
 from .norm import Norm
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
+
+
+def check_alone(norm: Norm | None) -> None:
+    """Linear attention takes none."""
+    if norm is not None:
+        raise ValueError("norm: expected None with attend, which is given q and k as they are; normalise them before")
 
 
 class FrequencyModule(nn.Module):
@@ -209,6 +215,7 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
+            check_alone(norm)
             return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm)

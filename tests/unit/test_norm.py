@@ -162,3 +162,9 @@ def test_positions_of_q_and_k_apart(over):
     q, k = rotate(Q, K, omega=OMEGA, positions=(GRID, table), norm=norm)
     for y, x, where, weight in ((q, Q, GRID, weights[0]), (k, K, table, weights[1])):
         assert torch.equal(y, rotate(x, omega=OMEGA, positions=where, norm=Norm(weight=weight, over=over)))
+
+
+def test_linear_attention_has_none():
+    for module, where in ((RotateMd(D, 2), {"positions": GRID}), (Rotate1d(D), {})):
+        with pytest.raises(ValueError, match="norm: expected None with attend"):
+            module(Q, K, norm=Norm(), attend=lambda *args: args, **where)
