@@ -16,6 +16,7 @@ from .modules import PresetMd as PresetMd
 from .modules import Rotate1d as Rotate1d
 from .modules import RotateMd as RotateMd
 from .modules_linear import LinearAttention as LinearAttention
+from .norm import Norm as Norm
 from .pairs import convert_pairs as convert_pairs
 from .positions.augment import AugmentPositions as AugmentPositions
 from .positions.coordinates import Coordinates as Coordinates

@@ -10,6 +10,7 @@ from torch import Tensor
 from .engine.call import Act, Impl, Options, Order, Pairs, Positions
 from .engine.dispatch import run, run_part
 from .engine.views import Packed, encode_qkv
+from .norm import Norm
 
 __all__ = ["cosine", "rotate"]
 
@@ -18,21 +19,21 @@ __all__ = ["cosine", "rotate"]
 def cosine(
     x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, rotary_dim: int | slice | None = ...,
     act: Act = ..., dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., impl: Impl = ...,
+    order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
     q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., impl: Impl = ...,
+    order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cosine(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
     positions: Positions | Packed | tuple[Positions, Positions], rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
-    amplitude: float | Tensor | None = ..., order: Order = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def cosine(
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     amplitude: float | Tensor | None = None,
     order: Order = "cos_sin",
+    norm: Norm | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ], x̄ = act(x), Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c].
@@ -78,6 +80,8 @@ def cosine(
         amplitude: multiplies cos Θ and sin Θ of grid tokens: a number, or (D,), or (H or 1, D) float32 or float64.
             Under ``torch.compile`` a tensor avoids a recompile for each new value.
         order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
+        norm: x̄ = act(norm(x)): a :class:`Norm` of q and k, in the same pass; not with softmax over the sequence. With
+            rotary_dim a pass of its own, in float32.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
@@ -85,9 +89,9 @@ def cosine(
         under autocast) and memory order. (N, H, 2D) of packed tokens. From qkv q, k and v in its order, (B, N, H, 2D)
         or (N, H, 2D) and v, a view of it. Arithmetic is float32, or float64 where x is.
 
-    Differentiable with respect to xs, omega and phase: the fused backward, deterministic, in first-order
-    reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the reference,
-    which is differentiable to any order and also with respect to the coordinates and the amplitude.
+    Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
+    in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the
+    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
@@ -103,26 +107,26 @@ def cosine(
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             cosine, omega=omega, positions=positions, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, order=order, impl=impl,
+            amplitude=amplitude, order=order, norm=norm, impl=impl,
         )  # fmt: skip
         return encode_qkv(again, xs, qkv, num_key_heads)
     if rotary_dim is not None:
-        return run_part(options, xs, omega, positions, phase, amplitude)
-    return run(options, xs, omega, positions, phase, amplitude)
+        return run_part(options, xs, omega, positions, phase, amplitude, norm)
+    return run(options, xs, omega, positions, phase, amplitude, norm)
 
 
 @overload
 def rotate(
     x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
-    amplitude: float | Tensor | None = ..., inverse: bool = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
     q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
     pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., impl: Impl = ...,
+    inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rotate(
@@ -130,7 +134,7 @@ def rotate(
     positions: Positions | Packed | tuple[Positions, Positions], pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., impl: Impl = ...,
+    inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -147,6 +151,7 @@ def rotate(
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     amplitude: float | Tensor | None = None,
     inverse: bool = False,
+    norm: Norm | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
@@ -162,6 +167,7 @@ def rotate(
         amplitude: a number, or (R/2,), or (H or 1, R/2): of YaRN and LongRoPE.
         inverse: rotate by -Θ, phase included, which undoes a rotation that had neither activation nor amplitude; both
             stay what they are. Negates omega and phase.
+        norm: a :class:`Norm` of q and k, over a head or all heads, in the same pass.
 
     Returns:
         (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) of packed tokens; from qkv q, k and v in
@@ -174,14 +180,14 @@ def rotate(
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             rotate, omega=omega, positions=positions, pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, inverse=inverse, impl=impl,
+            amplitude=amplitude, inverse=inverse, norm=norm, impl=impl,
         )  # fmt: skip
         return encode_qkv(again, xs, qkv, num_key_heads)
     if inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
-    return run(options, xs, omega, positions, phase, amplitude)
+    return run(options, xs, omega, positions, phase, amplitude, norm)
 
 
 def _negated(t: Any) -> Any:

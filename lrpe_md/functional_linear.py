@@ -49,7 +49,8 @@ def linear_attention(
     backend, without positions) is at some 200 tokens, where a forward takes as long and a backward two thirds; at
     4,096 tokens both are some ten times as fast, at 32,760 a hundred times, causal at 8,192 five times. A training step
     of a ViT-B/16, compiled, is 4% faster at 224 pixels than with softmax attention and no positions, and takes 0.55 of
-    its time at 1,024. With fewer tokens softmax attention is no slower: prefer it there. Measured: scripts/results/benchmark-linear.csv, linear-training.csv and linear-scaling.csv.
+    its time at 1,024. With fewer tokens softmax attention is no slower: prefer it there. Measured:
+    scripts/results/benchmark-linear.csv, linear-training.csv and linear-scaling.csv.
 
     Args:
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v) with any strides; H_k divides H_q (GQA): query

@@ -17,11 +17,18 @@ from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
 from .functional import cosine, rotate
+from .norm import Norm
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
+
+
+def check_alone(norm: Norm | None) -> None:
+    """Linear attention takes none."""
+    if norm is not None:
+        raise ValueError("norm: expected None with attend, which is given q and k as they are; normalise them before")
 
 
 class FrequencyModule(nn.Module):
@@ -47,6 +54,7 @@ class FrequencyModule(nn.Module):
     order: Order = "cos_sin"
     phase_range: tuple[float, float] | None = None
     describes = True  # describe() says all of what it does to q and k
+    takes_norm = True  # of q and k, in forward
 
     def __init__(
         self,
@@ -187,6 +195,7 @@ class FrequencyModule(nn.Module):
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
+        norm: Norm | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
@@ -196,6 +205,7 @@ class FrequencyModule(nn.Module):
                 or what :func:`lrpe_md.pack` gives, for packed tokens (N, H, D).
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ; for the cosine map there is none.
+            norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
             attend: return ``attend(self.describe(), *xs)`` instead. So linear attention takes the frequencies within
                 the module's hooks, in which FSDP gathers them.
 
@@ -205,17 +215,19 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
+            check_alone(norm)
             return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
-            again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse)
+            again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm)
             return encode_qkv(again, xs, qkv, num_key_heads)
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
-            return encode_packed(partial(FrequencyModule.forward, self, positions=where, inverse=inverse), xs)
+            again = partial(FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm)
+            return encode_packed(again, xs)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has none, got True")
         try:
-            return self._encode(xs, positions, inverse)
+            return self._encode(xs, positions, inverse, norm)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
             raise
@@ -267,7 +279,7 @@ class FrequencyModule(nn.Module):
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
-    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False) -> Any:
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, norm: Norm | None = None) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
@@ -275,11 +287,11 @@ class FrequencyModule(nn.Module):
         if self.map == "cosine":
             return cosine(
                 *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
-                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl,
+                phase=phase, amplitude=amplitude, order=self.order, norm=norm, impl=self.impl,
             )  # fmt: skip
         return rotate(
             *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl,
+            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, norm=norm, impl=self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -13,7 +13,8 @@ from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
+from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_alone
+from .norm import Norm
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
 from .positions.sequences import text_positions
@@ -240,6 +241,7 @@ class Rotate1d(RotateMd):
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
+        norm: Norm | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
@@ -251,6 +253,7 @@ class Rotate1d(RotateMd):
                 :func:`lrpe_md.pack` gives, for (N, H, D).
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ.
+            norm: see :meth:`RotateMd.forward`.
             attend: see :meth:`RotateMd.forward`.
 
         Differentiable with respect to xs and a learned theta.
@@ -259,14 +262,19 @@ class Rotate1d(RotateMd):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
+            check_alone(norm)
             return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
-            again = partial(self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse)
+            again = partial(
+                self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm
+            )
             return encode_qkv(again, xs, qkv, num_key_heads)
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
         if cu_seqlens is not None and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
-            again = partial(self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse)
+            again = partial(
+                self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm
+            )
             return encode_packed(again, xs)
         if positions is None:
             check_input("x", xs[0], xs[0])
@@ -274,15 +282,15 @@ class Rotate1d(RotateMd):
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
         if self.scale_base is None:
-            return super().forward(*xs, positions=positions, inverse=inverse)
+            return super().forward(*xs, positions=positions, inverse=inverse, norm=norm)
         if len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since xPos scales them apart, got {len(xs)} tensor")
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
-            return encode_packed(partial(self.forward, positions=where), xs)
-        q, k = super().forward(*xs, positions=positions)
+            return encode_packed(partial(self.forward, positions=where, norm=norm), xs)
+        q, k = super().forward(*xs, positions=positions, norm=norm)
         return scale_xpos(
             q, k, positions=positions, scale_base=self.scale_base, scale_centre=self.scale_centre, pairs=self.pairs,
             rotary_dim=self.rotary_dim,

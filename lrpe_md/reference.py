@@ -1,7 +1,7 @@
 """The specification, in torch alone: readable, any float dtype, differentiable to any order.
 
     Θ[n, h, c] = Σ_j s_j[n] · ω[h, c, j] + φ[h, c]     for grid tokens; Θ = 0 for prefix and suffix tokens
-    x̄ = act(x)
+    x̄ = act(x), or act(norm(x))
     cosine   y = [x̄ ⊙ cos Θ, x̄ ⊙ sin Θ]                                d -> 2d
     rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
     An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens.
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "ACTIVATIONS", "MAPS", "Act", "Activation", "Map", "MapName", "Spec", "activate", "activate_and_map",
-    "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward", "fold", "join_pairs",
-    "no_autocast", "rotate", "split_pairs",
+    "ACTIVATIONS", "MAPS", "NORMS", "Act", "Activation", "Map", "MapName", "Scales", "Spec", "activate",
+    "activate_and_map", "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward", "fold",
+    "join_pairs", "no_autocast", "normalise", "normalise_backward", "rotate", "split_pairs",
 ]  # fmt: skip
 
 
@@ -43,6 +43,10 @@ class Spec(NamedTuple):
     num_channels: int = 0  # C: head_dim for cosine, pairs for rotate
     sections: tuple[int, ...] = ()  # pairs a block, for pairs "blocks"
     order: str = "cos_sin"  # | "sin_cos"
+    norm: str = "none"  # | one of NORMS
+    norm_over: str = "head"  # | "heads"
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0  # of the weight
 
     def out_dim(self, head_dim: int) -> int:
         return MAPS[self.map].out_dim(head_dim)
@@ -140,6 +144,83 @@ def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
 def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: int | None = None) -> Tensor:
     """dx from dx̄."""
     return ACTIVATIONS[act].backward(dx_bar, x, x_bar, dim)
+
+
+NORMS = ("rms", "layer")
+
+
+class Scales(NamedTuple):
+    """γ and β of one tensor, each (D,), (H, D) or (P, 1 or H, D), and which of the P each token has."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    token_groups: Tensor | None = None  # (N,), where there are P
+
+    def by_token(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """γ or β as what x (B, H, N, D) is multiplied by."""
+        t = t.to(dtype)
+        if t.ndim == 3:
+            assert self.token_groups is not None
+            return t[self.token_groups].movedim(0, 1)
+        return t[:, None, :] if t.ndim == 2 else t
+
+    def sum_like(self, dt: Tensor, t: Tensor | None) -> Tensor | None:
+        """Of a gradient by token, (B, H, N, D), that of γ or β."""
+        if t is None:
+            return None
+        dt = dt.double()
+        if t.ndim == 3:
+            assert self.token_groups is not None
+            rows = [(dt * (self.token_groups == i)[:, None]).sum((0, 2)) for i in range(t.shape[0])]
+            total = torch.stack(rows)
+        else:
+            total = dt.sum((0, 2))
+        if t.ndim == 1:
+            total = total.sum(0)
+        elif t.shape[-2] == 1:
+            total = total.sum(-2, keepdim=True)
+        return total.to(t.dtype)
+
+
+NO_SCALES = Scales()
+
+
+def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
+    """norm(x), in the dtype of the arithmetic, which x has."""
+    normed, _ = _divide_by_deviation(spec, x)
+    if scales.weight is not None:
+        normed = normed * (scales.by_token(scales.weight, x.dtype) + spec.norm_offset)
+    if scales.bias is not None:
+        normed = normed + scales.by_token(scales.bias, x.dtype)
+    return normed
+
+
+def _over(spec: Spec) -> tuple[int, ...]:
+    return (-1,) if spec.norm_over == "head" else (1, -1)
+
+
+def _divide_by_deviation(spec: Spec, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x over its root mean square, or standard deviation, and what it was multiplied by."""
+    if spec.norm == "layer":
+        x = x - x.mean(_over(spec), keepdim=True)
+    scale = (x.square().mean(_over(spec), keepdim=True) + spec.norm_eps).rsqrt()
+    return x * scale, scale
+
+
+def normalise_backward(
+    spec: Spec, dy: Tensor, x: Tensor, scales: Scales = NO_SCALES
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dγ and dβ of norm(x), of which dy is the gradient.
+
+    With x̂ = norm(x) without γ and β, r what x is multiplied by, and g = γ dy:
+        rms    dx = r (g - x̂ mean(g x̂))        layer  dx = r (g - mean(g) - x̂ mean(g x̂))
+    """
+    normed, scale = _divide_by_deviation(spec, x)
+    g = dy if scales.weight is None else dy * (scales.by_token(scales.weight, x.dtype) + spec.norm_offset)
+    dx = g - normed * (g * normed).mean(_over(spec), keepdim=True)
+    if spec.norm == "layer":
+        dx = dx - g.mean(_over(spec), keepdim=True)
+    return dx * scale, scales.sum_like(dy * normed, scales.weight), scales.sum_like(dy, scales.bias)
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin") -> Tensor:
@@ -242,9 +323,10 @@ def encode(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
+    scales: Scales = NO_SCALES,
 ) -> Tensor:
     """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
-    return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude)[1].to(x.dtype)
+    return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude, scales)[1].to(x.dtype)
 
 
 def activate_and_map(
@@ -255,6 +337,7 @@ def activate_and_map(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
+    scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
     """x̄ and y in the dtype of the arithmetic; arguments as of :func:`encode`."""
     with no_autocast(x):
@@ -263,7 +346,10 @@ def activate_and_map(
         # Query head h takes the frequencies of head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
-        x_bar = activate(x.to(dtype), spec.act, spec.dim or None)
+        x = x.to(dtype)
+        if spec.norm != "none":
+            x = normalise(spec, x, scales)
+        x_bar = activate(x, spec.act, spec.dim or None)
         return x_bar, MAPS[spec.map].apply(x_bar, cos, sin, spec)
 
 
@@ -276,8 +362,11 @@ def encode_backward(
     omega: Tensor,
     phase: Tensor | None = None,
     amplitude: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    scales: Scales | None = None,
+) -> tuple[Any, ...]:
     """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, both in float64, in closed form, for where autograd can't record.
+    With scales dγ and dβ behind them, in their dtypes, None where there is none.
 
         cosine   dx̄ = dy_cos ⊙ cos Θ + dy_sin ⊙ sin Θ        dΘ = x̄ ⊙ (dy_sin ⊙ cos Θ - dy_cos ⊙ sin Θ)
         rotate   dx̄ = dy rotated by -Θ                        dΘ = ā db̄ - b̄ dā
@@ -293,9 +382,15 @@ def encode_backward(
         cos, sin = cos_sin(theta, amplitude, rotated)
         g = dy.to(dtype)
         x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(dtype)
+        given = x
+        if spec.norm != "none":
+            x = normalise(spec, x, scales or NO_SCALES)
         x_bar = activate(x, spec.act, spec.dim or None)
         dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
-        dx = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None).to(dy.dtype)
+        dx, dscales = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None), (None, None)
+        if spec.norm != "none":
+            dx, *dscales = normalise_backward(spec, dx, given, scales or NO_SCALES)
+        dx = dx.to(dy.dtype)
         if rotated is not None:
             dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)
         # Sum over the heads that share a frequency: (B, G, N, C).
@@ -306,4 +401,4 @@ def encode_backward(
         domega = domega.sum(0, keepdim=True) if omega.shape[0] < groups else domega
         if phase is not None and phase.shape[0] < groups:
             dphase = dphase.sum(0, keepdim=True)
-        return dx, domega, dphase
+        return (dx, domega, dphase) if scales is None else (dx, domega, dphase, *dscales)

@@ -26,6 +26,7 @@ from .engine.linear_validate import Given, validate_linear
 from .engine.validate import Positions
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
+from .norm import Norm
 from .positions.grid import Coordinates, Grid
 
 __all__ = [
@@ -67,6 +68,15 @@ class Case:
     phase: bool = False
     amplitude_heads: int = 0  # 0: none
     masked: bool = False  # some rows of coords are not rotated
+    norm: Literal["none", "rms", "layer"] = "none"
+    norm_over: Literal["head", "heads"] = "head"
+    norm_weight: Literal["none", "shared", "by_head"] = "shared"  # over all heads it is by head
+    norm_groups: int = 1  # of tokens
+    norm_bias: bool = True  # of "layer"
+    norm_dtype: torch.dtype | None = None  # of γ and β; None: dtype
+    eps: float = 1e-6
+    offset: float = 0.0
+    zero_rows: bool = False  # some tokens are zero
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
     grad_layout: Literal["bhnd", "bnhd", "odd", "expanded"] = "bhnd"
     base: float = 100.0
@@ -133,6 +143,20 @@ class Inputs:
     positions: Positions
     case: Case = field(default_factory=Case)
     amplitude: Tensor | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)  # of the norm: weight0, weight1, bias0, bias1
+
+    def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
+        """With these weights instead of the inputs' own, in their order."""
+        case = self.case
+        if case.norm == "none":
+            return None
+        named = dict(zip(self.weights, weights or self.weights.values(), strict=True))
+
+        def pair(name: str) -> Any:
+            found = tuple(t for key, t in named.items() if key.startswith(name))
+            return found[0] if len(found) == 1 else found or None
+
+        return Norm(case.norm, pair("weight"), pair("bias"), case.eps, case.norm_over, case.offset)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same inputs with every floating-point tensor in another dtype."""
@@ -147,7 +171,8 @@ class Inputs:
             positions = cast(positions)
         phase, amplitude = (None if t is None else cast(t) for t in (self.phase, self.amplitude))
         xs, grads = [*map(cast, self.xs)], [*map(cast, self.grads)]
-        return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude)
+        weights = {name: cast(t) for name, t in self.weights.items()}
+        return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude, weights)
 
 
 def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
@@ -200,6 +225,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     xs, grads = [], []
     for i, heads in enumerate(case.heads):
         x = randn(case.batch, heads, num_tokens, case.head_dim).to(device, case.dtype)
+        if case.zero_rows:
+            x[:, :, ::3] = 0
         g = randn(case.batch, heads, num_tokens, case.out_dim).to(device, case.dtype)
         xs.append(_strided(x, case.layout, i))
         grads.append(_strided(g, case.grad_layout, i))
@@ -211,7 +238,23 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     amplitude = None
     if case.amplitude_heads:
         amplitude = randn(case.amplitude_heads, case.channels).mul(0.5).add(1.5).to(device)
-    return Inputs(xs, grads, omega, phase, positions, case, amplitude)
+    weights = _make_weights(case, randn, device)
+    return Inputs(xs, grads, omega, phase, positions, case, amplitude, weights)
+
+
+def _make_weights(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    found = {}
+    if case.norm == "none" or case.norm_weight == "none":
+        return found
+    for name in ("weight", *(("bias",) if case.norm == "layer" and case.norm_bias else ())):
+        for i, heads in enumerate(case.heads):
+            by_head = case.norm_over == "heads" or case.norm_weight == "by_head"
+            size = (heads, case.head_dim) if by_head else (case.head_dim,)
+            if case.norm_groups > 1:
+                size = (case.norm_groups, heads if by_head else 1, case.head_dim)
+            values = randn(*size).mul(0.5) + (name == "weight") - case.offset
+            found[f"{name}{i}"] = values.to(device, case.norm_dtype or case.dtype)
+    return found
 
 
 def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -220,7 +263,7 @@ def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
-    """(xs, omega, phase=None) -> ys: what the case asks for, with its arguments and at its positions."""
+    """(xs, omega, phase=None, weights=None) -> ys: what the case asks for, with its arguments and at its positions."""
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
     options: dict[str, Any] = {"positions": inputs.positions, "impl": impl, "act": case.act, "dim": case.dim}
@@ -230,23 +273,27 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
     else:
         options |= {"order": case.order}
 
-    def forward(xs: Sequence[Tensor], omega: Tensor, phase: Tensor | None = None) -> tuple[Tensor, ...]:
-        return as_tuple(call(*xs, omega=omega, phase=phase, **options))
+    def forward(
+        xs: Sequence[Tensor], omega: Tensor, phase: Tensor | None = None, weights: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        return as_tuple(call(*xs, omega=omega, phase=phase, norm=inputs.norm(weights), **options))
 
     return forward
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
-    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase."""
+    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase, dweight0 and so on of a norm."""
     xs = [x.detach().requires_grad_() for x in inputs.xs]
     omega = inputs.omega.detach().requires_grad_(frequencies)
     phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)
-    ys = bind(inputs, impl)(xs, omega, phase)
+    weights = {f"d{name}": t.detach().requires_grad_() for name, t in inputs.weights.items()}
+    ys = bind(inputs, impl)(xs, omega, phase, list(weights.values()))
     wanted = {f"dx{i}": x for i, x in enumerate(xs)}
     if frequencies:
         wanted["domega"] = omega
         if phase is not None:
             wanted["dphase"] = phase
+    wanted |= weights
     found = torch.autograd.grad(ys, list(wanted.values()), inputs.grads)
     return {**{f"y{i}": y.detach() for i, y in enumerate(ys)}, **dict(zip(wanted, found, strict=True))}
 
@@ -352,7 +399,7 @@ def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: floa
     return found
 
 
-_SUMS = ("domega", "dphase")
+_SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1")
 Draw = dict[str, tuple[Tensor, ...]]
 
 
@@ -378,7 +425,7 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
 
 def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violation]:
     judged = [
-        _judge(name, actual, error, exact, case, 0.0 if name in _SUMS else ulps)
+        _judge(name, actual, error, exact, case, 0.0 if name in _SUMS and actual.dtype.itemsize > 2 else ulps)
         for name, (actual, error, exact) in draw.items()
     ]
     return [violation for violation in judged if violation is not None]

@@ -14,9 +14,10 @@ from timm.layers.mlp import Mlp
 from timm.layers.norm import RmsNorm
 from torch import Tensor, nn
 
-from lrpe_md import geometric_theta
+from lrpe_md import Norm, geometric_theta
 from lrpe_md.engine.linear_call import NormalizerName
 from lrpe_md.integrations.attention import Context, attend_linearly, softmax_attention
+from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
 
 __all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
 
@@ -65,11 +66,15 @@ class Stream(nn.Module):
             self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
             self.mlp = Mlp(embed_dim, int(mlp_ratio * embed_dim))
 
-    def project(self, x: Tensor, c: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def project(
+        self, x: Tensor, c: Tensor, normed: bool = True
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         """x (B, N, C), c (B, C) → q, k, v (B, H, N, D) and what remains of the modulation for :meth:`update`."""
         shift, scale, *rest = self.modulation(c).chunk(2 if self.last else 6, dim=-1)
         qkv = self.qkv(modulate(self.norm1(x), shift, scale))
         q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads).unbind(0)
+        if not normed:
+            return (q, k, v), tuple(rest)
         return (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), tuple(rest)  # autocast norms in float32
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
@@ -105,22 +110,35 @@ class JointBlock(nn.Module):
 
     def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """x (B, N - L, C), text (B, L, C), c (B, C) → x, text. The context's mask is (B, N), False for padding."""
-        (q, k, v), rest = self.image.project(x, c)
+        norm = self.norm(context, 0 if text is None else text.shape[1], x.dtype)
+        (q, k, v), rest = self.image.project(x, c, norm is None)
         if self.text is None or text is None:
-            return self.image.update(x, self.attend(q, k, v, context), rest), None
+            return self.image.update(x, self.attend(q, k, v, context, norm), rest), None
         length = text.shape[1]
-        first, text_rest = self.text.project(text, c)
+        first, text_rest = self.text.project(text, c, norm is None)
         q, k, v = (torch.cat(pair, dim=2) for pair in zip(first, (q, k, v), strict=True))
-        attended = self.attend(q, k, v, context)
+        attended = self.attend(q, k, v, context, norm)
         text = self.text.update(text, attended[:, :, :length], text_rest)
         return self.image.update(x, attended[:, :, length:], rest), text
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
+        """The norms of text and image as one that the encoding takes; None: they come first."""
+        if self.attention == "linear" or not takes_norm(context.encoding):
+            return None
+        image = norm_of(self.image.q_norm, self.image.k_norm, dtype)
+        if self.text is None or image is None or not length:
+            return image
+        text, positions = norm_of(self.text.q_norm, self.text.k_norm, dtype), context.positions
+        if positions is None or positions.prefix != length or positions.suffix:
+            return None  # text that has positions of its own
+        return join_norms((text, image))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         if self.attention == "linear":
             gate = None if mask is None else mask[:, None]
             return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate)
         if encoding is not None:
-            q, k = encoding(q, k, positions=positions)
+            q, k = encoding(q, k, positions=positions, **({} if norm is None else {"norm": norm}))
         mask = None if mask is None else mask[:, None, None]
         return softmax_attention(q, k, v, scale=self.scale, attn_mask=mask)

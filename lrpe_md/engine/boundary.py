@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from .. import reference
 from . import compiled
-from .call import Call, Layout, Needs, Spec, Tables, declare, flatten, unflatten
+from .call import Call, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
 from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
@@ -31,9 +31,13 @@ def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = 
     """
     omega, phase = call.tables.omega, call.tables.phase
     if torch.is_grad_enabled() and (
-        omega.requires_grad or (phase is not None and phase.requires_grad) or any(x.requires_grad for x in xs)
+        omega.requires_grad
+        or (phase is not None and phase.requires_grad)
+        or any(x.requires_grad for x in xs)
+        or any(t is not None and t.requires_grad for t in call.weights)
     ):
-        return _Encode.apply(call, direct, cache, omega, phase, *xs)
+        weights = call.weights if call.spec.norm != "none" else ()
+        return _Encode.apply(call, direct, cache, omega, phase, *xs, *weights)
     return tuple(forward(call, xs, direct, cache)[: len(xs)])
 
 
@@ -41,49 +45,56 @@ def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
     tables = call.tables
     s, rotated = call.layout.positions(tables, tables.omega.device)
-    ys = (reference.encode(call.spec, x, s, rotated, tables.omega, tables.phase, tables.amplitude) for x in xs)
+    scales = call.layout.scales(call.weights, tables.omega.device)
+    ys = (
+        reference.encode(call.spec, x, s, rotated, tables.omega, tables.phase, tables.amplitude, own)
+        for x, own in zip(xs, scales, strict=False)
+    )
     return tuple(arrange_in_memory(y, memory_order(x)) for x, y in zip(xs, ys, strict=True))
 
 
 def _differentiate_reference(
     call: Call, xs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """dx for each gradient, dω and dφ by the closed form, in plain torch operators. xs: none where none is needed."""
+) -> tuple[list[Tensor], Tensor, Tensor | None, list[Tensor | None]]:
+    """dx for each gradient, dω, dφ and those of the weights by the closed form, in plain torch operators. xs: none
+    where none is needed."""
     omega, phase, amplitude = call.tables.omega, call.tables.phase, call.tables.amplitude
     s, rotated = call.layout.positions(call.tables, omega.device)
+    scales = call.layout.scales(call.weights, omega.device)
     found = [
-        reference.encode_backward(call.spec, g, x, s, rotated, omega, phase, amplitude)
-        for g, x in zip(grads, xs or (None,) * len(grads), strict=True)
+        reference.encode_backward(call.spec, g, x, s, rotated, omega, phase, amplitude, scales=own)
+        for g, x, own in zip(grads, xs or (None,) * len(grads), scales, strict=False)
     ]
-    domega = torch.stack([domega for _, domega, _ in found]).sum(0).to(omega.dtype)
-    dphase = None if phase is None else torch.stack([dphase for _, _, dphase in found]).sum(0).to(phase.dtype)
-    return [dx for dx, _, _ in found], domega, dphase
+    domega = torch.stack([domega for _, domega, *_ in found]).sum(0).to(omega.dtype)
+    dphase = None if phase is None else torch.stack([dphase for _, _, dphase, *_ in found]).sum(0).to(phase.dtype)
+    dweights = [t for _, _, _, *dscales in found for t in dscales]
+    return [dx for dx, *_ in found], domega, dphase, dweights
 
 
 # --- operators -------------------------------------------------------------------------------------------
 
-_CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}"
+_CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}, {declare(Weights)}"
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib = torch.library.Library("lrpe_md", "DEF")
 _lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache, str source='') -> Tensor[]", tags=_TAGS)
 _lib.define(
-    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, bool need_omega, bool need_phase, "
+    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, {declare(Needs, prefix='need_')}, "
     "str source='') -> Tensor[]",
     tags=_TAGS,
 )
 
 
-def _launcher() -> Any:
+def _launcher(call: Call) -> Any:
     """Imported where triton is, and needed."""
-    from . import launch
+    from . import launch, launch_heads
 
-    return launch
+    return launch_heads if call.spec.norm_over == "heads" else launch
 
 
 def forward(call: Call, xs: Sequence[Tensor], direct: bool, cache: bool = False) -> list[Tensor]:
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     if direct:
-        return _launcher().forward(call, xs, cache)
+        return _launcher(call).forward(call, xs, cache)
     return torch.ops.lrpe_md.forward(list(xs), *flatten(call), cache, compiled.SOURCE)
 
 
@@ -97,9 +108,10 @@ def backward(
     direct: bool,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, then dω and dφ where needed. outs: where dx is to be, for the launcher."""
+    """dx for each gradient, then dω, dφ and those of all weights that there are, where needed. outs: where dx is to be,
+    for the launcher."""
     if direct:
-        return _launcher().backward(call, grads, xs, stats, angles, needs, outs)
+        return _launcher(call).backward(call, grads, xs, stats, angles, needs, outs)
     return torch.ops.lrpe_md.backward(
         list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE
     )
@@ -107,22 +119,24 @@ def backward(
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
     call, (cache, *_) = unflatten(args)
-    return _launcher().forward(call, xs, cache)
+    return _launcher(call).forward(call, xs, cache)
 
 
 def _backward_cuda(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    return _launcher().backward(call, grads, xs, stats, angles, Needs(*needs[:2]))
+    *needs, _source = needs
+    return _launcher(call).backward(call, grads, xs, stats, angles, Needs(*needs))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
     call, (cache, *_) = unflatten(args)
-    spec, layout, tables, _ = call
+    spec, layout, tables = call.spec, call.layout, call.tables
     with torch.no_grad():
         omega, phase = tables.omega.detach(), None if tables.phase is None else tables.phase.detach()
-        detached = call._replace(tables=tables._replace(omega=omega, phase=phase))
+        weights = Weights(*(None if t is None else t.detach() for t in call.weights))
+        detached = call._replace(tables=tables._replace(omega=omega, phase=phase), weights=weights)
         ys = run_reference(detached, tuple(x.detach() for x in xs))
         out = []
         for x, y in zip(xs, ys, strict=True):
@@ -143,16 +157,18 @@ def _backward_reference(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    need = Needs(*needs[:2])
-    dxs, domega, dphase = _differentiate_reference(call, xs, grads)
+    *needs, _source = needs
+    need = Needs(*needs)
+    dxs, domega, dphase, dweights = _differentiate_reference(call, xs, grads)
     out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
-    return out + ([domega] if need.omega else []) + ([dphase] if need.phase and dphase is not None else [])
+    out += ([domega] if need.omega else []) + ([dphase] if need.phase and dphase is not None else [])
+    return out + [t.contiguous() for t in dweights if need.norm and t is not None]
 
 
 def _forward_fake(xs: list[Tensor], *args: Any) -> list[Tensor]:
     compiled.register()
     call, (cache, *_) = unflatten(args)
-    spec, layout, (omega, phase, *_), _ = call
+    spec, layout, (omega, phase, *_) = call.spec, call.layout, call.tables
     out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     if spec.dim == -2:
         for x in xs:
@@ -174,6 +190,9 @@ def _backward_fake(
         out.append(torch.empty_like(call.tables.omega, memory_format=torch.contiguous_format))
     if need.phase and call.tables.phase is not None:
         out.append(torch.empty_like(call.tables.phase, memory_format=torch.contiguous_format))
+    if need.norm:
+        given = [t for t in call.weights if t is not None]
+        out += [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
     return out
 
 
@@ -191,17 +210,19 @@ torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
 class _Encode(torch.autograd.Function):
     """Saves what the backward needs: the frequencies alone for a linear map without their gradient, else x.
 
-    omega and phase are those of the call, given again as what has a gradient.
+    omega, phase and, behind xs, the weights of a norm are those of the call, given again as what has a gradient.
     """
 
     @staticmethod
-    def forward(ctx, call, direct, cache, omega, phase, *xs):
+    def forward(ctx, call, direct, cache, omega, phase, *inputs):
         _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
+        normed = call.spec.norm != "none"
+        xs = inputs[: -len(call.weights)] if normed else inputs
         out, num = forward(call, xs, direct, cache), len(xs)
         ys, stats = out[:num], out[num : len(out) - cache]
         angles = out[-1] if cache else None
-        keep = xs if need_omega or need_phase or call.spec.act != "none" else ()
-        ctx.save_for_backward(*call.tables, angles, *stats, *keep)
+        keep = xs if need_omega or need_phase or call.spec.act != "none" or normed else ()
+        ctx.save_for_backward(*call.tables, *call.weights, angles, *stats, *keep)
         ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
         ctx.split = find_split(xs) if direct else None
         return tuple(ys)
@@ -209,29 +230,38 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         spec, layout, launches, direct, num_stats = ctx.args
-        omega, phase, coords, origin, affine, rotated, amplitude, angles, *rest = ctx.saved_tensors
-        call = Call(spec, layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude), launches)
+        saved = iter(ctx.saved_tensors)
+        tables, weights = take_fields(Tables, saved), take_fields(Weights, saved)
+        angles, *rest = saved
+        call = Call(spec, layout, tables, launches, weights)
         stats, xs = rest[:num_stats], rest[num_stats:]
-        _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
-        needs = Needs(need_omega, need_phase)
+        _, _, _, need_omega, need_phase, *need_inputs = ctx.needs_input_grad
+        needs = Needs(need_omega, need_phase, any(need_inputs[len(grads) :]))
+        dweights = (None,) * len(weights) if spec.norm != "none" else ()
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():  # create_graph: a double backward
-                domega, dphase, dxs = _differentiate_twice(call, xs, grads, needs)
-                return None, None, None, domega, dphase, *dxs
+                domega, dphase, dxs, found = _differentiate_twice(call, xs, grads, needs)
+                return None, None, None, domega, dphase, *dxs, *(found if needs.norm else dweights)
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
-                dxs, domega, dphase = _differentiate_reference(call, xs, grads)
-                return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs
+                dxs, domega, dphase, found = _differentiate_reference(call, xs, grads)
+                found = (*found, None, None)[: len(weights)] if needs.norm else dweights
+                return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs, *found
         direct = direct and is_plain(grads)
         outs = ctx.split.allocate(grads) if direct and ctx.split is not None else ()
-        out, num = backward(call, grads, xs, stats, angles, needs, direct, outs), len(grads)
-        return None, None, None, out[num] if need_omega else None, out[-1] if need_phase else None, *out[:num]
+        out = iter(backward(call, grads, xs, stats, angles, needs, direct, outs))
+        dxs = [next(out) for _ in grads]
+        domega = next(out) if need_omega else None
+        dphase = next(out) if need_phase else None
+        if needs.norm:
+            dweights = [None if t is None else next(out) for t in weights]
+        return None, None, None, domega, dphase, *dxs, *dweights
 
 
 def _differentiate_twice(
     call: Call, xs: Sequence[Tensor], grads: Sequence[Tensor], needs: Needs
-) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """The first derivative as a differentiable function of the gradients, x, omega and phase.
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """The first derivative as a differentiable function of the gradients, x, omega, phase and weights.
 
     Views stand in for the saved tensors: were those differentiated, paths through the user's own graph (k made from
     q, frequencies shared by layers) would be counted as well.
@@ -242,9 +272,11 @@ def _differentiate_twice(
     omega, phase = call.tables.omega, call.tables.phase
     omega, phase = omega.view_as(omega), None if phase is None else phase.view_as(phase)
     xs = [x.view_as(x) for x in xs]
+    weights = Weights(*(None if t is None else t.view_as(t) for t in call.weights))
     inputs: list[Any] = [*([omega] if needs.omega else []), *([phase] if needs.phase else [])]
-    inputs += [x for x in xs if x.requires_grad]
-    ys = run_reference(call._replace(tables=call.tables._replace(omega=omega, phase=phase)), tuple(xs))
+    inputs += [t for t in (*xs, *weights) if t is not None and t.requires_grad]
+    viewed = call._replace(tables=call.tables._replace(omega=omega, phase=phase), weights=weights)
+    ys = run_reference(viewed, tuple(xs))
     pairs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
     found = list(
         torch.autograd.grad(
@@ -254,7 +286,8 @@ def _differentiate_twice(
     )  # fmt: skip
     domega = found.pop(0) if needs.omega else None
     dphase = found.pop(0) if needs.phase else None
-    return domega, dphase, [found.pop(0) if x.requires_grad else None for x in xs]
+    dxs = [found.pop(0) if x.requires_grad else None for x in xs]
+    return domega, dphase, dxs, [found.pop(0) if t is not None and t.requires_grad else None for t in weights]
 
 
 def transforming() -> bool:

@@ -12,17 +12,28 @@ from torch import Tensor
 
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid, grid_coordinates
-from ..reference import Act, MapName, Spec
+from ..reference import Act, MapName, Scales, Spec
 
 __all__ = [
-    "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "Options", "Order", "Pairs", "Positions", "Spec",
-    "Tables", "Variant", "declare", "flatten", "remember", "remembered", "take_fields", "unflatten",
+    "NO_WEIGHTS", "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions", "Options", "Order",
+    "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember",
+    "remembered",
+    "take_fields", "unflatten",
 ]  # fmt: skip
 
 Impl = Literal["auto", "triton", "reference"]
 Pairs = Literal["half", "interleaved"] | Sequence[int]
 Order = Literal["cos_sin", "sin_cos"]
 Positions = Grid | Coordinates | Tensor
+
+
+class NormOptions(NamedTuple):
+    """Of a :class:`lrpe_md.Norm` what is no tensor."""
+
+    kind: str
+    over: str
+    eps: float
+    offset: float
 
 
 class Options(NamedTuple):
@@ -35,6 +46,7 @@ class Options(NamedTuple):
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
+    norm: NormOptions | None = None
 
 
 class Tables(NamedTuple):
@@ -47,6 +59,23 @@ class Tables(NamedTuple):
     affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
+
+
+class Weights(NamedTuple):
+    """γ and β of the norm of q, or of one tensor, and of k: (D,), (H, D) or (P, 1 or H, D) each."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    weight_k: Tensor | None = None
+    bias_k: Tensor | None = None
+
+    @property
+    def token_groups(self) -> int:
+        """P: groups of tokens, of the prefix, the grid and the suffix, that differ."""
+        return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
+
+
+NO_WEIGHTS = Weights()
 
 
 class Layout(NamedTuple):
@@ -76,12 +105,22 @@ class Layout(NamedTuple):
             rows = torch.ones(self.num_grid_tokens, dtype=torch.bool, device=device)
         return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
+    def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
+        """γ and β of q and of k for the reference."""
+        groups = None
+        if weights.token_groups > 1:
+            index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
+            groups = (index >= 0).long() + (index >= self.num_grid_tokens).long()
+            groups = groups.clamp_max(weights.token_groups - 1)
+        return Scales(weights.weight, weights.bias, groups), Scales(weights.weight_k, weights.bias_k, groups)
+
 
 class Needs(NamedTuple):
     """Which gradients a backward forms beside those of x."""
 
     omega: bool = False
     phase: bool = False
+    norm: bool = False  # all of γ and β that there are
 
 
 class Call(NamedTuple):
@@ -92,6 +131,7 @@ class Call(NamedTuple):
     tables: Tables
     # What was prepared for calls of the same sizes, dtypes and devices: by the strides and the pass, a launch.
     launches: dict[Hashable, Any] | None = None
+    weights: Weights = NO_WEIGHTS
 
 
 class Variant(NamedTuple):
@@ -109,6 +149,10 @@ class Variant(NamedTuple):
     num_channels: int = 0
     sections: tuple[int, ...] = ()
     order: str = "cos_sin"
+    norm: str = "none"
+    norm_over: str = "head"
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
     head_dim: int = 0
     num_axes: int = 0
     # The pass.
@@ -124,6 +168,12 @@ class Variant(NamedTuple):
     affine: bool = False
     has_origin: bool = False
     has_phase: bool = False
+    # The norm.
+    has_weight: bool = False
+    has_bias: bool = False
+    weight_by_head: bool = False  # γ and β of a head of their own
+    token_groups: int = 1  # of which each has γ and β of its own
+    need_dweight: bool = False
     # Arithmetic.
     wide: bool = False  # float64
     fast: bool = False  # the hardware's sine and cosine
@@ -191,7 +241,7 @@ def flatten(call: Call) -> tuple[Any, ...]:
     """A call as arguments of an operator, in the order of the fields."""
     return tuple(
         list(value) if isinstance(value, tuple) else value
-        for part in (call.tables, call.layout, call.spec)
+        for part in (call.tables, call.layout, call.spec, call.weights)
         for value in part
     )
 
@@ -200,7 +250,7 @@ def unflatten(args: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
     """The inverse of :func:`flatten`, and the arguments behind."""
     values = iter(args)
     tables, layout, spec = take_fields(Tables, values), take_fields(Layout, values), take_fields(Spec, values)
-    return Call(spec, layout, tables), tuple(values)
+    return Call(spec, layout, tables, None, take_fields(Weights, values)), tuple(values)
 
 
 def take_fields(kind: Callable[..., Any], values: Iterator[Any]) -> Any:

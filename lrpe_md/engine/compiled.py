@@ -3,7 +3,7 @@
 An operator in Python costs a compiled program more of the host's time than the launch. So Inductor is told how to lower
 ours: outputs are allocated, and what :func:`lrpe_md.engine.launch.prepare` prepares becomes a node that writes them.
 What it leaves to the operator: sizes that are symbols, tensors that are not on a GPU or not laid out as the kernels
-read them, softmax over the sequence, and, where Inductor hands on no limit of registers (before torch 2.15), the
+read them, softmax over the sequence, norms, and, where Inductor hands on no limit of registers (before torch 2.15), the
 gradient of the frequencies of all but a rotation without activation. Export, ONNX and other backends of
 ``torch.compile`` see the operator alone.
 """
@@ -77,8 +77,8 @@ def _lower_backward(grads: list[Any], xs: list[Any], stats: list[Any], angles: A
     values = _read_numbers(args)
     if values is None or angles is not None:
         return None
-    call, (need_omega, need_phase, *_) = unflatten(values)
-    return _lower(call, xs, grads, Needs(need_omega, need_phase))
+    call, needs = unflatten(values)
+    return _lower(call, xs, grads, Needs(*needs[: len(Needs._fields)]))
 
 
 def _read_numbers(values: Sequence[Any]) -> list[Any] | None:
@@ -102,9 +102,9 @@ def _read_numbers(values: Sequence[Any]) -> list[Any] | None:
 def _lower(call: Call, xs: list[Any], dys: list[Any], needs: Needs) -> list[Any] | None:
     """The outputs of an operator, as its launcher would leave them."""
     from . import launch
-    from .kernels.fixed import fixed_lrpe_kernel, fixed_reduce_partial_kernel
+    from .kernels.fixed import fixed_lrpe_kernel, fixed_reduce_partial_kernel, number_types
 
-    if launch.INTERPRETING or call.spec.dim == -2:
+    if launch.INTERPRETING or call.spec.dim == -2 or call.spec.norm != "none":
         return None
     xs, dys, boxes = list(map(_realize, xs)), list(map(_realize, dys)), Tables(*map(_realize, call.tables))
     plain_xs, plain_dys, plain = _describe(xs), _describe(dys), _describe(boxes)
@@ -120,23 +120,25 @@ def _lower(call: Call, xs: list[Any], dys: list[Any], needs: Needs) -> list[Any]
         xs = plain_xs = []
     source, dtype = (dys or xs)[0], (plain_dys or plain_xs)[0].dtype
     aligned = all(map(_is_aligned, (*xs, *dys)))
-    ready = launch.prepare(call, launch.Rows(plain_xs, plain_dys, []), dtype, aligned, need_dangles)
+    ready = launch.prepare(call, launch.Rows(plain_xs, plain_dys, []), dtype, aligned, needs)
     if "maxnreg" in ready.options and not _takes_options() and (call.spec.map, call.spec.act) != ("rotate", "none"):
         return None  # too many registers without a limit: fewer programs run at once than were planned
     outs = [_allocate(size, stride, dtype, source) for size, stride in ready.outs]
-    partial = _allocate(ready.partial_shape, None, torch.float64, source) if need_dangles else None
+    partial = _allocate(ready.sums.angles, None, torch.float64, source) if need_dangles else None
     if ready.grid[0]:
         tensors = launch.order_tensors(launch.Rows(xs, dys, []), outs, boxes, partial)
-        _start(fixed_lrpe_kernel, launch.lrpe_kernel, ready, tensors, outs if partial is None else [*outs, partial])
+        written = outs if partial is None else [*outs, partial]
+        _start(fixed_lrpe_kernel, number_types(launch.lrpe_kernel), ready, tensors, written)
     if partial is None:
         return outs
     phase = phase if needs.phase else None
     domega = _allocate(omega.shape, None, omega.dtype, source) if needs.omega else None
     dphase = None if phase is None else _allocate(phase.shape, None, phase.dtype, source)
-    second = launch.prepare_reduction(ready.partial_shape, omega.shape[2], omega if needs.omega else None, phase)
+    second = launch.prepare_reduction(ready.sums.angles, call, needs)
     found = [box for box in (domega, dphase) if box is not None]
     if second.grid[0]:
-        _start(fixed_reduce_partial_kernel, launch.reduce_partial_kernel, second, (partial, domega, dphase), found)
+        types = ("i32",) * len(second.scalars)
+        _start(fixed_reduce_partial_kernel, types, second, (partial, domega, dphase), found)
     return [*outs, *found]
 
 
@@ -185,11 +187,9 @@ def _allocate(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dt
     return empty(list(size), list(stride), dtype=dtype, device=like.get_device())
 
 
-def _start(fixed: Any, kernel: Any, ready: Any, tensors: Sequence[Any], written: Sequence[Any]) -> None:
-    """A launch, as a node of the compiler's program."""
-    from .kernels.fixed import number_types
-
-    arguments = dict(zip(fixed.arg_names, (*tensors, ready.scalars, number_types(kernel), ready.variant), strict=True))
+def _start(fixed: Any, types: tuple[str, ...], ready: Any, tensors: Sequence[Any], written: Sequence[Any]) -> None:
+    """A launch, as a node of the compiler's program. types: of its numbers."""
+    arguments = dict(zip(fixed.arg_names, (*tensors, ready.scalars, types, ready.variant), strict=True))
     _node_type()(fixed, ready, arguments, written)
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Packed
 from ..reference import activate
 from . import boundary, sharding
-from .call import Call, Known, Options, Tables, remember, remembered
+from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
 from .memory import accumulator, memory_order
+from .norms import apply_norm, of_tensor, take_norm
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, unpack_positions
 
@@ -27,27 +29,38 @@ INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in
 
 
 def run(
-    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
+    options: Options,
+    xs: tuple[Tensor, ...],
+    omega: Tensor,
+    positions: Any,
+    phase: Any = None,
+    amplitude: Any = None,
+    norm: Norm | None = None,
 ) -> Any:
     """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
     if type(positions) is Packed:
         where = unpack_positions(positions, options.dim)
-        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude), xs)
+        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm), xs)
+    weights = NO_WEIGHTS
+    if norm is not None:
+        options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
-        return _run_apart(options, xs, omega, positions, phase, amplitude)
-    direct = boundary.is_direct((*xs, omega, phase))
+        return _run_apart(options, xs, omega, positions, phase, amplitude, weights)
+    direct = boundary.is_direct((*xs, omega, phase) if norm is None else (*xs, omega, phase, *weights))
     key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
+    if key is not None and norm is not None:
+        key = _add_weights(key, weights)
     if key is None:
-        call = validate(options, xs, omega, positions, phase, amplitude)
+        call = validate(options, xs, omega, positions, phase, amplitude, weights)
     else:
         known = remembered.get(key)
         if known is None:
-            checked = validate(options, xs, omega, positions, phase, amplitude)
+            checked = validate(options, xs, omega, positions, phase, amplitude, weights)
             known = remember(key, Known(checked.spec, checked.layout, {}))
         spec, layout, launches = known
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row
-        call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches)
+        call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
     ys = _run_checked(call, xs, phase, options.impl, direct)
     return ys[0] if len(xs) == 1 else ys
 
@@ -64,7 +77,8 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
         return None
     for option in options:
-        if not (option is None or type(option) is str or type(option) is int):  # 1.0 and True equal 1
+        kind = type(option)
+        if not (option is None or kind is str or kind is int or kind is NormOptions):  # 1.0 and True equal 1
             return None
     if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
@@ -86,6 +100,14 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     )  # fmt: skip
 
 
+def _add_weights(key: tuple, weights: Weights) -> tuple | None:
+    """The key of a call with a norm."""
+    for t in weights:
+        if t is not None and (t.is_nested or t.layout is not _DENSE):
+            return None
+    return *key, *(None if t is None else (t.shape, t.dtype, t.device) for t in weights)
+
+
 def _run_checked(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
@@ -98,7 +120,7 @@ def _run_checked(
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
         return tuple(_join_groups((y,) * groups) for y in _run_checked(call, xs, phase, impl, direct))
-    if not direct and sharding.is_sharded(*xs, call.tables.omega, phase):
+    if not direct and sharding.is_sharded(*xs, call.tables.omega, phase, *call.weights):
         return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
     if use_triton(impl, xs, call.tables):
         tables = call.tables
@@ -110,14 +132,20 @@ def _run_checked(
 
 def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
     phase = call.tables.phase
-    return _run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase)))
+    return _run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
 
 
 # --- q and k apart, and groups of phases -------------------------------------------------------------------------
 
 
 def _run_apart(
-    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any, amplitude: Any
+    options: Options,
+    xs: tuple[Tensor, ...],
+    omega: Tensor,
+    positions: Any,
+    phase: Any,
+    amplitude: Any,
+    weights: Weights,
 ) -> tuple[Tensor, ...]:
     """Positions or a phase for each of q and k: a launch each."""
     each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
@@ -125,10 +153,14 @@ def _run_apart(
         q, k = xs
         check_input("q", q, q)
         check_input("k", k, q, other_length=True)
-    calls = [validate(options, (x,), omega, where, phi, amplitude) for where, phi, x in each]  # before any launch
+    calls = [  # before any launch
+        validate(options, (x,), omega, where, phi, amplitude, of_tensor(weights, i))
+        for i, (where, phi, x) in enumerate(each)
+    ]
     groups, ys = _count_groups(phase), ()
     for call, (_, phi, x) in zip(calls, each, strict=True):
-        ys += _run_checked(call, (x,), phi, options.impl, boundary.is_direct((x, omega, phi)), groups)
+        direct = boundary.is_direct((x, omega, phi, *call.weights))
+        ys += _run_checked(call, (x,), phi, options.impl, direct, groups)
     return ys
 
 
@@ -150,12 +182,18 @@ def _count_groups(phase: Any) -> int:
 
 
 def run_part(
-    options: Options, xs: tuple[Tensor, ...], omega: Tensor, positions: Any, phase: Any = None, amplitude: Any = None
+    options: Options,
+    xs: tuple[Tensor, ...],
+    omega: Tensor,
+    positions: Any,
+    phase: Any = None,
+    amplitude: Any = None,
+    norm: Norm | None = None,
 ) -> Any:
     """The cosine map of the channels that ``rotary_dim`` says; the others pass as x̄, side by side with it."""
     if type(positions) is Packed:
         where = unpack_positions(positions, options.dim)
-        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude), xs)
+        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm), xs)
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
@@ -164,10 +202,14 @@ def run_part(
     act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
-    # Softmax over the features is over all of them: it comes first, in the dtype of the arithmetic.
-    first = dim == -1
-    wide = tuple(activate(x.to(accumulator(x.dtype)), act, dim) for x in xs) if first else xs
-    options = options._replace(act="none", dim=None) if first else options
+    # A norm, and softmax over the features, are over all of them: they come first, in the dtype of the arithmetic.
+    first, wide = dim == -1 or norm is not None, xs
+    if norm is not None:
+        with_norm, weights = take_norm(options, norm, len(xs))
+        wide = apply_norm(with_norm, weights, xs, positions)
+    if first:
+        wide = tuple(activate(x.to(accumulator(x.dtype)), act, dim) for x in wide)
+        options = options._replace(act="none", dim=None)
     turned = run(options, tuple(x[..., start : start + width] for x in wide), omega, positions, phase, amplitude)
     ys: list[Tensor] = []
     for x, whole, y in zip(xs, wide, turned if len(xs) == 2 else (turned,), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,15 +17,16 @@ from triton.compiler import CompiledKernel
 
 from ..positions.grid import affine_on, grid_coordinates
 from . import kernels
-from .call import Call, Known, Layout, Needs, Tables, Variant, remember, remembered
+from .call import NO_WEIGHTS, Call, Known, Layout, Needs, Tables, Variant, Weights, remember, remembered
 from .kernels.signature import pack
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
-    "INTERPRETING", "Launch", "Rows", "backward", "count_grid", "count_tables", "current_device", "forward", "has_ptx",
-    "is_readable", "limit_registers", "make_readable", "materialise", "order_tensors", "prepare", "prepare_reduction",
-    "reduce_partial", "strides_in_eights",
+    "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
+    "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "is_readable", "launches_early",
+    "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare", "prepare_reduction",
+    "recall_launches", "reduce_partial", "reduce_partials", "run", "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -48,10 +50,10 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
                 _launch_softmax(x, stats[-1])
         if cache:
-            heads = _num_groups(ready.tables)
+            heads = num_groups(ready.tables)
             size = (heads, call.layout.num_tokens, call.spec.num_channels)
             angles = ready.tables.omega.new_empty(size, dtype=torch.float32)
-        outs, _ = _run(ready, Rows(xs, [], stats, angles), False)
+        outs, _ = run(ready, Rows(xs, [], stats, angles))
     return [*outs, *stats, angles] if angles is not None else [*outs, *stats]
 
 
@@ -69,20 +71,19 @@ def backward(
     angles = None if angles is None else angles.contiguous()
     ready = make_readable(call)
     over_sequence = call.spec.dim == -2
-    need_dangles = needs.omega or needs.phase
     with current_device(grads[0]):
         inner = ready
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
-        load = xs if need_dangles or inner.spec.act != "none" else []
-        dxs, partial = _run(inner, Rows(load, grads, stats, angles, () if over_sequence else outs), need_dangles)
+        load = xs if any(needs) or inner.spec.act != "none" or inner.spec.norm != "none" else []
+        dxs, partials = run(inner, Rows(load, grads, stats, angles, () if over_sequence else outs), needs)
         if over_sequence:
             dx_bars = dxs
             dxs = list(outs) or [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
             for x, stat, dx_bar, dx in zip(xs, stats, dx_bars, dxs, strict=True):
                 _launch_softmax(x, stat, dx_bar, dx)
-        if partial is not None:
-            dxs += reduce_partial(partial, ready, needs)
+        if any(needs):
+            dxs += reduce_partials(partials, ready, call.weights, needs)
     return dxs
 
 
@@ -96,18 +97,28 @@ class Rows(NamedTuple):
     outs: Sequence[Tensor] = ()  # what is written; allocated where there are none
 
 
+class Sums(NamedTuple):
+    """The partial sums of a launch."""
+
+    angles: tuple[int, ...] | None = None  # the shape of those of dω and dφ: (rows, G, J, C)
+    weights: tuple[int, int] | None = None  # of those of the weights: rows, and all of a program's sums
+    counts: tuple[int, int] = (0, 0)  # of the rows, those that are q's, and the rows of a head; 0: they are all heads'
+    all_heads: bool = False  # a row has the sums of all heads of q, or of k
+
+
 class Launch:
     """Everything about a launch but the tensors."""
 
-    __slots__ = ("compiled", "grid", "options", "outs", "partial_shape", "scalars", "variant")
+    __slots__ = ("compiled", "grid", "options", "outs", "packed", "scalars", "sums", "variant")
 
     def __init__(
-        self, programs: int, outs: list, partial_shape: tuple, scalars: tuple[int, ...], variant: Variant, options: dict
+        self, programs: int, outs: list, sums: Sums, scalars: tuple[int, ...], variant: Variant, options: dict
     ) -> None:
         self.grid = (programs, 1, 1)
         self.outs = outs  # (size, stride) of each output
-        self.partial_shape = partial_shape
+        self.sums = sums
         self.scalars = scalars
+        self.packed: tuple[int, ...] = pack(0, 0)  # numbers of the norm
         self.variant = variant
         self.options = options
         self.compiled: Any = None
@@ -116,8 +127,12 @@ class Launch:
 def make_readable(call: Call) -> Call:
     """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
-    layout = call.layout
+    layout, weights = call.layout, call.weights
+    if call.spec.norm != "none":
+        weights = Weights(*(None if t is None else _lay_weight(t) for t in weights))
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
+        if call.weights.token_groups > 1:
+            raise ValueError("norm.weight: expected one for all tokens of a grid of 2^31 tokens or more")
         coords, rotated = layout.positions(call.tables, omega.device)
         rotated = rotated.expand(coords.shape[:-1])
         affine, origin, layout = None, None, Layout(layout.num_tokens, 0, layout.num_tokens, 0, ())
@@ -127,14 +142,22 @@ def make_readable(call: Call) -> Call:
         )
         affine, origin, layout = None, None, layout._replace(sizes=())
     elif phase is coords is origin is rotated is amplitude is None and omega.is_contiguous() and not omega.is_neg():
-        return call
+        return call if weights is call.weights else call._replace(weights=weights)
     if rotated is not None:
         rotated = rotated.contiguous().view(torch.uint8)
     phase, coords, origin, amplitude = (
         None if t is None else materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
     )
     tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
-    return Call(call.spec, layout, tables, call.launches)
+    return Call(call.spec, layout, tables, call.launches, weights)
+
+
+def _lay_weight(t: Tensor) -> Tensor:
+    """As the kernels read γ and β: (H or 1, P, D), dense."""
+    t = materialise(t.detach())
+    if t.ndim == 3:
+        return t.transpose(0, 1).contiguous()
+    return t.contiguous().view(-1, 1, t.shape[-1])
 
 
 def is_readable(call: Call) -> bool:
@@ -155,73 +178,104 @@ def materialise(t: Tensor) -> Tensor:
     return t.resolve_neg() if t.is_neg() else t
 
 
-def _run(call: Call, rows: Rows, need_dangles: bool) -> tuple[list[Tensor], Tensor | None]:
-    """Launch the kernel on q (and k); returns its outputs, and the partial sums for dω and dφ."""
-    spec, layout, tables, launches = call
+class Partials(NamedTuple):
+    """What the programs of a launch left."""
+
+    angles: Tensor | None  # of dω and dφ: (rows, G, J, C)
+    weights: Tensor | None  # of the gradients of weights
+    sums: Sums
+
+
+_NOTHING = Needs()
+
+
+def count_far(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
+    """Positions of a large grid as an affine map of indices, where the hardware's functions would count their turns."""
+    layout, tables = call.layout, call.tables
+    if _reaches_far(layout, tables) and _is_fast(dtype, call.weights, needs):
+        num_axes = len(layout.sizes)
+        affine = affine_on((1.0,) * num_axes, (0.0,) * num_axes, tables.omega.device)
+        return call._replace(tables=tables._replace(affine=affine))
+    return call
+
+
+def run(
+    call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], Partials]:
+    """Launch the kernel on q (and k); returns its outputs, of this dtype or that of the inputs, and the partial
+    sums."""
+    spec = call.spec
     xs, dys, _, angles, given = rows
     source = (dys or xs)[0]
-    dtype, device = source.dtype, source.device
+    dtype, device = dtype or source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
         dtype = accumulator(dtype)
-    if _reaches_far(layout, tables) and _is_fast(dtype, need_dangles):
-        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), device)
-        tables = tables._replace(affine=affine)
-        call = call._replace(tables=tables)
+    call = count_far(call, dtype, needs)
+    tables, launches, weights = call.tables, call.launches, call.weights
     address, geometry = 0, []
     for t in (*xs, *dys, *given):
         address |= t.data_ptr()
         geometry.append(t.stride())
     aligned = address % 16 == 0
+    if spec.norm != "none":
+        geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
     if launches is None:
-        launches = _recall_launches(call, rows)
-    key = spec.act, bool(xs), bool(dys), need_dangles, angles is None, aligned, *geometry
+        launches = recall_launches(call, rows)
+    key = dtype, spec.act, bool(xs), bool(dys), needs, angles is None, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = prepare(call, rows, dtype, aligned, need_dangles, _can_launch_early())
+        launch = launches[key] = prepare(call, rows, dtype, aligned, needs, launches_early(needs))
     outs = list(given)
     if not outs:
         outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
-    partial = torch.empty(launch.partial_shape, dtype=torch.float64, device=device) if need_dangles else None
+    partials = allocate_partials(launch.sums, device) if any(needs) else Partials(None, None, launch.sums)
     if launch.grid[0]:
-        _start(lrpe_kernel, launch, order_tensors(rows, outs, tables, partial))
-    return outs, partial
+        norm = None
+        if spec.norm != "none":
+            norm = (weights.weight, weights.bias, weights.weight_k, weights.bias_k, partials.weights, launch.packed)
+        _start(launch, order_tensors(rows, outs, tables, partials.angles, norm))
+    return outs, partials
 
 
-def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any) -> tuple[Any, ...]:
+def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, norm: Any = None) -> tuple[Any, ...]:
     """The first arguments of ``lrpe_kernel``."""
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
     stat0, stat1 = (*rows.stats, None, None)[:2]
     o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial
+    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, norm
 
 
-def _recall_launches(call: Call, rows: Rows) -> dict:
+def allocate_partials(sums: Sums, device: torch.device) -> Partials:
+    angles = None if sums.angles is None else torch.empty(sums.angles, dtype=torch.float64, device=device)
+    weights = None if sums.weights is None else torch.empty(sums.weights, dtype=torch.float64, device=device)
+    return Partials(angles, weights, sums)
+
+
+def recall_launches(call: Call, rows: Rows) -> dict:
     """Those of calls with the same sizes, dtypes and devices, for a call that comes without."""
-    tensors = (*rows.xs, *rows.dys, *call.tables)
+    tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights)
     metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
     key = "launches", call.spec, call.layout, len(rows.xs), len(rows.dys), metas
     known = remembered.get(key) or remember(key, Known(call.spec, call.layout, {}))
     return known.launches
 
 
-def _start(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
-    """``kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
+def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
+    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
     compiled = launch.compiled
-    if compiled is not None and not kernel.pre_run_hooks:
+    if compiled is not None and not lrpe_kernel.pre_run_hooks:
         compiled[launch.grid](*tensors, *launch.scalars, launch.variant)
         return
-    compiled = kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
+    compiled = lrpe_kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
     if isinstance(compiled, CompiledKernel):
         launch.compiled = compiled
 
 
-def prepare(
-    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need_dangles: bool, early: bool = False
-) -> Launch:
+def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False) -> Launch:
     """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes; early: the
     second pass of dω may be launched while this one runs."""
-    spec, layout, tables, _ = call
+    spec, layout, tables = call.spec, call.layout, call.tables
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
     batch, heads0, num_tokens, last = sources[0].shape
@@ -231,27 +285,31 @@ def prepare(
     outs = [(t.shape, t.stride()) for t in rows.outs]
     outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
-    aligned = aligned and _in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = _describe(call, rows, dtype, head_dim, aligned, need_dangles, strides)
-    if not spec.dim and aligned:
+    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
+    variant = describe(call, rows, dtype, (head_dim, aligned), needs, strides)
+    if not spec.dim and aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
-    groups = max(1, _num_groups(tables))
+    groups = max(1, num_groups(tables))
     group0, group1 = heads0 // groups, heads1 // groups
     samples = batch if variant.by_sample else 1
     num_rows = num_tokens * max(1, variant.flat)
     span = (group0 + group1) * batch // samples
+    walks = any(needs)
+    common = 0
+    if variant.has_weight or variant.has_bias:
+        common = 1 if variant.weight_by_head else math.gcd(group0, group1)
     work = Work(
-        map=spec.map, stage=Pass.DOMEGA if need_dangles else Pass.BACKWARD if dys else Pass.FORWARD,
+        map=spec.map, stage=Pass.DOMEGA if walks else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
-        step=variant.flat if variant.flat and need_dangles else 1,  # each thread stays with its channels
-        interpreting=INTERPRETING,
+        step=variant.flat if variant.flat and walks else 1,  # each thread stays with its channels
+        interpreting=INTERPRETING, common=common,
     )  # fmt: skip
     chosen = plan(work)
     variant = variant._replace(
         block_r=chosen.block_r, block_n=chosen.block_n, stages=chosen.stages, rows_first=chosen.rows_first,
-        early=need_dangles and early,
+        early=early,
     )  # fmt: skip
     num_blocks = triton.cdiv(num_rows, chosen.block_n)
     token_programs = chosen.token_programs if num_blocks else 0
@@ -269,21 +327,36 @@ def prepare(
         **_magic("_first", first), **_magic("_second", second), **_magic("_g", groups), **_magic("_p", outer),
         **_magic("_h", group0 + group1),
     }  # fmt: skip
-    partial_shape = programs // groups, groups, variant.num_axes + variant.has_phase, spec.num_channels
     scalars = tuple(numbers[name] for name in kernels.lrpe_kernel.arg_names if name in numbers)
-    return Launch(programs, outs, partial_shape, scalars, variant, _compiler_options(chosen))
+    q_parts = group0 // chosen.per
+    sums = _count_sums(variant, programs, groups, token_programs * groups * q_parts * outer * samples)
+    if needs.norm:
+        rows_of = token_programs * outer * samples if variant.weight_by_head else 0
+        sums = sums._replace(counts=(sums.counts[0], rows_of))
+    launch = Launch(programs, outs, sums, scalars, variant, _compiler_options(chosen))
+    launch.packed = pack(q_parts, outer * samples)
+    return launch
 
 
-def _num_groups(tables: Tables) -> int:
+def _count_sums(variant: Variant, programs: int, groups: int, of_q: int) -> Sums:
+    angles, weights = None, None
+    if variant.need_dangles:
+        angles = programs // groups, groups, variant.num_axes + variant.has_phase, variant.num_channels
+    if variant.need_dweight:
+        kinds = variant.has_weight + variant.has_bias
+        weights = programs, kinds * variant.token_groups * variant.head_dim
+    return Sums(angles, weights, (of_q, 0))
+
+
+def num_groups(tables: Tables) -> int:
     """Groups of heads that share frequencies."""
     return max(t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None)
 
 
-def _describe(
-    call: Call, rows: Rows, dtype: torch.dtype, head_dim: int, aligned: bool, need_dangles: bool, strides: dict
-) -> Variant:
-    """The variant, but for how the work is cut."""
-    spec, layout, tables, _ = call
+def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict) -> Variant:
+    """The variant, but for how the work is cut. row: head_dim, and whether all rows are aligned."""
+    spec, layout, tables, weights = call.spec, call.layout, call.tables, call.weights
+    head_dim, aligned = row
     positions = tables.coords if tables.coords is not None else tables.origin
     rotating, cached = spec.map == "rotate", rows.angles is not None
     block_c = triton.next_power_of_2(spec.num_channels)
@@ -296,19 +369,28 @@ def _describe(
                 begins.append(begin)
                 widths.append(end - begin)
                 blocks.append(triton.next_power_of_2(end - begin))
+    elif spec.map == "none":
+        block_c = triton.next_power_of_2(head_dim)
+        widths, blocks = [head_dim], [block_c]
     explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
-    fast, ptx, unit = _is_fast(dtype, need_dangles), has_ptx(dtype), 8 if aligned else 1
+    fast, ptx, unit = _is_fast(dtype, weights, needs), has_ptx(dtype), 8 if aligned else 1
+    given = [t for t in weights if t is not None]
     return Variant(
         *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
-        backward=bool(rows.dys), need_dangles=need_dangles, load_x=bool(rows.xs), has_k=len(strides["o"]) == 2,
+        backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
+        has_k=len(strides["o"]) == 2,
         load_angles=cached and bool(rows.dys), store_angles=cached and not rows.dys,
         explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
+        has_weight=weights.weight is not None, has_bias=weights.bias is not None,
+        weight_by_head=any(t.shape[0] > 1 for t in given), token_groups=given[0].shape[1] if given else 1,
+        need_dweight=needs.norm,
         wide=wide, fast=fast,
         # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
         fixed=positions is None and not (affine or wide or fast), functions=2 if fast else int(ptx),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
-        num_turned=2 if rotating else 1, begins=tuple(begins), widths=tuple(widths), blocks=tuple(blocks),
+        num_turned={"rotate": 2, "cosine": 1, "none": 0}[spec.map], begins=tuple(begins), widths=tuple(widths),
+        blocks=tuple(blocks),
         block_c=block_c,
     )  # fmt: skip
 
@@ -326,7 +408,7 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 def _tile_width(variant: Variant) -> int:
     """Channels of a row that a tile holds."""
-    if not variant.need_dangles:
+    if not (variant.need_dangles or variant.need_dweight):
         return variant.num_turned * variant.block_c
     return triton.next_power_of_2(sum(variant.blocks))  # what is not turned waits with the rest
 
@@ -387,10 +469,10 @@ def limit_registers(most: int | None) -> dict[str, int]:
 
 def _is_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
     """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and _in_eights(head_dim, [t.stride() for t in tensors])
+    return all(t.data_ptr() % 16 == 0 for t in tensors) and in_eights(head_dim, [t.stride() for t in tensors])
 
 
-def _in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
+def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
     return head_dim % 8 == 0 and all(map(strides_in_eights, strides))
 
 
@@ -400,9 +482,10 @@ def strides_in_eights(stride: tuple[int, ...]) -> bool:
     return d == 1 and (b | h | n) % 8 == 0
 
 
-def _is_fast(dtype: torch.dtype, need_dangles: bool) -> bool:
+def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
     """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
-    return dtype.itemsize == 2 and not need_dangles and has_ptx(dtype)
+    narrow = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
+    return all(d.itemsize == 2 for d in narrow) and not (needs.omega or needs.phase) and has_ptx(dtype)
 
 
 @cache
@@ -420,6 +503,11 @@ def _can_launch_early() -> bool:
         return False
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     return driver.value >= 12030 and min(capabilities) >= (9, 0)
+
+
+def launches_early(needs: Needs) -> bool:
+    """Whether the reduction of partial sums is launched while they are formed."""
+    return any(needs) and _can_launch_early()
 
 
 def has_ptx(dtype: torch.dtype) -> bool:
@@ -455,30 +543,92 @@ def _stride_in(t: Tensor | None, unit: int) -> tuple[int, ...]:
 
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
-    """dω and dφ, those that are needed, from partial sums."""
-    omega, phase = call.tables.omega, call.tables.phase
-    domega = torch.empty_like(omega) if needs.omega else None
-    dphase = torch.empty_like(phase) if needs.phase and phase is not None else None
-    launch = prepare_reduction(partial.shape, omega.shape[2], domega, dphase, _can_launch_early())
-    _start(reduce_partial_kernel, launch, (partial, domega, dphase))
-    return [t for t in (domega, dphase) if t is not None]
+    """dω and dφ, those that are needed, from partial sums (rows, G, J, C)."""
+    return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
 
 
-def prepare_reduction(shape: Sequence[int], num_axes: int, domega: Any, dphase: Any, early: bool = False) -> Launch:
-    """Of partial sums with this shape, to dω and dφ or None for either. early: behind a pass that lets it begin."""
-    rows, groups, slots, channels = shape
-    omega_heads = 0 if domega is None else domega.shape[0]
-    phase_heads = 0 if dphase is None else dphase.shape[0]
+def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
+    """dω and dφ, those that are needed, and the gradients of the weights, in the shapes that these have."""
+    outs: list[Tensor] = []
+    jobs: list[Job] = []
+    if partials.angles is not None:
+        outs, jobs = _angle_jobs(partials.angles, call, needs)
+    if needs.norm and partials.weights is not None:
+        found, more = _weight_jobs(partials, weights)
+        outs, jobs = outs + found, jobs + more
+    rows = 0 if partials.angles is None else len(partials.angles)
+    rows = max(rows, 0 if partials.weights is None else len(partials.weights))
+    programs, variant = _cut_jobs(jobs, _can_launch_early() and rows > 0)  # behind a first pass
+    packed = tuple((job.source, job.out, pack(job.heads), pack(*job.numbers)) for job in jobs)
+    options = {"launch_pdl": True} if variant.early else {}
+    reduce_partial_kernel[(programs,)](packed, V=variant, **options)
+    return [out.contiguous() for out in outs]
+
+
+def prepare_reduction(shape: Sequence[int], call: Call, needs: Needs) -> Launch:
+    """Of partial sums with this shape to dω and dφ, for compilers. The numbers are those of each job, packed."""
+    _, jobs = _angle_jobs(torch.empty(shape, dtype=torch.float64, device="meta"), call, needs)
+    programs, variant = _cut_jobs(jobs, False)
+    scalars = tuple(number for job in jobs for number in pack(job.heads, *job.numbers))
+    return Launch(programs, [], Sums(), scalars, variant, {})
+
+
+class Job(NamedTuple):
+    """What a reduction does for one gradient."""
+
+    source: Tensor
+    out: Tensor
+    heads: int
+    numbers: tuple[int, ...]  # those of kernels/reduce.py: _sum_columns
+
+
+def _cut_jobs(jobs: list[Job], early: bool) -> tuple[int, Variant]:
+    """Programs, and the variant."""
+    channels = min(job.numbers[1] for job in jobs)
     # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
-    early = early and rows > 0
-    variant = Variant(
-        num_channels=channels, num_axes=num_axes, has_phase=slots > num_axes, early=early,
-        block_r=max(1, 4096 // block_c), block_c=block_c,
-    )  # fmt: skip
-    programs = (omega_heads * num_axes + phase_heads) * triton.cdiv(channels, block_c)
-    scalars = rows, groups, omega_heads, phase_heads
-    return Launch(programs, [], (), scalars, variant, {"launch_pdl": True} if early else {})
+    programs = sum(job.heads * job.numbers[0] * triton.cdiv(job.numbers[1], block_c) for job in jobs)
+    return programs, Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
+
+
+def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
+    """The gradients of ω and φ, and what a reduction does for them."""
+    omega, phase = call.tables.omega, call.tables.phase
+    rows, groups, slots, channels = partial.shape
+    num_axes = omega.shape[2]
+    outs, jobs = [], []
+    wanted = [(omega, num_axes, 0, (num_axes, 1))] if needs.omega else []
+    wanted += [(phase, 1, num_axes * channels, (1, 0))] if needs.phase and phase is not None else []
+    for t, own_slots, source, steps in wanted:
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
+        shared = t.shape[0] < groups
+        which = (rows * groups, 1, 0) if shared else (rows, groups, 1)
+        outs.append(out)
+        jobs.append(Job(partial, out, t.shape[0], (own_slots, channels, source, *steps, *which, 0, slots * channels)))
+    return outs, jobs
+
+
+def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
+    """Likewise of the weights, (H or 1, P, D) each."""
+    partial, (of_q, rows_of_head) = partials.weights, partials.sums.counts
+    assert partial is not None
+    rows, row_width = partial.shape
+    outs, jobs = [], []
+    for i, t in enumerate(weights):
+        if t is None:
+            continue
+        of_k, is_bias = i >= 2, i % 2
+        groups, head_dim = t.shape[0] if t.ndim == 3 else 1, t.shape[-1]
+        heads, width = t.numel() // (groups * head_dim), groups * head_dim
+        if partials.sums.all_heads:
+            heads, width = 1, t.numel()
+        out = torch.empty((t.numel() // (groups * head_dim), groups, head_dim), dtype=t.dtype, device=t.device)
+        first, last = (of_q, rows) if of_k else (0, of_q)
+        num_rows = rows_of_head or last - first
+        source = width if is_bias and weights[i - 1] is not None else 0
+        outs.append(out.transpose(0, 1) if t.ndim == 3 and len(out) > 1 else out.view(t.shape))
+        jobs.append(Job(partial, out, heads, (1, width, source, 1, 0, num_rows, 1, num_rows, first, row_width)))
+    return outs, jobs
 
 
 def current_device(x: Tensor):

@@ -252,11 +252,11 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
     omega: Any = sides.omega
     _, positions, phase, amplitude = sides
     if type(positions) is not tuple and type(phase) is not tuple:
-        spec, layout, tables, _ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
+        spec, layout, tables, *_ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
         side = _Side(layout, tables)
         return spec, side, side
     both = _pair("positions", positions), _pair("phase", phase)
-    (spec, q_layout, q_tables, _), (_, k_layout, k_tables, _) = (
+    (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
         validate(options.encoding, (x,), omega, where, phi, amplitude)
         for x, where, phi in zip((q, k), *both, strict=True)
     )

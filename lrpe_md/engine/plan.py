@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["TILES", "Pass", "Plan", "Tile", "Work", "cut_rows", "plan", "share_rows", "tile"]
+__all__ = [
+    "TILES", "HeadsPlan", "Pass", "Plan", "Tile", "Work", "cut_common", "cut_rows", "plan", "plan_heads", "share_rows",
+    "tile",
+]  # fmt: skip
 
 
 class Pass(Enum):
@@ -33,6 +36,7 @@ class Work(NamedTuple):
     samples: int = 1
     step: int = 1  # what the number of programs along the tokens must be divisible by
     interpreting: bool = False  # for Triton's interpreter
+    common: int = 0  # not 0: rows, one behind the other, that have weights in common, as all of a program must
 
 
 class Plan(NamedTuple):
@@ -106,17 +110,70 @@ def plan(work: Work) -> Plan:
         block_n = max(16, min(triton.next_power_of_2(work.num_tokens), 32768 // work.width))
         block_r = max(1, min(work.rows, 8 if max_registers is None else 2))
     token_blocks = triton.cdiv(work.num_tokens, block_n)
+    block_r = math.gcd(block_r, work.common) if work.common else block_r
     if max_registers is None:
         token_programs, per = token_blocks, block_r
+    elif work.common:
+        programs = 1 if work.interpreting else _resident(num_warps, max_registers)
+        token_programs, per = cut_common(token_blocks, work, block_r, programs)
     elif work.interpreting:
         token_programs, per = work.step, max(1, work.rows)
     else:
         # As many programs as run at once: they walk far, since their partial sums are written and read once more.
         # Registers decide: tests/kernels/test_aot.py checks that shared memory leaves room.
-        programs = NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
+        programs = _resident(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, per = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
     return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
+
+
+def _resident(num_warps: int, max_registers: int) -> int:
+    """Programs that run at once."""
+    return NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
+
+
+class HeadsPlan(NamedTuple):
+    """How the work behind a norm over all heads is cut: a program has all heads of a token at a time."""
+
+    heads: int  # a tile
+    tiles: int
+    num_warps: int
+    max_registers: int | None
+    programs: int  # for all tokens of q and of k
+
+
+# Channels of all heads a thread, and those of a tile. The backward keeps dy as well, with sums of gradients a float64
+# for each channel.
+_CHANNELS = {Pass.FORWARD: (40, 8), Pass.BACKWARD: (20, 4), Pass.DOMEGA: (20, 4)}
+
+
+def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bool) -> HeadsPlan:
+    """For so many heads of so many channels, and tokens of all samples, of q and of k together."""
+    sums = stage is Pass.DOMEGA
+    if interpreting:
+        return HeadsPlan(triton.next_power_of_2(heads), 1, 4, None, min(items, 2) if sums else items)
+    channels, in_tile = _CHANNELS[stage]
+    num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(heads * width, 32 * channels))))
+    in_tile = max(1, triton.next_power_of_2(in_tile * 32 * num_warps // width + 1) // 2)
+    tiles = triton.cdiv(heads, in_tile)
+    most = None if stage is Pass.FORWARD else 128  # room for 16 warps
+    programs = min(items, NUM_SM * max(1, 16 // num_warps)) if sums else items
+    return HeadsPlan(in_tile, tiles, num_warps, most, programs)
+
+
+@lru_cache(maxsize=4096)
+def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
+    """As :func:`cut_rows`, with parts of ``work.common`` rows or a divisor: where these are more than the programs that
+    run at once, they run one after another."""
+    best, shortest = (work.step, block_r), math.inf
+    for per in (n for n in range(work.common, 0, -block_r) if work.common % n == 0):
+        parts = work.groups * (work.rows // per) * work.samples
+        token_programs = max(work.step, min(token_blocks, programs // max(1, parts)) // work.step * work.step)
+        turns = -(-token_programs * parts // programs)
+        walk = turns * -(-token_blocks // token_programs) * (NEW_TOKENS + -(-per // block_r))
+        if walk < shortest:
+            best, shortest = (token_programs, per), walk
+    return best
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Layout, Spec, Tables
+from .call import Call, Layout, Spec, Tables, Weights
 from .memory import strides_in_memory
 
 __all__ = [
@@ -51,18 +51,22 @@ def run_shards(
         ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
             that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
     """
-    spec, layout, tables, _ = call
+    spec, layout, tables = call.spec, call.layout, call.tables
     check_placements(spec, xs, tables.omega, tables.phase)
+    _check_mesh("norm.weight, norm.bias", call.weights, "x" if len(xs) == 1 else "q", xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
         q, k = xs
-        return run_shards(run, call, (q,)) + run_shards(run, call, (k,))
+        weight, bias, weight_k, bias_k = call.weights
+        q_call, k_call = (call._replace(weights=Weights(*own)) for own in ((weight, bias), (weight_k, bias_k)))
+        return run_shards(run, q_call, (q,)) + run_shards(run, k_call, (k,))
     from torch.distributed.tensor import DTensor
 
     for x in xs:
         check_cut(tables, x)
     x = xs[0]
-    local = Call(spec, *local_positions(layout, tables, x))
+    local_layout, local_tables = local_positions(layout, tables, x)
+    local = Call(spec, local_layout, local_tables, None, _local_weights(call, xs))
     ys = run(local, tuple(x.to_local() for x in xs))
     out = []
     for x, y in zip(xs, ys, strict=True):
@@ -99,10 +103,19 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 f"dim: softmax over the sequence (-2) needs the whole sequence, got {name} with its tokens sharded, "
                 f"{tuple(x.placements)}; call {name}.redistribute first"
             )
-    for t in others:
-        if is_sharded(t) and t.device_mesh != xs[0].device_mesh:
+        if spec.norm != "none" and spec.norm_over == "heads" and count_ranks(x, HEADS) > 1:
             raise ValueError(
-                f"omega, phase: expected plain tensors or {names[0]}'s mesh {xs[0].device_mesh}, got {t.device_mesh}; "
+                f"norm: over='heads' takes the mean over all heads of a token, got {name} with its heads sharded, "
+                f"{tuple(x.placements)}; call {name}.redistribute first, or shard its batch or tokens"
+            )
+    _check_mesh("omega, phase", others, names[0], xs[0])
+
+
+def _check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
+    for t in others:
+        if is_sharded(t) and t.device_mesh != x.device_mesh:
+            raise ValueError(
+                f"{what}: expected plain tensors or {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
                 "redistribute them, or take .full_tensor()"
             )
 
@@ -128,6 +141,22 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
         t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(there), run_check=False)
     # Also where nothing moves: its backward gives the sum the placements of t.
     return t.redistribute(x.device_mesh, there).to_local(grad_placements=back)
+
+
+def _local_weights(call: Call, xs: tuple[Any, ...]) -> Weights:
+    """Of a norm. Groups of tokens go by the prefix and suffix of a layout, which rows of coordinates don't keep."""
+    if call.weights.token_groups > 1 and not call.layout.sizes and count_ranks(xs[0], TOKENS) > 1:
+        raise ValueError(
+            "norm.weight: expected one for all tokens where the tokens of Coordinates are sharded, got one a group; "
+            "take a Grid, or redistribute x"
+        )
+    found: list[Tensor | None] = []
+    for t, x in zip(call.weights, (xs[0], xs[0], xs[-1], xs[-1]), strict=True):
+        by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
+        if by_head:
+            local_part(x, HEADS)
+        found.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
+    return Weights(*found)
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:

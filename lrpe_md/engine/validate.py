@@ -13,7 +13,8 @@ from ..checks import check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid, fleeting
 from ..reference import ACTIVATIONS, MAPS
-from .call import Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables
+from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
+from .norms import check_weights
 
 __all__ = [
     "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
@@ -31,6 +32,7 @@ def validate(
     positions: Any,
     phase: Tensor | None = None,
     amplitude: float | Tensor | None = None,
+    weights: Weights = NO_WEIGHTS,
 ) -> Call:
     """Check every argument; what remains to be said to an operator."""
     if not 1 <= len(xs) <= 2:
@@ -71,7 +73,9 @@ def validate(
                 f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} ({tuple(t.shape)})"
             )
     tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
-    return Call(spec, place.layout, tables)
+    if options.norm is not None:
+        check_weights(options, weights, xs, place.layout)
+    return Call(spec, place.layout, tables, None, weights)
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
@@ -89,7 +93,8 @@ def _specify(options: Options, head_dim: int) -> Spec:
     channels = MAPS[options.map].channels(width)
     if options.map != "cosine":
         pairs, sections = check_pairs(options.pairs, channels)
-    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order)
+    norm: Any = () if options.norm is None else options.norm
+    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
 
 
 def check_act(act: Any, dim: Any) -> None:

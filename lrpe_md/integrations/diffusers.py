@@ -29,6 +29,7 @@ from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
 from ..presets.scheme import Preset
 from .exchange import Adapted, PresetRotate, Rotary, Step, parts
+from .norms import join_norms, norm_of
 
 __all__ = ["plan"]
 
@@ -115,6 +116,18 @@ def _qkv(attn: Any, x: Tensor, names: tuple[str, str, str, str]) -> tuple[Tensor
     return tuple(getattr(attn, name)(x) for name in names[:3])
 
 
+def _call(norm: Any, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _normed(rotary: Rotary, q: Tensor, k: Tensor, norm_q: Any, norm_k: Any) -> tuple[Tensor, Tensor]:
+    """q and k (B, N, H, D) normalised over a head and encoded, at once where that can be."""
+    norm = norm_of(norm_q, norm_k, q.dtype)
+    if norm is None:
+        q, k = _call(norm_q, q), _call(norm_k, k)
+    return rotary.normed(norm).bnhd(q, k)
+
+
 OWN = ("to_q", "to_k", "to_v", "to_qkv")
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv")
 
@@ -122,15 +135,17 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv")
 class LrpeFluxAttnProcessor(_Processor, FluxAttnProcessor):
     def _encoded(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, rotary: Rotary) -> Any:
         q, k, v = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, x, OWN))
-        q, k = attn.norm_q(q), attn.norm_k(k)
-        if text is not None:  # in front
+        num_text = 0 if text is None else text.shape[1]
+        if text is None:
+            q, k = _normed(rotary, q, k, attn.norm_q, attn.norm_k)
+        else:  # in front
             tq, tk, tv = (y.unflatten(-1, (-1, attn.head_dim)) for y in _qkv(attn, text, ADDED))
-            pairs = ((attn.norm_added_q(tq), q), (attn.norm_added_k(tk), k), (tv, v))
-            q, k, v = (torch.cat(pair, dim=1) for pair in pairs)
-        x = self._attend(*rotary.bnhd(q, k), v, mask)
+            tq, tk = _normed(rotary.cut(0, num_text), tq, tk, attn.norm_added_q, attn.norm_added_k)
+            q, k = _normed(rotary.cut(num_text), q, k, attn.norm_q, attn.norm_k)
+            q, k, v = (torch.cat(pair, dim=1) for pair in ((tq, q), (tk, k), (tv, v)))
+        x = self._attend(q, k, v, mask)
         if text is None:
             return x
-        num_text = text.shape[1]
         text, image = x[:, :num_text].contiguous(), x[:, num_text:].contiguous()
         return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
@@ -150,8 +165,11 @@ class LrpeWanAttnProcessor(_Processor, WanAttnProcessor):
         if text is not None:
             raise ValueError("encoder_hidden_states: expected none where positions are encoded, got cross-attention")
         q, k, v = _qkv(attn, x, OWN)
-        q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in (attn.norm_q(q), attn.norm_k(k), v))
-        x = self._attend(*rotary.bnhd(q, k), v, mask)
+        norm = norm_of(attn.norm_q, attn.norm_k, q.dtype, (attn.heads, attn.heads))
+        if norm is None:
+            q, k = attn.norm_q(q), attn.norm_k(k)
+        q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in (q, k, v))
+        x = self._attend(*rotary.normed(norm).bnhd(q, k), v, mask)
         return attn.to_out[1](attn.to_out[0](x))
 
 
@@ -160,17 +178,24 @@ class LrpeHunyuanVideoAttnProcessor2_0(_Processor, HunyuanVideoAttnProcessor2_0)
         video = x
         num_text = 0 if text is None else text.shape[1]
 
-        def project(x: Tensor, names: tuple[str, str, str], norms: tuple[Any, Any]) -> list[Tensor]:
-            q, k, v = (getattr(attn, name)(x).unflatten(2, (attn.heads, -1)) for name in names)
-            return [q if norms[0] is None else norms[0](q), k if norms[1] is None else norms[1](k), v]
+        def project(x: Tensor, names: tuple[str, str, str]) -> list[Tensor]:
+            return [getattr(attn, name)(x).unflatten(2, (attn.heads, -1)) for name in names]
 
         one = attn.add_q_proj is None  # a single stream: one projection for both
         x = video if text is None or not one else torch.cat([video, text], dim=1)
-        q, k, v = project(x, OWN[:3], (attn.norm_q, attn.norm_k))
-        if text is not None and not one:
-            added = project(text, ADDED[:3], (attn.norm_added_q, attn.norm_added_k))
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), added, strict=True))
-        q, k = rotary.behind(num_text).bnhd(q, k)
+        q, k, v = project(x, OWN[:3])
+        rotary = rotary.behind(num_text)
+        if text is None or one:
+            q, k = _normed(rotary, q, k, attn.norm_q, attn.norm_k)
+        else:
+            tq, tk, tv = project(text, ADDED[:3])
+            own = norm_of(attn.norm_q, attn.norm_k, q.dtype)
+            norm = join_norms((own, own, norm_of(attn.norm_added_q, attn.norm_added_k, q.dtype)))
+            if norm is None:
+                q, k = _call(attn.norm_q, q), _call(attn.norm_k, k)
+                tq, tk = _call(attn.norm_added_q, tq), _call(attn.norm_added_k, tk)
+            q, k, v = (torch.cat(pair, dim=1) for pair in ((q, tq), (k, tk), (v, tv)))
+            q, k = rotary.normed(norm).bnhd(q, k)
         x = self._attend(q, k, v, mask)
         if text is None:
             return x, None

@@ -29,6 +29,7 @@ from ..engine.validate import IMPLS, Impl, Pairs
 from ..functional import rotate
 from ..module_base import FrequencyModule
 from ..modules import PresetMd
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..presets.scheme import Preset
@@ -75,7 +76,9 @@ class Rotary:
         amplitude: float = 1.0,
         impl: Impl = "auto",
         rotary_dim: int | None = None,
+        norm: Norm | None = None,
     ) -> None:
+        self.norm = norm
         self.omega, self.positions = omega, positions
         self.pairs: Pairs = pairs
         self.amplitude, self.rotary_dim = amplitude, rotary_dim
@@ -84,7 +87,7 @@ class Rotary:
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(
             q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
-            amplitude=self.amplitude, impl=self.impl,
+            amplitude=self.amplitude, norm=self.norm, impl=self.impl,
         )  # fmt: skip
 
     def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +104,18 @@ class Rotary:
     def at(self, positions: Grid | Coordinates, omega: Tensor | None = None) -> Rotary:
         """The same at other positions."""
         omega = self.omega if omega is None else omega
-        return type(self)(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
+        return type(self)(omega, positions, self.pairs, self.amplitude, self.impl, self.rotary_dim, self.norm)
+
+    def normed(self, norm: Norm | None) -> Rotary:
+        """With a norm of q and k in front."""
+        return type(self)(
+            self.omega, self.positions, self.pairs, self.amplitude, self.impl, self.rotary_dim, norm
+        )  # fmt: skip
+
+    def cut(self, start: int, stop: int | None = None) -> Rotary:
+        """Of tokens start .. stop, where positions are a table without prefix and suffix."""
+        positions: Any = self.positions
+        return self.at(replace(positions, coords=positions.coords[..., start:stop, :]))
 
     def behind(self, num_tokens: int) -> Rotary:
         """With so many unrotated tokens more at the end: text behind a video."""

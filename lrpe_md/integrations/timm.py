@@ -37,12 +37,14 @@ from torch import Tensor, nn
 
 from ..engine.linear_call import NormalizerName
 from ..engine.views import split_qkv
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
 from ..presets.scheme import Preset, Scheme
 from .attention import Context, attend, attend_encoded, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
+from .norms import norm_of, takes_norm
 
 __all__ = [
     "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
@@ -87,12 +89,16 @@ class LrpeAttention(Attention):
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         again = self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv) if again else qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        norm = None
+        if self.attention == "softmax" and takes_norm(encoding):
+            norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)
         if again:
             assert encoding is not None
-            own = partial(self._norm_and_encode, encoding, positions, is_causal)
+            own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
             x = attend_encoded(own, partial(attend, self, attn_mask=mask, is_causal=is_causal), q, k, v)
             return self._project(x, gate)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if norm is None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
@@ -102,7 +108,7 @@ class LrpeAttention(Attention):
             if context.block is not None:
                 raise ValueError("attention: expected 'linear' where frames see earlier ones alone, got 'softmax'")
             if encoding is not None:
-                q, k = encode(encoding, q, k, positions, is_causal)
+                q, k = encode(encoding, q, k, positions, is_causal, norm)
                 if self.copy_v:
                     v = v.clone()
                     del qkv
@@ -117,9 +123,11 @@ class LrpeAttention(Attention):
         )  # fmt: skip
 
     def _norm_and_encode(
-        self, encoding: nn.Module, positions: Any, is_causal: bool, q: Tensor, k: Tensor
+        self, encoding: nn.Module, positions: Any, is_causal: bool, norm: Norm | None, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return encode(encoding, self.q_norm(q), self.k_norm(k), positions, is_causal)
+        if norm is None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """What was attended to, (B, H, N, D) → (B, N, C)."""
@@ -135,11 +143,16 @@ class LrpeAttention(Attention):
 
 
 def encode(
-    encoding: nn.Module, q: Tensor, k: Tensor, positions: Grid | Coordinates | None, is_causal: bool
+    encoding: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    positions: Grid | Coordinates | None,
+    is_causal: bool,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
     if is_causal:
         check_causal(encoding)
-    return encoding(q, k, positions=positions)
+    return encoding(q, k, positions=positions) if norm is None else encoding(q, k, positions=positions, norm=norm)
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:

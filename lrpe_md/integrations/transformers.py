@@ -26,6 +26,7 @@ from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
 from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, install, parts, with_series
+from .norms import DeferredNorm, NormedAttention, defer_norms
 
 __all__ = ["plan"]
 
@@ -144,6 +145,26 @@ FUNCTIONS = {"apply_rotary_pos_emb": _text, "apply_rotary_pos_emb_vision": _visi
 # --- the exchange ----------------------------------------------------------------------------------------------
 
 
+class LrpeQwen3VLTextRMSNorm(DeferredNorm, qwen3_vl.Qwen3VLTextRMSNorm):
+    pass
+
+
+class LrpeQwen3VLMoeTextRMSNorm(DeferredNorm, qwen3_vl_moe.Qwen3VLMoeTextRMSNorm):
+    pass
+
+
+class LrpeQwen3VLTextAttention(NormedAttention, qwen3_vl.Qwen3VLTextAttention):
+    pass
+
+
+class LrpeQwen3VLMoeTextAttention(NormedAttention, qwen3_vl_moe.Qwen3VLMoeTextAttention):
+    pass
+
+
+NORMS = {cls.__bases__[-1]: cls for cls in (LrpeQwen3VLTextRMSNorm, LrpeQwen3VLMoeTextRMSNorm)}
+ATTENTIONS = {cls.__bases__[-1]: cls for cls in (LrpeQwen3VLTextAttention, LrpeQwen3VLMoeTextAttention)}
+
+
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
     """The exchanges that put our encoding into the known rotary modules of ``model``."""
     steps: list[Step] = []
@@ -152,6 +173,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
             cls, name = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
     if steps:
+        steps += defer_norms(model, ATTENTIONS, NORMS)
         install(model, FUNCTIONS)
     return steps
 

@@ -26,13 +26,14 @@ from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from ..engine.validate import Impl
 from ..frequencies.rope_parameters import RULES, rope_frequencies
 from ..modules import Rotate1d
 from ..positions.coordinates import Coordinates
 from .exchange import Adapted, Exact, Rotary, Step, found_series, install, parts
+from .norms import DeferredNorm, NormedAttention, defer_norms
 
 __all__ = ["plan"]
 
@@ -133,6 +134,14 @@ ROPES: dict[type, tuple[type, Any]] = {
 }  # fmt: skip
 
 
+class LrpeQwen3RMSNorm(DeferredNorm, Qwen3RMSNorm):
+    pass
+
+
+class LrpeQwen3Attention(NormedAttention, Qwen3Attention):
+    pass
+
+
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
     """The exchanges that put our encoding into the known rotary modules of ``model``."""
     steps: list[Step] = []
@@ -141,6 +150,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
             cls, pairs = ROPES[type(part)]
             steps.append(Step(part, cls, {"rotation": _rotation(path, part, pairs, impl)}))
     if steps:
+        steps += defer_norms(model, {Qwen3Attention: LrpeQwen3Attention}, {Qwen3RMSNorm: LrpeQwen3RMSNorm})
         install(model, {"apply_rotary_pos_emb": Rotary.__call__})
     return steps
 

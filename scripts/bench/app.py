@@ -1,16 +1,17 @@
-"""``python -m scripts.bench operators | linear | linear-scaling | compiled | training | counters | tune | report``."""
+"""``python -m scripts.bench COMMAND``: measurements, and what is made of them."""
 
 from __future__ import annotations
 
 import typer
 
-from . import compiled, counters, linear, linear_scaling, operators, report, training, tune
+from . import compiled, counters, linear, linear_scaling, norm, operators, report, training, tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("operators")(operators.main)
 app.command("linear")(linear.main)
 app.command("linear-scaling")(linear_scaling.main)
 app.command("compiled")(compiled.main)
+app.command("norm")(norm.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)
 app.command("tune")(tune.main)

@@ -16,7 +16,6 @@ Other libraries are timed where Python finds them, see :mod:`.linear_peers`:
 
 from __future__ import annotations
 
-import csv
 import gc
 import time
 from dataclasses import replace
@@ -36,7 +35,6 @@ from lrpe_md.testing import LinearCase, check_linear
 
 from ..common.provenance import measured_on
 from .linear_measure import (
-    COLUMNS,
     PASSES,
     TURNS,
     WORKLOADS,
@@ -153,11 +151,9 @@ def main(
         impls = [each for each in impls if each != name]
         works = [each for each in works if name != STOCK or each not in SANA_WORKLOADS]
         console.print(f"without {name}: {why}", highlight=False, markup=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not (append and out.exists()):
-        with out.open("w", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
     run = Run(out, where, rep, time.monotonic() + limit, measured_on(where, commit), console)
+    if not (append and out.exists()):
+        run.begin()
     run.measure_copy(2**16 if smoke else 2**30)
     for by, name, chosen in [(by, name, chosen) for by in impls for name in works for chosen in maps]:
         case = replace(WORKLOADS.get(name, SANA), map=MAPS[chosen])

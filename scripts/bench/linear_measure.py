@@ -126,18 +126,24 @@ class Run:
     console: Console
     copy_ms: float = 0.0  # a byte read and written
     rows: list[dict[str, Any]] = field(default_factory=list)
+    columns: tuple[str, ...] = COLUMNS
+
+    def begin(self) -> None:
+        """The file, with its header alone."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
         """One row, on the disk at once."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
         found = f"{row['ms']:.4f} ms, {row['share']:.3f} of copy  " if "ms" in row else ""
-        self.console.print(
-            " ".join(str(row.get(name)) for name in COLUMNS[:7]), f"{found}{row.get('note', '')}", highlight=False,
-            markup=False,
-        )  # fmt: skip
+        key = self.columns[: self.columns.index("ms")]
+        text = f"{' '.join(str(row.get(name)) for name in key)} {found}{row.get('note', '')}"
+        self.console.print(text, highlight=False, markup=False)
 
     def time(self, inputs: Inputs, which: str, fns: list[Callable[[], Any]], **key: Any) -> None:
         """A row of a pass, whose share is that of what must move."""

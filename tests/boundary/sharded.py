@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lrpe_md import Coordinates, CosineMd, Grid, Rotate1d, RotateMd, cosine, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 
 CASES: dict[str, Callable[[Any, str], None]] = {}
 GRID = Grid((2, 3), prefix=1)
@@ -153,6 +154,38 @@ def heads(mesh, impl):
 
 def encode_shared(*xs, **w):
     return rotate(*xs, positions=GRID, impl="reference", **w)
+
+
+@case
+def norms(mesh, impl):
+    """Weights are cut where they are by head, and their gradients are summed up over the ranks."""
+    q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 1, 4, 2)
+
+    def encode(*xs, weight, weight_k, over="head", **w):
+        return rotate(*xs, positions=GRID, norm=Norm("rms", (weight, weight_k), over=over), impl=impl, **w)
+
+    shared = {"weight": normal(mesh, 8), "weight_k": normal(mesh, 8, seed=1)}
+    by_head = {"weight": normal(mesh, 4, 8), "weight_k": normal(mesh, 2, 8)}
+    groups = {"weight": normal(mesh, 3, 4, 8), "weight_k": normal(mesh, 3, 2, 8)}
+    for p in (Shard(0), Shard(1), Shard(2)):
+        for weights in (shared, by_head, groups):
+            same(mesh, [p], encode, {"omega": omega, **weights}, q=q, k=k)
+    same(
+        mesh, [Shard(1)], encode, {"weight_k": by_head["weight_k"]}, q=q, k=k, omega=(omega, [Replicate()]),
+        weight=(by_head["weight"], [Shard(0)]),
+    )  # fmt: skip
+    for p in (Shard(0), Shard(2)):
+        same(mesh, [p], partial(encode, over="heads"), {"omega": omega, **groups}, q=q, k=k)
+    shard = distribute_tensor(q, mesh, [Shard(1)])
+    with pytest.raises(ValueError, match=r"norm: over='heads' takes the mean over all heads .* x\.redistribute"):
+        rotate(shard, omega=omega, positions=GRID, norm=Norm(over="heads"))
+    other = init_device_mesh(mesh.device_type, (1, mesh.size()))
+    weight = distribute_tensor(normal(mesh, 8), other, [Replicate()] * 2)
+    with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
+        rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
+    table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
+    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens where the tokens of Coordinates"):
+        rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 
 
 @case

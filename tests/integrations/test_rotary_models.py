@@ -432,7 +432,10 @@ def call_hunyuan_video(model, x):
 
 VIDEO = (2, 4, 3, 6, 10)
 DIFFUSERS = {  # model, call, size of the input, calls of rotate, and what holds for their positions
-    "flux": (flux, call_flux, (2, 30, 4), 2, lambda p: torch.equal(p.coords[6:], flux_ids())),
+    "flux": (  # text and image have norms of their own, and so a call each, where they are projected apart
+        flux, call_flux, (2, 30, 4), 3,
+        lambda p: torch.equal(p.coords[-30:], flux_ids()) or (len(p.coords) == 6 and not p.coords.any()),
+    ),
     "wan": (wan, call_wan, VIDEO, 2, lambda p: p == Grid((3, 3, 5))),
     "hunyuan video": (
         hunyuan_video, call_hunyuan_video, VIDEO, 2, lambda p: p == Grid((3, 3, 5), suffix=6),
@@ -707,7 +710,19 @@ def test_recorded_states_and_names(name):
     adapted = adapt_rotary(copy.deepcopy(model))
     before = {path: type(part) for path, part in model.named_modules()}
     changed = {path for path, part in adapted.named_modules() if type(part) is not before.get(path, type(part))}
-    assert changed == {path for path in before if path.endswith(("rotary_emb", "rotary_pos_emb"))}
+    attentions = {path.removesuffix(".q_norm") for path in before if path.endswith(".q_norm")}
+    expected = {path for path in before if path.endswith(("rotary_emb", "rotary_pos_emb"))} | attentions
+    expected |= {f"{path}.{norm}" for path in attentions for norm in ("q_norm", "k_norm")}
+    assert changed == expected
+    assert bool(attentions) == ("3" in name)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for m in (model, adapted):
+        m.model.language_model.config._attn_implementation = "eager"  # which has weights to record
+    for key in ("attentions", "hidden_states"):  # of the language model
+        expected, found = (m(input_ids=ids, **{f"output_{key}": True})[key] for m in (model, adapted))
+        assert len(found) == len(expected) >= 1
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=BOUND)
     x, grids = pixels(), prompt()["image_grid_thw"]
     flags = {"output_hidden_states": True, "output_attentions": True}
     expected, found = (m.model.visual(x, grids, **flags) for m in (model, adapted))

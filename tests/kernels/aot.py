@@ -25,11 +25,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrpe_md import Coordinates, Grid
+from lrpe_md import Coordinates, Grid, Norm
 from lrpe_md.engine import call as calls
-from lrpe_md.engine import launch
+from lrpe_md.engine import launch, launch_heads
 from lrpe_md.engine import plan as plans
 from lrpe_md.engine.memory import accumulator
+from lrpe_md.engine.norms import take_norm
 from lrpe_md.engine.validate import rotary_slice, validate
 
 TARGETS = {
@@ -57,6 +58,7 @@ AXES: dict[str, list[Any]] = {
     "omega": [torch.float32, torch.float64],
     "cache": [False, True],
     "long": [False, True],
+    "norm": ["none", "rms", "layer by head", "rms of groups", "layer of heads"],
 }
 
 
@@ -65,6 +67,8 @@ def possible(case: dict[str, Any]) -> bool:
     if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
         return False
     if case.get("order") == "sin_cos" and (case.get("map", "cosine") != "cosine" or case.get("rotary", "all") != "all"):
+        return False
+    if case.get("norm", "none") != "none" and (case.get("act") == "softmax -2" or case.get("cache")):
         return False
     # The cached angles replace the positions of a grid or of coordinates shared by the batch.
     return not (case.get("cache") and "by sample" in case.get("positions", ""))
@@ -99,6 +103,9 @@ def cases() -> list[SimpleNamespace]:
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
+    for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # of the models that norm q and k
+        changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
+        found.append(SimpleNamespace(**{**first, **changes}))
     return found
 
 
@@ -162,21 +169,24 @@ class Recorder:
 def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
     """What the launcher runs for a case."""
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
-    saved = {name: getattr(launch, name) for name in names}
+    places = {**dict.fromkeys(names, launch), "heads_kernel": launch_heads}
+    saved = {name: getattr(module, name) for name, module in places.items()}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
+    launch_heads.limit_registers = launch.limit_registers
     early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
     calls.remembered.clear()
     try:
         for name, recorder in recorders.items():
-            setattr(launch, name, recorder)
+            setattr(places[name], name, recorder)
         call(case)
     finally:
         launch.has_ptx, launch.limit_registers, launch._can_launch_early = has_ptx, registers, early
+        launch_heads.limit_registers = registers
         calls.remembered.clear()
         for name, fn in saved.items():
-            setattr(launch, name, fn)
+            setattr(places[name], name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
 
 
@@ -200,22 +210,43 @@ def call(case: SimpleNamespace) -> None:
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
     width = case.head_dim if case.map == "cosine" else rotary_slice(rotary, case.head_dim)[1]
     channels = width if case.map == "cosine" else width // 2
-    omega = torch.randn(heads, channels, case.axes, dtype=case.omega)
+    # Frequencies by head and a norm over all heads are two launches.
+    omega = torch.randn(1 if "of heads" in case.norm else heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
     amplitude = torch.randn(heads, channels) if case.amplitude else None
     pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
     name = "cosine" if case.map == "cosine" else "rotate"
     options = calls.Options(name, act, int(dim) if dim else None, pairs, rotary, case.order)
-    checked = validate(options, tuple(xs), omega, positions, phase, amplitude)
+    options, weights = take_weights(options, case, xs)
+    checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
+    launcher = launch_heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
-        launch.forward(checked, xs, case.cache)
+        launcher.forward(checked, xs, case.cache)
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
     theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
     need = case.run == "backward omega"
-    launch.backward(checked, grads, xs, stats, theta, calls.Needs(need, need and case.phase))
+    learned = need and case.norm != "none"
+    launcher.backward(checked, grads, xs, stats, theta, calls.Needs(need, need and case.phase, learned))
+
+
+def take_weights(options: calls.Options, case: SimpleNamespace, xs: list) -> tuple[calls.Options, calls.Weights]:
+    """The norm of a case: its options, and weights of q and of k."""
+    if case.norm == "none":
+        return options, calls.Weights()
+    kind, _, form = case.norm.partition(" ")
+
+    def weights() -> Any:
+        sizes = {"": [], "by head": [[x.shape[1]] for x in xs], "of heads": [[x.shape[1]] for x in xs]}
+        sizes = sizes.get(form) or [[3, 1] if form == "of groups" else []] * len(xs)
+        found = tuple(torch.randn(*size, case.head_dim, dtype=torch.float32) for size in sizes)
+        return found if len(xs) == 2 else found[0]
+
+    bias = weights() if kind == "layer" else None
+    norm = Norm(kind, weights(), bias, over="heads" if form == "of heads" else "head", offset=float(kind == "rms"))
+    return take_norm(options, norm, len(xs))
 
 
 ZEROS = {"0f00000000", "0f80000000"}
@@ -293,7 +324,7 @@ def main() -> None:
         return
     target = TARGETS[args.target]
     torch.set_default_device("meta")
-    launch.INTERPRETING = False
+    launch.INTERPRETING = launch_heads.INTERPRETING = False
     unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
     for case in cases():
         case.cuda, case.early = target.backend == "cuda", target.arch == 90
@@ -305,7 +336,8 @@ def main() -> None:
         begin = time.perf_counter()
         error, text, resident = None, "", 0
         names = source.fn.arg_names
-        rows_first = source.constants[names.index("V"),].rows_first
+        variant = source.constants[names.index("V"),]
+        rows_first, sums = variant.rows_first, variant.need_dangles or variant.need_dweight
         try:
             kernel = triton.compile(source, target=target, options=options)
             text = kernel.asm.get("ptx", "")
@@ -315,7 +347,7 @@ def main() -> None:
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
-               "rows_first": rows_first, "seconds": round(time.perf_counter() - begin, 2),
+               "rows_first": rows_first, "sums": sums, "seconds": round(time.perf_counter() - begin, 2),
                **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 

@@ -18,17 +18,18 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "reference": set(),
     "reference_linear": {"reference"},
     "checks": set(),
+    "norm": set(),
     "positions": {"checks"},
     "frequencies": {"checks"},
-    "engine": {"checks", "positions", "reference", "reference_linear"},
-    "functional": {"engine"},
+    "engine": {"checks", "norm", "positions", "reference", "reference_linear"},
+    "functional": {"engine", "norm"},
     "functional_linear": {"engine"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
-    "module_base": {"engine", "frequencies", "functional"},
+    "module_base": {"engine", "frequencies", "functional", "norm"},
     "modules_linear": {"engine", "functional_linear"},
-    "modules": {"checks", "engine", "frequencies", "module_base", "positions", "presets", "xpos"},
+    "modules": {"checks", "engine", "frequencies", "module_base", "norm", "positions", "presets", "xpos"},
     "xpos": {"checks", "engine", "positions", "reference"},
     "integrations": {
         "engine",
@@ -37,11 +38,12 @@ LAYERS = {  # a file or folder of ours, and what it may import
         "module_base",
         "modules",
         "modules_linear",
+        "norm",
         "positions",
         "presets",
         "reference",
     },
-    "testing": {"engine", "functional", "functional_linear", "positions", "reference"},
+    "testing": {"engine", "functional", "functional_linear", "norm", "positions", "reference"},
 }
 
 
@@ -83,7 +85,7 @@ def test_the_layer_test_can_fail():
 
 
 ENGINE = {  # within the engine, from top to bottom
-    "dispatch": {"boundary", "call", "memory", "sharding", "validate", "views"},
+    "dispatch": {"boundary", "call", "memory", "norms", "sharding", "validate", "views"},
     "linear_dispatch": {
         "linear_plan",
         "boundary",
@@ -101,12 +103,14 @@ ENGINE = {  # within the engine, from top to bottom
     "linear_launch": {"call", "kernels", "launch", "linear_call", "linear_plan", "memory"},
     "linear_plan": set(),
     "linear_call": {"call"},
-    "boundary": {"call", "compiled", "joined", "launch", "memory"},
+    "boundary": {"call", "compiled", "joined", "launch", "launch_heads", "memory"},
     "compiled": {"call", "kernels", "launch"},
     "joined": set(),
     "sharding": {"call", "memory"},
-    "validate": {"call"},
+    "validate": {"call", "norms"},
+    "norms": {"call", "memory"},
     "views": {"boundary", "joined"},
+    "launch_heads": {"call", "kernels", "launch", "memory", "plan"},
     "launch": {"call", "kernels", "memory", "plan"},
     "plan": set(),
     "call": set(),
@@ -197,7 +201,7 @@ def test_public_names():
     expected = {"cosine", "rotate", "CosineMd", "RotateMd", "Rotate1d", "PresetMd", "Grid", "Coordinates", "Tokens"}
     expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
     expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
-    expected |= {"linear_attention", "LinearAttention", "Before", "Scheme", "Axial", "Dense", "register_scheme"}
+    expected |= {"linear_attention", "LinearAttention", "Norm", "Before", "Scheme", "Axial", "Dense", "register_scheme"}
     assert expected == public - modules - {"Any", "Path"}
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):

@@ -11,6 +11,7 @@ Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks
 """
 
 from .encode import lrpe_kernel
+from .heads import heads_kernel
 from .linear import (
     linear_backward_kernel,
     linear_forward_kernel,
@@ -26,7 +27,8 @@ from .reduce import reduce_partial_kernel
 from .softmax import softmax_sequence_kernel
 
 __all__ = [
-    "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel", "linear_causal_query_kernel",
+    "heads_kernel", "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel",
+    "linear_causal_query_kernel",
     "linear_forward_kernel", "linear_key_gradient_kernel", "linear_output_kernel",
     "linear_query_gradient_kernel", "linear_query_state_kernel",
     "linear_scan_kernel", "linear_state_kernel", "lrpe_kernel",

@@ -23,11 +23,23 @@ from .angles import (
     take_cos_sin,
     to_radians,
 )
+from .norm import (
+    add_rows,
+    add_weight_gradients,
+    apply_weights,
+    find_token_group,
+    form_weight_gradients,
+    load_weights,
+    normalise_row,
+    normalise_row_backward,
+    store_weight_gradients,
+    zero_weight_gradients,
+)
 from .reduce import launch_second_pass
-from .signature import kernel
+from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tiles import (
-    find_pairs,
+    find_channels,
     first_channel,
     load,
     load_pairs,
@@ -144,19 +156,6 @@ def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
 
 
 @triton.jit
-def find_channels(i: tl.constexpr, V: tl.constexpr):
-    """Channels (1, channels) of tile i of a row and which of them there are."""
-    if V.map == "rotate" and i < V.num_turned:
-        o_a, o_b = find_pairs(first_channel(), V)
-        o_d = o_b if i == 1 else o_a
-        m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
-    else:
-        o_d = V.begins[i] + tl.arange(0, V.blocks[i])[None, :]
-        m_d = o_d < V.begins[i] + V.widths[i]
-    return o_d, m_d
-
-
-@triton.jit
 def activate_row(x, stat, V: tl.constexpr):
     """x̄ of a row's tiles."""
     if V.dim == -1:
@@ -187,12 +186,13 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 
 @triton.jit
-def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient."""
+def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
+    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'."""
     xa, xb, ga, gb, place = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
     dangles = cos
+    dweights = ()
     x = ()
     x_bar = ()
     if V.load_x:
@@ -201,6 +201,9 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
         else:
             x = split_pairs(upcast(xa, V), upcast(xb, V), V)
             x += load_passing(x_row, o_n, m_n, V)
+        if V.norm != "none":
+            x_hat, scale = normalise_row(x, V=V)
+            x = apply_weights(x_hat, weights, V=V)
         x_bar = activate_row(x, stat, V)
     if V.backward:
         dy = (upcast(ga, V), upcast(gb, V))
@@ -211,6 +214,9 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
             dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
         dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, V)
         out = activate_row_backward(x, x_bar, dx_bar, V)
+        if V.norm != "none":
+            dweights = form_weight_gradients(out, x_hat, V=V)
+            out = normalise_row_backward(out, x_hat, scale, weights, V=V)
         store_input_gradients(o_row, out, o_n, m_n, c0, V)
     else:
         out = x_bar
@@ -218,7 +224,7 @@ def map_row(fetched, cos, sin, o_n, c0, V: tl.constexpr):
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
         store_tile(o_row, out[i], o_n, m_n, i, V)
-    return dangles
+    return dangles, dweights
 
 
 # --- rows ----------------------------------------------------------------------------------------------------
@@ -309,11 +315,21 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
 
 
 @triton.jit
-def map_rows(fetched, cos, sin, o_n, c0, dangles, V: tl.constexpr):
-    """Map fetched rows; dangles with theirs added."""
+def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
+    """Map fetched rows; the sums, dangles and gradients of the weights, with theirs added.
+
+    turned: cos Θ and sin Θ. norm: the weights of all these rows, and the tokens' groups.
+    """
     ROWS: tl.constexpr = V.block_r
+    cos, sin = turned
+    dangles, dweights = sums
+    weights, token_group = norm
     for i in tl.static_range(ROWS):
-        row_dangles = map_row(fetched[i], cos, sin, o_n, c0, V)
+        row_dangles, row_dweights = map_row(fetched[i], cos, sin, o_n, c0, weights, V)
+        if V.need_dweight:
+            both = row_dweights if i % 2 == 0 else add_rows(both, row_dweights)
+            if i % 2 == 1 or i == V.block_r - 1:
+                dweights = add_weight_gradients(dweights, both, token_group, V=V)
         if V.need_dangles:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
                 _, _, _, _, place = fetched[i]
@@ -322,7 +338,7 @@ def map_rows(fetched, cos, sin, o_n, c0, dangles, V: tl.constexpr):
             pair = row_dangles if i % 2 == 0 else pair + row_dangles
             if i % 2 == 1 or i == V.block_r - 1:  # a conversion costs as much as eight additions
                 dangles += pair.to(tl.float64)
-    return dangles
+    return dangles, dweights
 
 
 @triton.jit
@@ -385,7 +401,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, norm,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -409,7 +425,8 @@ def lrpe_kernel(
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
     (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
     radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
-    below 0 where tokens are in front of it.
+    below 0 where tokens are in front of it. norm: None, or pointers to weight, bias, those of k, and partial sums for
+    their gradients; parts of q in a sample, and runs of parts. The rows of a part then have weights in common.
 
     V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
@@ -425,6 +442,8 @@ def lrpe_kernel(
     part = divide(inner, magic_g, shift_g)
     g = inner - part * G
     slot = outer * M + part
+    own_part = part
+    run = outer
     sample = 0
     if V.by_sample:
         sample = divide(outer, magic_p, shift_p)
@@ -465,13 +484,30 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    if not V.need_dangles:
+    weights = ()
+    if V.has_weight or V.has_bias:
+        p_weight, p_bias, p_weight_k, p_bias_k, p_dweight, norm_numbers = norm
+        p_weights = (p_weight, p_bias, p_weight_k, p_bias_k)
+        q_parts, num_runs = unpack(norm_numbers)
+        own_k = own_part >= q_parts
+        own_part = tl.where(own_k, own_part - q_parts, own_part)
+        own_unit = g * tl.where(own_k, M - q_parts, q_parts) + own_part  # a head, or heads that have weights in common
+        if V.need_dweight:
+            own_row = (tl.where(own_k, G * q_parts, 0) + own_unit).to(tl.int64) * num_runs + run
+            p_dweight += (own_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
+        if V.token_groups == 1:
+            weights = load_weights(p_weights, own_k, own_unit, 0, None, V=V)
+    if not (V.need_dangles or V.need_dweight):
         fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
             tl.debug_barrier()  # which no load can be moved across
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
-        map_rows(fetched, cos, sin, o_n, c0, cos, V)
+        own = (weights, 0)
+        if V.token_groups > 1:
+            groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
+            own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
+        map_rows(fetched, (cos, sin), o_n, c0, own, (cos, ()), V=V)
     else:
         if V.early:
             launch_second_pass()
@@ -481,8 +517,10 @@ def lrpe_kernel(
         EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
-        for _ in tl.static_range(J):
-            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+        if V.need_dangles:
+            for _ in tl.static_range(J):
+                total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+        dweights = zero_weight_gradients(V=V)
         # What a block's first step sets.
         cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
         sin = cos
@@ -501,19 +539,27 @@ def lrpe_kernel(
             if (r0 == r_lo) | (i == alone):
                 cos, sin, o_g, m_g = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
                 dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            dangles = map_rows(fetched, cos, sin, o_n, c0, dangles, V)
+            own = (weights, 0)
+            if V.token_groups > 1:
+                groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
+                own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
+            dangles, dweights = map_rows(fetched, (cos, sin), o_n, c0, own, (dangles, dweights), V=V)
             r0 += V.block_r
             done = r0 >= r_hi
-            if done | (i == steps - 1):
-                if V.dim == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
-                    dangles = tl.where(m_g[:, None], dangles, 0.0)
-                weights = weigh_tokens(o_g, m_g, positions, V)
-                added = ()
-                for j in tl.static_range(J):
-                    added += (total[j] + weights[j][:, None] * dangles,)
-                total = added
+            if V.need_dangles:
+                if done | (i == steps - 1):
+                    if V.dim == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
+                        dangles = tl.where(m_g[:, None], dangles, 0.0)
+                    shares = weigh_tokens(o_g, m_g, positions, V)
+                    added = ()
+                    for j in tl.static_range(J):
+                        added += (total[j] + shares[j][:, None] * dangles,)
+                    total = added
             next_block = tl.where(i + 1 == alone, shared_block, block + tl.where(i < alone, T, EVERY))
             block = tl.where(done, next_block, block)
             r0 = tl.where(done, tl.where(i + 1 == alone, shared_r0, r_lo), r0)
-        p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * V.num_channels)
-        store_partial(p_partial, total, c0, o_c, m_c, V)
+        if V.need_dangles:
+            p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * V.num_channels)
+            store_partial(p_partial, total, c0, o_c, m_c, V)
+        if V.need_dweight:
+            store_weight_gradients(p_dweight, dweights, V=V)

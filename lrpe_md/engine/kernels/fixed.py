@@ -11,6 +11,8 @@ import triton.language as tl
 from .encode import lrpe_kernel
 from .reduce import reduce_partial_kernel
 
+JOB = tl.constexpr(11)  # numbers of a job of kernels/reduce.py
+
 __all__ = ["fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "number_types"]
 
 
@@ -56,4 +58,27 @@ def _fix(kernel: Any) -> Any:
 
 
 fixed_lrpe_kernel: Any = _fix(lrpe_kernel)
-fixed_reduce_partial_kernel: Any = _fix(reduce_partial_kernel)
+
+
+@triton.jit
+def _take_job(numbers, FIRST: tl.constexpr):
+    """Those of a job behind its heads."""
+    found = ()
+    for i in tl.static_range(FIRST + 1, FIRST + JOB):
+        found += (numbers[i],)
+    return found
+
+
+@triton.jit
+def fixed_reduce_partial_kernel(
+    p_partial, p_domega, p_dphase, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr
+):
+    """Of dω and dφ, either of which may be None."""
+    numbers = _take_numbers(NUMBERS, TYPES)
+    LAST: tl.constexpr = len(NUMBERS) - JOB
+    jobs = ()
+    if p_domega is not None:
+        jobs += ((p_partial, p_domega, (numbers[0],), _take_job(numbers, 0)),)
+    if p_dphase is not None:
+        jobs += ((p_partial, p_dphase, (numbers[LAST],), _take_job(numbers, LAST)),)
+    reduce_partial_kernel(jobs, V)

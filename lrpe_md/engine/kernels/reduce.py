@@ -1,9 +1,9 @@
-"""The second pass of dω and dφ: partial sums to gradients."""
+"""The second pass of dω, dφ and the gradients of weights: partial sums to gradients."""
 
 import triton
 import triton.language as tl
 
-from .signature import kernel
+from .signature import kernel, unpack
 
 # Of CUDA's programmatic dependent launch. Triton has both, in a module that other backends may lack.
 
@@ -20,44 +20,50 @@ def wait_for_first_pass():
     tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
-@kernel
-def reduce_partial_kernel(
-    p_partial, p_domega, p_dphase, rows: "i32", G: "i32", omega_heads: "i32", phase_heads: "i32", V: tl.constexpr,
-):  # fmt: skip
-    """Sum partial (rows, G, J, C) to dω (omega_heads, C, K) and dφ (phase_heads, C), in a fixed order.
-
-    One program for block_c channels of each row j of each head of dω, then of each head of dφ. Shared frequencies (one
-    head) sum over the groups too. V.early: launched before the first pass has ended.
-    """
-    C: tl.constexpr = V.num_channels
-    K: tl.constexpr = V.num_axes
-    J: tl.constexpr = K + 1 if V.has_phase else K
-    NUM_C: tl.constexpr = (C + V.block_c - 1) // V.block_c
-    pid = tl.program_id(0) // NUM_C
-    num_omega = 0
-    if p_domega is not None:
-        num_omega = omega_heads * K
-    is_omega = pid < num_omega
-    head = tl.where(is_omega, pid // K, pid - num_omega)
-    j = tl.where(is_omega, pid % K, K)
-    shared = tl.where(is_omega, omega_heads, phase_heads) < G
-    num = tl.where(shared, rows * G, rows)
-    step = tl.where(shared, 1, G).to(tl.int64) * J * C
-    o_c = tl.program_id(0) % NUM_C * V.block_c + tl.arange(0, V.block_c)
+@triton.jit
+def _sum_columns(p_source, p_out, pid, numbers, V: tl.constexpr):
+    """Block pid of a job: block_c columns of a slot of a head."""
+    slots, width, source, out_column, out_slot, rows, step, head_step, first_row, row_width = numbers
+    blocks = tl.cdiv(width, V.block_c)
+    cell = pid // blocks
+    head = cell // slots
+    slot = cell - head * slots
+    o_c = (pid - cell * blocks) * V.block_c + tl.arange(0, V.block_c)
     o_r = tl.arange(0, V.block_r)
-    p = p_partial + tl.where(shared, 0, head).to(tl.int64) * J * C + j * C + o_c[None, :]
+    first = (first_row + head * head_step).to(tl.int64) * row_width
+    p = p_source + first + source + slot * width + o_c[None, :]
+    step = tl.cast(step, tl.int64) * row_width
     BLOCK_R: tl.constexpr = V.block_r
     BLOCK_C: tl.constexpr = V.block_c
-    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_partial.dtype.element_ty)
+    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_source.dtype.element_ty)
+    for r in range(0, rows, V.block_r):
+        mask = (r + o_r < rows)[:, None] & (o_c < width)[None, :]
+        total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
+    o_out = head * slots * width + slot * out_slot + o_c * out_column
+    sums = tl.sum(total, axis=0)
+    if p_out.dtype.element_ty != tl.float64:
+        sums = sums.to(tl.float32)  # of which the interpreter, too, makes 16 bits
+    tl.store(p_out + o_out, sums.to(p_out.dtype.element_ty), mask=o_c < width)
+
+
+@kernel
+def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
+    """Sum partial sums to gradients, in a fixed order.
+
+    A job is a matrix of float64 partial sums, a gradient (heads, ..), and numbers: the heads, then those of
+    :func:`_sum_columns`: a head's slots (axes of ω), a slot's columns in the matrix and the first of them, the steps
+    between columns and slots in the gradient; how many rows are summed, the step from one to the next, and from those
+    of a head to those of the next one, the first, and how wide they are. V.early: launched before the first pass has
+    ended.
+    """
+    pid = tl.program_id(0)
     if V.early:
         wait_for_first_pass()
-    for r in range(0, num, V.block_r):
-        mask = (r + o_r < num)[:, None] & (o_c < C)[None, :]
-        total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
-    total = tl.sum(total, axis=0)
-    if p_domega is not None:
-        if is_omega:
-            tl.store(p_domega + (head * C + o_c) * K + j, total.to(p_domega.dtype.element_ty), mask=o_c < C)
-    if p_dphase is not None:
-        if pid >= num_omega:
-            tl.store(p_dphase + head * C + o_c, total.to(p_dphase.dtype.element_ty), mask=o_c < C)
+    first = pid * 0
+    for i in tl.static_range(len(jobs)):
+        p_source, p_out, heads, packed = jobs[i]
+        numbers = unpack(packed)
+        blocks = unpack(heads)[0] * numbers[0] * tl.cdiv(numbers[1], V.block_c)
+        if (pid >= first) & (pid < first + blocks):
+            _sum_columns(p_source, p_out, pid - first, numbers, V=V)
+        first += blocks

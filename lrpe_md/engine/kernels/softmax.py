@@ -9,7 +9,7 @@ from .tiles import first_channel, load, point_to_row, store
 
 
 @triton.jit
-def _mask(x, i: tl.constexpr, value, V: tl.constexpr):
+def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
     """Tile i of a row, with this value where it is wider than the row's channels."""
     if V.widths[i] < V.blocks[i]:
         x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, value)
@@ -31,12 +31,12 @@ def sum_row(tiles):
 @triton.jit
 def softmax_features(x, V: tl.constexpr):
     """x̄ of a row's tiles."""
-    top = tl.max(_mask(x[0], 0, float("-inf"), V), axis=1)
+    top = tl.max(mask_rest(x[0], 0, float("-inf"), V), axis=1)
     for i in tl.static_range(1, len(x)):
-        top = tl.maximum(top, tl.max(_mask(x[i], i, float("-inf"), V), axis=1))
+        top = tl.maximum(top, tl.max(mask_rest(x[i], i, float("-inf"), V), axis=1))
     exps = ()
     for i in tl.static_range(len(x)):
-        exps += (_mask(exp(x[i] - top[:, None], V), i, 0.0, V),)
+        exps += (mask_rest(exp(x[i] - top[:, None], V), i, 0.0, V),)
     scale = reciprocal(sum_row(exps), V)[:, None]
     x_bar = ()
     for i in tl.static_range(len(x)):

@@ -174,6 +174,19 @@ def find_pairs(c0, V: tl.constexpr):
 
 
 @triton.jit
+def find_channels(i: tl.constexpr, V: tl.constexpr):
+    """Channels (1, channels) of tile i of a row and which of them there are."""
+    if V.map == "rotate" and i < V.num_turned:
+        o_a, o_b = find_pairs(first_channel(), V)
+        o_d = o_b if i == 1 else o_a
+        m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
+    else:
+        o_d = V.begins[i] + tl.arange(0, V.blocks[i])[None, :]
+        m_d = o_d < V.begins[i] + V.widths[i]
+    return o_d, m_d
+
+
+@triton.jit
 def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
     """Both channels of each pair; interleaved ones still side by side, twice: see :func:`split_pairs`."""
     if V.pairs == "interleaved":

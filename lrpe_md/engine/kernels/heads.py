@@ -1,0 +1,355 @@
+"""Both maps behind a norm over all heads: a program has all heads of a token.
+
+A tile is (heads, channels) of one token, where those of encode.py are (tokens, channels) of one head: V.block_n counts
+heads here, and V.block_r the tiles that are all heads together. x, and dy, are read once: they wait in registers until
+the sums over all channels are known. Frequencies are those of all heads.
+"""
+
+import triton
+import triton.language as tl
+
+from .angles import load_frequencies
+from .encode import (
+    activate_row,
+    activate_row_backward,
+    apply_map,
+    apply_map_backward,
+    form_angle_gradient,
+    load_gradients,
+    load_passing,
+    store_input_gradients,
+    store_outputs,
+    store_partial,
+    turn_tokens,
+    weigh_tokens,
+)
+from .features import load_row, to_tiles
+from .norm import (
+    add_rows,
+    apply_weight,
+    apply_weights,
+    combine_gradient,
+    find_token_group,
+    form_weight_gradients,
+    load_weights,
+    multiply_rows,
+    scale_row,
+    subtract_mean,
+    take_root,
+    zero_weight_gradients,
+)
+from .reduce import launch_second_pass
+from .signature import kernel, unpack
+from .softmax import sum_row
+from .tiles import find_channels, first_channel, point_to_row, split_pairs, store_tile, upcast
+
+
+@triton.jit
+def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
+    """Tile i of a token: a row of the tile is a head. tensor: pointer and strides (b, n, h, d) of q and of k."""
+    p_q, q_strides, p_k, k_strides = tensor
+    is_k, b, n = token
+    first = tl.full([], i * V.block_n, tl.int32)
+    return point_to_row((p_q, unpack(q_strides), p_k, unpack(k_strides)), is_k, b, n, first, V=V)
+
+
+@triton.jit
+def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
+    """As :func:`load_row`, of dy."""
+    if V.map == "none":
+        return load_passing(row, o_h, m_h, V=V)
+    else:
+        return load_gradients(row, o_h, m_h, first_channel(), V=V) + load_passing(row, o_h, m_h, V=V)
+
+
+@triton.jit
+def to_gradient_tiles(loaded, V: tl.constexpr):
+    """dy of what :func:`load_gradient_row` has loaded: both tiles of what is turned, then what passes."""
+    if V.map == "none":
+        return loaded
+    else:
+        first, second = upcast(loaded[0], V=V), upcast(loaded[1], V=V)
+        if V.map == "rotate":
+            first, second = split_pairs(first, second, V=V)
+        tiles = (first, second)
+        for i in tl.static_range(2, len(loaded)):
+            tiles += (loaded[i],)
+        return tiles
+
+
+@triton.jit
+def turn_back(dy, cos, sin, V: tl.constexpr):
+    """dx̄ of dy."""
+    if V.map == "none":
+        return dy
+    else:
+        dx_bar = apply_map_backward((dy[0], dy[1]), cos, sin, V=V)
+        for i in tl.static_range(2, len(dy)):
+            dx_bar += (dy[i],)
+        return dx_bar
+
+
+@triton.jit
+def sum_all(rows):
+    """Σ over the channels of all heads."""
+    return tl.sum(sum_row(rows), axis=0)
+
+
+@triton.jit
+def centre(loaded, mean, m_h, V: tl.constexpr):
+    """x of a tile's heads, for "layer" less the mean, and 0 for heads and channels that are not there."""
+    x = to_tiles(loaded, V=V)
+    if V.norm == "layer":
+        centred = ()
+        x = subtract_mean(x, mean, V=V)
+        for i in tl.static_range(len(x)):
+            centred += (tl.where(m_h[:, None], x[i], 0.0),)
+        return centred
+    else:
+        return x
+
+
+@triton.jit
+def measure(fetched, H, share, V: tl.constexpr):
+    """The mean, of "layer", and r, of all channels of a token."""
+    o_h = tl.arange(0, V.block_n)
+    mean = share * 0.0
+    if V.norm == "layer":
+        total = to_tiles(fetched[0], V=V)
+        for i in tl.static_range(1, len(fetched)):
+            total = add_rows(total, to_tiles(fetched[i], V=V))
+        mean = sum_all(total) * share
+    first = centre(fetched[0], mean, o_h < H, V=V)
+    squares = multiply_rows(first, first)
+    for i in tl.static_range(1, len(fetched)):
+        x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
+        squares = add_rows(squares, multiply_rows(x, x))
+    return mean, take_root(sum_all(squares) * share, V=V)
+
+
+@triton.jit
+def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
+    """Of a tile's heads: the gradient of norm(x), x̂, and dΘ of its heads."""
+    xs, gs = loaded
+    cos, sin = turned
+    mean, scale = stats
+    x_hat = scale_row(centre(xs, mean, m_h, V=V), scale)
+    x = apply_weights(x_hat, weights, V=V)
+    x_bar = activate_row(x, 0, V=V)
+    dy = to_gradient_tiles(gs, V=V)
+    dx_bar = turn_back(dy, cos, sin, V=V)
+    dangles = cos
+    if V.need_dangles:
+        dangles = form_angle_gradient(x_bar, (dy[0], dy[1]), dx_bar, cos, sin, V=V)
+    return activate_row_backward(x, x_bar, dx_bar, V=V), x_hat, dangles
+
+
+@triton.jit
+def add_tile_gradients(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
+    """The sums of tile i with what a token adds to them."""
+    added = ()
+    COUNT: tl.constexpr = len(products) * V.token_groups
+    for j in tl.static_range(COUNT):
+        product = products[j % len(products)]
+        if V.token_groups > 1:
+            product = tl.where(token_group == j // len(products), product, 0.0)
+        added += (sums[i * COUNT + j] + product.to(tl.float64),)
+    return added
+
+
+@triton.jit
+def store_tile_gradients(p, sums, H, V: tl.constexpr):
+    """A program's sums: of γ (H, P, D), then of β."""
+    TILES: tl.constexpr = len(V.begins)
+    KINDS: tl.constexpr = V.has_weight + V.has_bias
+    COUNT: tl.constexpr = TILES * KINDS * V.token_groups
+    o_h = tl.arange(0, V.block_n)[:, None]
+    for j in tl.static_range(len(sums)):
+        h = j // COUNT * V.block_n + o_h
+        o_d, m_d = find_channels(i=j % TILES, V=V)
+        o_row = h * V.token_groups + j % COUNT // (TILES * KINDS)
+        if j % COUNT // TILES % KINDS == 1:
+            o_row += H * V.token_groups
+        tl.store(p + o_row * V.head_dim + o_d, sums[j], mask=(h < H) & m_d)
+
+
+@triton.jit
+def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
+    """y of x̄, or dx."""
+    c0 = first_channel()
+    if V.map != "none":
+        cos, sin = turned
+        if V.backward:
+            store_input_gradients(row, out, o_h, m_h, c0, V=V)
+        else:
+            store_outputs(row, apply_map(out, cos, sin, V=V), o_h, m_h, c0, V=V)
+    TURNED: tl.constexpr = V.num_turned
+    for i in tl.static_range(TURNED, len(V.begins)):
+        store_tile(row, out[i], o_h, m_h, i=i, V=V)
+
+
+@triton.jit
+def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
+    """cos Θ and sin Θ of a token, a row for each head of a tile; what dΘ counts for dω and dφ."""
+    p_coords, p_origin, p_affine, p_rotated, p_amplitude = tables
+    _, b, n = token
+    N, first_index, num_grid, positions_b, rotated_b = counts
+    if V.by_sample:
+        if V.explicit:
+            p_coords += b.to(tl.int64) * positions_b
+        else:
+            p_origin += b.to(tl.int64) * positions_b
+        if p_rotated is not None:
+            p_rotated += b.to(tl.int64) * rotated_b
+    positions = (p_coords, p_origin, p_affine, grid)
+    places = (p_rotated, p_amplitude, None, 0, False, N, first_index, num_grid)
+    o_c = tl.arange(0, V.block_c)
+    m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+    cos, sin, o_g, m_g = turn_tokens(omega, positions, places, n, tl.arange(0, V.block_n) * 0, o_c, m_c, V=V)
+    shares = (0,)
+    if V.need_dangles:
+        shares = weigh_tokens(o_g, m_g, positions, V=V)
+    return cos, sin, shares
+
+
+@triton.jit
+def load_own(own, token, H, i: tl.constexpr, V: tl.constexpr):
+    """γ and β of tile i's heads. own: pointers to those of all, and the token's group."""
+    norm, group = own
+    is_k, _, _ = token
+    h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
+    return load_weights(norm, is_k, h, group, h < H, V=V)
+
+
+@triton.jit
+def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
+    """y of a token."""
+    mean, scale = stats
+    o_h = tl.arange(0, V.block_n)
+    for i in tl.static_range(len(fetched)):
+        m_h = i * V.block_n + o_h < H
+        weights = load_own(own, token, H, i=i, V=V)
+        x_hat = scale_row(centre(fetched[i], mean, m_h, V=V), scale)
+        x_bar = activate_row(apply_weights(x_hat, weights, V=V), 0, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, turned, o_h, m_h, V=V)
+
+
+@triton.jit
+def measure_gradient(loaded, token, H, stats, share, turned, own, V: tl.constexpr):
+    """mean(g x̂), and of "layer" mean(g), of all channels of a token."""
+    fetched, gradients = loaded
+    for i in tl.static_range(len(fetched)):
+        weights = load_own(own, token, H, i=i, V=V)
+        m_h = i * V.block_n + tl.arange(0, V.block_n) < H
+        tile = (fetched[i], gradients[i])
+        dy, x_hat, _ = normalise_backward(tile, turned, stats, weights, m_h, V=V)
+        g = apply_weight(dy, weights, V=V)
+        products = multiply_rows(g, x_hat)
+        dots = products if i == 0 else add_rows(dots, products)
+        total = g if i == 0 else add_rows(total, g)
+    dot = sum_all(dots) * share
+    if V.norm == "layer":
+        return dot, sum_all(total) * share
+    else:
+        return dot, dot
+
+
+@triton.jit
+def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.constexpr):
+    """dx of a token; its dΘ by head, and the sums for the weights with its part. out: where dx goes, those sums."""
+    fetched, gradients = loaded
+    o, dweights = out
+    _, group = own
+    _, scale = stats
+    dot, mean = means
+    o_h = tl.arange(0, V.block_n)
+    added = ()
+    for i in tl.static_range(len(fetched)):
+        m_h = i * V.block_n + o_h < H
+        weights = load_own(own, token, H, i=i, V=V)
+        dy, x_hat, tile_dangles = normalise_backward(
+            (fetched[i], gradients[i]), turned, stats, weights, m_h, V=V
+        )  # fmt: skip
+        dangles = tile_dangles if i == 0 else dangles + tile_dangles
+        if V.need_dweight:
+            products = form_weight_gradients(dy, x_hat, V=V)
+            added += add_tile_gradients(dweights, products, group, i=i, V=V)
+        dx = combine_gradient(apply_weight(dy, weights, V=V), x_hat, scale, dot, mean, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)
+    return dangles, added
+
+
+@kernel
+def heads_kernel(
+    x: "tensors", dy: "tensors", o: "tensors", tables: "tables", norm: "norm", sums: "sums", numbers: "numbers",
+    V: tl.constexpr,
+):  # fmt: skip
+    """Both maps behind a norm over all heads, forward and backward, for one tensor or for q and k.
+
+    The first programs go through the tokens of q, the others through those of k. x, dy, o: pointer and strides (b, n,
+    h, d) of q and of k. tables: pointers, as of :func:`lrpe_kernel`. norm: to weight, bias and those of k. sums: to
+    partial sums (programs, J, C) for dω and dφ, and (programs, ..) for the gradients of the weights.
+    """
+    counts, axes = numbers
+    N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack(counts)
+    grid = unpack(axes)
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude = tables
+    p_partial, p_dweight = sums
+    pid = tl.program_id(0)
+    is_k = pid >= num_q
+    H = tl.where(is_k, heads_k, heads_q)
+    step = tl.where(is_k, tl.num_programs(0) - num_q, num_q)
+    share = 1.0 / (H * V.head_dim).to(tl.float64 if V.wide else tl.float32)
+    o_h = tl.arange(0, V.block_n)
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
+    TILES: tl.constexpr = V.block_r
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+    omega = 0
+    o_c = tl.arange(0, V.block_c)
+    m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+    if V.map != "none":
+        omega = load_frequencies(p_omega, p_phase, o_c, m_c, V=V)
+    if V.early:
+        launch_second_pass()
+    total = ()
+    if V.need_dangles:
+        for _ in tl.static_range(J):
+            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+    dweights = ()
+    for _ in tl.static_range(TILES):
+        dweights += zero_weight_gradients(V=V)
+    for item in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step, num_stages=V.stages):
+        b = item // N
+        n = item - b * N
+        token = (is_k, b, n)
+        fetched = ()
+        gradients = ()
+        for i in tl.static_range(TILES):
+            m_h = i * V.block_n + o_h < H
+            fetched += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
+            if V.backward:
+                gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
+        cos, sin, shares = 0, 0, 0
+        if V.map != "none":
+            places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude)
+            spots = (N, first_index, num_grid, positions_b, rotated_b)
+            cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
+        turned = (cos, sin)
+        own = (norm, find_token_group(n + first_index, num_grid, V=V))
+        stats = measure(fetched, H, share, V=V)
+        if V.backward:
+            loaded = (fetched, gradients)
+            means = measure_gradient(loaded, token, H, stats, share, turned, own, V=V)
+            dangles, dweights = store_gradients(loaded, token, H, stats, means, turned, own, (o, dweights), V=V)
+            if V.need_dangles:
+                weighed = ()
+                for j in tl.static_range(J):
+                    weighed += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
+                total = weighed
+        else:
+            store_mapped(fetched, token, H, stats, turned, own, o, V=V)
+    if V.need_dangles:
+        store_partial(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, 0, o_c, m_c, V=V)
+    if V.need_dweight:
+        store_tile_gradients(p_dweight + pid.to(tl.int64) * width, dweights, H, V=V)

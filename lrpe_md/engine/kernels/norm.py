@@ -1,0 +1,225 @@
+"""The norm of a row, whose channels are several tiles, with γ and β; over a head, or with sums over all heads.
+
+x̂ is x over its root mean square or standard deviation, r what x (less its mean) was multiplied by. γ and β lie in
+memory as (H or 1, P, D), for P groups of tokens, and in registers as one tuple of tiles: those of γ, then those of β.
+"""
+
+import triton
+import triton.language as tl
+
+from .softmax import mask_rest, sum_row
+from .tiles import find_channels
+
+
+@triton.jit
+def multiply_rows(x, y):
+    """Tile by tile."""
+    products = ()
+    for i in tl.static_range(len(x)):
+        products += (x[i] * y[i],)
+    return products
+
+
+@triton.jit
+def add_rows(x, y):
+    sums = ()
+    for i in tl.static_range(len(x)):
+        sums += (x[i] + y[i],)
+    return sums
+
+
+@triton.jit
+def scale_row(x, by):
+    scaled = ()
+    for i in tl.static_range(len(x)):
+        scaled += (x[i] * by,)
+    return scaled
+
+
+@triton.jit
+def subtract_mean(x, mean, V: tl.constexpr):
+    """x less its mean, and 0 for the channels that are not there."""
+    centred = ()
+    for i in tl.static_range(len(x)):
+        centred += (mask_rest(x[i] - mean, i=i, value=0.0, V=V),)
+    return centred
+
+
+@triton.jit
+def take_root(mean_square, V: tl.constexpr):
+    """1/√(mean + eps), to the last place or so: what the hardware finds, and a step of Newton's."""
+    v = mean_square + V.norm_eps
+    if V.wide:
+        return 1.0 / tl.sqrt(v)
+    else:
+        r = tl.rsqrt(v)
+        return tl.where(r > 0.0, r * (1.5 - 0.5 * v * r * r), r)  # of an infinite mean 0
+
+
+@triton.jit
+def normalise_row(x, V: tl.constexpr):
+    """x̂ of a row's tiles, and r (tokens, 1)."""
+    SHARE: tl.constexpr = 1.0 / V.head_dim
+    if V.norm == "layer":
+        centred = subtract_mean(x, (sum_row(x) * SHARE)[:, None], V=V)
+    else:
+        centred = x
+    scale = take_root(sum_row(multiply_rows(centred, centred)) * SHARE, V=V)[:, None]
+    return scale_row(centred, scale), scale
+
+
+@triton.jit
+def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
+    """dx = r (g - x̂ mean(g x̂)), for "layer" less mean(g), g = γ dy."""
+    SHARE: tl.constexpr = 1.0 / V.head_dim
+    g = apply_weight(dy, weights, V=V)
+    dot = (sum_row(multiply_rows(g, x_hat)) * SHARE)[:, None]
+    mean = dot * 0.0
+    if V.norm == "layer":
+        mean = (sum_row(g) * SHARE)[:, None]
+    return combine_gradient(g, x_hat, scale, dot, mean, V=V)
+
+
+@triton.jit
+def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
+    """r (g - mean - x̂ dot)."""
+    dx = ()
+    for i in tl.static_range(len(g)):
+        if V.norm == "layer":
+            dx += (scale * (g[i] - mean - x_hat[i] * dot),)
+        else:
+            dx += (scale * (g[i] - x_hat[i] * dot),)
+    return dx
+
+
+# --- γ and β ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def find_token_group(o_g, num_grid, V: tl.constexpr):
+    """Of tokens with these indices on the grid, below 0 in front of it: 0 prefix, 1 grid, 2 suffix."""
+    if V.token_groups > 1:
+        group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
+        return tl.minimum(group, V.token_groups - 1)  # behind the last token, too
+    else:
+        return 0
+
+
+@triton.jit
+def load_tiles(p, o_row, m_row, V: tl.constexpr):
+    tiles = ()
+    for i in tl.static_range(len(V.begins)):
+        o_d, m_d = find_channels(i=i, V=V)
+        if m_row is None:
+            value = tl.load(p + o_row + o_d, mask=m_d, other=0.0)
+        else:
+            value = tl.load(p + o_row + o_d, mask=m_d & m_row, other=0.0)
+        tiles += (value.to(tl.float64 if V.wide else tl.float32),)
+    return tiles
+
+
+@triton.jit
+def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
+    """γ and β of head h, or heads h (rows), of q or k, for tokens of these groups (a column, or 0).
+
+    norm: pointers to those of q and of k. m_row: which of the rows there are, None: all.
+    """
+    p_weight, p_bias, p_weight_k, p_bias_k = norm
+    weights = ()
+    o_row = token_group
+    if V.weight_by_head:
+        o_row = h * V.token_groups + token_group
+    o_row = o_row * V.head_dim
+    if V.has_weight:
+        if V.has_k:
+            p_weight = tl.where(is_k, p_weight_k, p_weight)
+        loaded = load_tiles(p_weight, o_row, m_row, V=V)
+        for i in tl.static_range(len(loaded)):
+            if V.norm_offset != 0.0:
+                weights += (loaded[i] + V.norm_offset,)
+            else:
+                weights += (loaded[i],)
+    if V.has_bias:
+        if V.has_k:
+            p_bias = tl.where(is_k, p_bias_k, p_bias)
+        weights += load_tiles(p_bias, o_row, m_row, V=V)
+    return weights
+
+
+@triton.jit
+def apply_weight(x, weights, V: tl.constexpr):
+    """γ x."""
+    weighed = ()
+    for i in tl.static_range(len(x)):
+        if V.has_weight:
+            weighed += (x[i] * weights[i],)
+        else:
+            weighed += (x[i],)
+    return weighed
+
+
+@triton.jit
+def apply_weights(x_hat, weights, V: tl.constexpr):
+    """γ x̂ + β."""
+    weighed = apply_weight(x_hat, weights, V=V)
+    if V.has_bias:
+        COUNT: tl.constexpr = len(V.begins)
+        shifted = ()
+        for i in tl.static_range(COUNT):
+            shifted += (weighed[i] + weights[len(weights) - COUNT + i],)
+        return shifted
+    else:
+        return weighed
+
+
+@triton.jit
+def form_weight_gradients(dy, x_hat, V: tl.constexpr):
+    """What a row adds to dγ, dy x̂, and to dβ, dy: tiles as those of the weights."""
+    products = ()
+    if V.need_dweight:
+        if V.has_weight:
+            products += multiply_rows(dy, x_hat)
+        if V.has_bias:
+            products += dy
+    return products
+
+
+@triton.jit
+def _zero_tile(i: tl.constexpr, V: tl.constexpr):
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK: tl.constexpr = V.blocks[i]
+    return tl.zeros([BLOCK_N, BLOCK], dtype=tl.float64)
+
+
+@triton.jit
+def zero_weight_gradients(V: tl.constexpr):
+    """Of a program: for each group of tokens tiles as those of the weights, in float64."""
+    sums = ()
+    if V.need_dweight:
+        for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
+            for i in tl.static_range(len(V.begins)):
+                sums += (_zero_tile(i=i, V=V),)
+    return sums
+
+
+@triton.jit
+def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
+    """A row's, to the sums of its tokens' groups."""
+    added = ()
+    for j in tl.static_range(len(sums)):
+        product = products[j % len(products)]
+        if V.token_groups > 1:
+            product = tl.where(token_group == j // len(products), product, 0.0)
+        added += (sums[j] + product.to(tl.float64),)
+    return added
+
+
+@triton.jit
+def store_weight_gradients(p, sums, V: tl.constexpr):
+    """A program's sums over its tokens: of γ (P, D), then of β."""
+    COUNT: tl.constexpr = len(V.begins)
+    KINDS: tl.constexpr = len(sums) // (COUNT * V.token_groups)
+    for j in tl.static_range(len(sums)):
+        o_d, m_d = find_channels(i=j % COUNT, V=V)
+        row = (j // COUNT) % KINDS * V.token_groups + j // (COUNT * KINDS)
+        tl.store(p + row * V.head_dim + o_d, tl.sum(sums[j], axis=0, keep_dims=True), mask=m_d)

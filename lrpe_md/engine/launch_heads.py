@@ -1,0 +1,198 @@
+"""Launches of the maps behind a norm over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .call import NO_WEIGHTS, Call, Layout, Needs, Variant
+from .kernels.signature import pack
+from .launch import (
+    INTERPRETING,
+    Partials,
+    Rows,
+    Sums,
+    allocate_partials,
+    count_far,
+    count_grid,
+    count_tables,
+    current_device,
+    describe,
+    in_eights,
+    launches_early,
+    limit_registers,
+    make_readable,
+    materialise,
+    num_groups,
+    recall_launches,
+    reduce_partials,
+    run,
+)
+from .memory import accumulator, strides_in_memory
+from .plan import Pass, plan_heads
+
+__all__ = ["backward", "forward"]
+
+heads_kernel: Any = kernels.heads_kernel
+
+
+def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
+    """The outputs."""
+    xs = [materialise(x) for x in xs]
+    ready = make_readable(call)
+    with current_device(xs[0]):
+        if num_groups(ready.tables) == 1:
+            return _run_heads(ready, Rows(xs, [], []))[0]
+        return run(_map_alone(ready), Rows(_normalise(ready, xs), [], []), dtype=xs[0].dtype)[0]
+
+
+def backward(
+    call: Call,
+    grads: list[Tensor],
+    xs: list[Tensor],
+    stats: list[Tensor],
+    angles: Tensor | None,
+    needs: Needs,
+    outs: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """dx for each gradient, in ``outs`` where they are given, then dω, dφ and those of the weights where needed."""
+    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
+    ready = make_readable(call)
+    with current_device(grads[0]):
+        if num_groups(ready.tables) == 1:
+            dxs, partials = _run_heads(ready, Rows(xs, grads, [], None, outs), needs)
+        else:  # frequencies by head: x̂ goes by memory
+            wide = accumulator(grads[0].dtype)
+            rows = Rows(_normalise(ready, xs), grads, [])
+            dx_bars, of_map = run(_map_alone(ready), rows, needs._replace(norm=False), wide)
+            dxs, of_norm = _run_heads(
+                _norm_alone(ready), Rows(xs, dx_bars, [], None, outs), Needs(norm=needs.norm), grads[0].dtype
+            )  # fmt: skip
+            partials = of_norm._replace(angles=of_map.angles)
+        if any(needs):
+            dxs += reduce_partials(partials, ready, call.weights, needs)
+    return dxs
+
+
+def _normalise(call: Call, xs: list[Tensor]) -> list[Tensor]:
+    """norm(x) of each, in the dtype of the arithmetic."""
+    return _run_heads(_norm_alone(call), Rows(xs, [], []), dtype=accumulator(xs[0].dtype))[0]
+
+
+def _norm_alone(call: Call) -> Call:
+    spec = call.spec._replace(
+        map="none", act="none", dim=0, pairs="half", rotary_start=0, num_channels=0, sections=(), order="cos_sin"
+    )
+    return call._replace(spec=spec, launches=None)
+
+
+def _map_alone(call: Call) -> Call:
+    spec = call.spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
+    return call._replace(spec=spec, weights=NO_WEIGHTS, launches=None)
+
+
+class _Launch(NamedTuple):
+    """Everything about a launch but the tensors."""
+
+    programs: int
+    outs: list[tuple[tuple[int, ...], tuple[int, ...]]]  # size and stride
+    sums: Sums
+    strides: tuple[tuple[tuple[int, ...], ...], ...]  # of q and k in x, dy and o, packed
+    numbers: tuple[tuple[int, ...], tuple[int, ...]]
+    variant: Variant
+    options: dict[str, Any]
+
+
+_NOTHING = Needs()
+
+
+def _run_heads(
+    call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], Partials]:
+    """As :func:`lrpe_md.engine.launch.run`."""
+    xs, dys, given = rows.xs, rows.dys, rows.outs
+    source = (dys or xs)[0]
+    dtype, device = dtype or source.dtype, source.device
+    call = count_far(call, dtype, needs)
+    tables, weights = call.tables, call.weights
+    aligned = all(t.data_ptr() % 16 == 0 for t in (*xs, *dys, *given))
+    launches = recall_launches(call, rows) if call.launches is None else call.launches
+    key = "heads", dtype, bool(dys), needs, aligned, *(t.stride() for t in (*xs, *dys, *given))
+    launch: _Launch | None = launches.get(key)
+    if launch is None:
+        launch = launches[key] = _make_launch(call, rows, dtype, aligned, needs)
+    outs = list(given)
+    if not outs:
+        outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
+    partials = allocate_partials(launch.sums, device)
+    if launch.programs:
+        x, dy, o = map(_join, (xs, dys, outs), launch.strides)
+        heads_kernel[(launch.programs,)](
+            x, dy if dys else None, o, tuple(tables), tuple(weights), (partials.angles, partials.weights),
+            launch.numbers, V=launch.variant, **launch.options,
+        )  # fmt: skip
+    return outs, partials
+
+
+def _join(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    """Of q and of k a pointer and its strides."""
+    first, second = (*tensors, None, None)[:2]
+    return first, strides[0], second, strides[1]
+
+
+def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> _Launch:
+    spec, layout = call.spec, call.layout
+    xs, dys = rows.xs, rows.dys
+    sources = dys or xs
+    batch, heads_q, num_tokens, _ = sources[0].shape
+    heads_k = sources[1].shape[1] if len(sources) == 2 else 0
+    head_dim = xs[0].shape[3]
+    out_dim = head_dim if dys else spec.out_dim(head_dim)
+    outs = [(t.shape, t.stride()) for t in rows.outs]
+    outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
+    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
+    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
+    variant = describe(call, rows, dtype, (head_dim, aligned), needs, strides)
+    items = batch * num_tokens
+    tensors = 1 + (heads_k > 0)
+    stage = Pass.DOMEGA if any(needs) else Pass.BACKWARD if dys else Pass.FORWARD
+    chosen = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, INTERPRETING)
+    programs = max(tensors, chosen.programs) if items and chosen.programs else 0
+    num_q = programs if tensors == 1 else items if programs == 2 * items else _share(programs, heads_q, heads_k)
+    variant = variant._replace(
+        block_r=chosen.tiles, block_n=chosen.heads, weight_by_head=variant.has_weight or variant.has_bias,
+        early=launches_early(needs),
+    )  # fmt: skip
+    unit = 8 if aligned else 1
+    packed = tuple(
+        tuple(pack(b // unit, n // unit, h // unit, d) for b, h, n, d in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
+        for group in strides.values()
+    )
+    kinds = variant.has_weight + variant.has_bias
+    width = kinds * variant.token_groups * max(heads_q, heads_k) * head_dim
+    steps = count_tables(call, variant)
+    counts = (
+        num_tokens, layout.start - layout.prefix, layout.num_grid_tokens, steps["positions_b"], steps["rotated_b"],
+        heads_q, heads_k, num_q, items, width,
+    )  # fmt: skip
+    axes = tuple(_axes(layout))
+    sums = Sums(
+        (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
+        (programs, width) if needs.norm else None, (num_q, 0), True,
+    )  # fmt: skip
+    options = {"num_warps": chosen.num_warps, **limit_registers(chosen.max_registers)}
+    return _Launch(programs, outs, sums, packed, (pack(*counts), pack(*axes)), variant, options)
+
+
+def _axes(layout: Layout) -> list[int]:
+    grid = count_grid(layout)
+    return [grid[f"{name}{i}"] for name in ("n", "magic", "shift") for i in (1, 2, 3)]
+
+
+def _share(programs: int, heads_q: int, heads_k: int) -> int:
+    """Of the programs those of q, so that all have as much to do."""
+    return min(programs - 1, max(1, round(programs * heads_q / (heads_q + heads_k))))

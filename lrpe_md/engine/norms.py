@@ -1,0 +1,141 @@
+"""The norm of a call: checked, and taken apart into options and tensors."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..checks import check_dense
+from ..norm import Norm, NormName, Over
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..reference import no_autocast, normalise
+from .call import Layout, NormOptions, Options, Spec, Weights
+from .memory import accumulator
+
+__all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
+
+KINDS, OVER = get_args(NormName), get_args(Over)
+_FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 or 3, H, D)"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def take_norm(options: Options, norm: Any, num_tensors: int) -> tuple[Options, Weights]:
+    """The options with those of the norm, and its tensors. What this checks the memo of calls does not see."""
+    if not isinstance(norm, Norm):
+        raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
+    kind, weight, bias, eps, over, offset = norm
+    if kind not in KINDS:
+        raise ValueError(f"norm.kind: expected one of {KINDS}, got {kind!r}")
+    if over not in OVER:
+        raise ValueError(f"norm.over: expected one of {OVER}, got {over!r}")
+    for name, number in (("eps", eps), ("offset", offset)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"norm.eps: expected a number above 0, which keeps rows of zeros finite, got {eps!r}")
+    if bias is not None and kind == "rms":
+        raise ValueError("norm.bias: expected None for 'rms', which has none, or kind='layer'")
+    if offset != 0 and weight is None:
+        raise ValueError(f"norm.offset: expected it with a weight, which it is added to, got {offset!r} alone")
+    weights = Weights(*_by_tensor("weight", weight, num_tensors), *_by_tensor("bias", bias, num_tensors))
+    weight, weight_k, bias, bias_k = weights
+    return options._replace(norm=NormOptions(kind, over, float(eps), float(offset))), Weights(
+        weight, bias, weight_k, bias_k
+    )
+
+
+def _by_tensor(name: str, value: Any, num_tensors: int) -> tuple[Any, Any]:
+    """For q, or the one tensor, and for k."""
+    if type(value) is not tuple:
+        return value, value if num_tensors == 2 else None
+    if len(value) != 2 or num_tensors != 2:
+        raise ValueError(
+            f"norm.{name}: a tuple is one for q and one for k, got {len(value)} for {num_tensors} "
+            f"tensor{'s' * (num_tensors > 1)}"
+        )
+    if any(t is None for t in value):
+        raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
+    return value
+
+
+def of_tensor(weights: Weights, i: int) -> Weights:
+    """The weights of a call on q (0) or k (1) alone."""
+    return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
+
+
+def check_weights(options: Options, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
+    """Shapes, dtypes and devices, against tensors that have been checked."""
+    assert options.norm is not None
+    over = options.norm.over
+    if options.dim == -2:
+        raise ValueError("norm: expected None with softmax over the sequence (dim=-2), or softmax over features (-1)")
+    given = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
+    given += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))
+    first: Tensor | None = None
+    for name, t, i in given[: 2 * len(xs)]:
+        if t is None:
+            continue
+        where = f"norm.{name}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
+        x = xs[i]
+        heads, head_dim = x.shape[1], x.shape[3]
+        check_dense(where, t, _FORMS[over])
+        if t.dtype not in _DTYPES:
+            raise TypeError(f"{where}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+        if t.device != x.device:
+            raise ValueError(f"{where}: expected it on x's device {x.device}, got {t.device}")
+        fits = 1 <= t.ndim <= 3 and t.shape[-1] == head_dim
+        if t.ndim == 1:
+            fits = fits and over == "head"
+        elif fits:
+            fits = t.shape[-2] == heads or (over == "head" and t.ndim == 3 and t.shape[-2] == 1)
+        if t.ndim == 3:
+            fits = fits and t.shape[0] in (2, 3)
+        if not fits:
+            raise ValueError(
+                f"{where}: expected shape {_FORMS[over]} with H = {heads} and D = {head_dim} for a norm over "
+                f"{'a head' if over == 'head' else 'all heads'}, got {tuple(t.shape)}"
+            )
+        first = t if first is None else first
+        alike = t.ndim == first.ndim and t.dtype == first.dtype
+        if t.ndim == 3:
+            alike = alike and t.shape[0] == first.shape[0] and (t.shape[1] > 1) <= (first.shape[1] > 1 or heads == 1)
+            alike = alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
+        if not alike:
+            raise ValueError(
+                f"{where}: expected the form and dtype of the others, {tuple(first.shape)} {first.dtype}, got "
+                f"{tuple(t.shape)} {t.dtype}"
+            )
+    if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
+        raise ValueError(
+            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), where there is a suffix behind the grid, got 2"
+        )
+
+
+def apply_norm(
+    options: Options, weights: Weights, xs: tuple[Tensor, ...], positions: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """norm(x) of each, in the dtype of the arithmetic, in plain torch operators."""
+    assert options.norm is not None
+    kind, over, eps, offset = options.norm
+    spec = Spec("none", norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
+    found: list[Tensor] = []
+    for i, x in enumerate(xs):
+        where = positions[i] if type(positions) is tuple else positions
+        layout = _ends(where, x.shape[2])
+        own = of_tensor(weights, i)
+        check_weights(options, own, (x,), layout)
+        with no_autocast(x):
+            found.append(normalise(spec, x.to(accumulator(x.dtype)), layout.scales(own, x.device)[0]))
+    return tuple(found)
+
+
+def _ends(positions: Any, num_tokens: int) -> Layout:
+    """Where prefix and suffix are, of positions that are yet to be checked."""
+    if isinstance(positions, Grid):
+        return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
+    if isinstance(positions, Coordinates):
+        return Layout(num_tokens, positions.prefix, positions.coords.shape[-2], 0, ())
+    return Layout(num_tokens, 0, num_tokens, 0, ())

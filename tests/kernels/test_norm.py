@@ -1,0 +1,161 @@
+"""Maps behind a norm, in Triton's interpreter against float64."""
+
+import pytest
+import torch
+
+from lrpe_md.engine import launch
+from lrpe_md.engine import plan as plans
+from lrpe_md.testing import Case, check, make_inputs, run
+
+ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None), ("softmax", -1)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+both = pytest.mark.parametrize("over", ["head", "heads"])
+maps = pytest.mark.parametrize("map", ["cosine", "rotate"])
+kinds = pytest.mark.parametrize("kind", ["rms", "layer"])
+
+
+def violations(case: Case, **kwargs) -> list[str]:
+    # The interpreter truncates what it stores as bfloat16.
+    ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
+    return [str(v) for v in check(case, ulps=ulps, **kwargs)]
+
+
+@pytest.fixture(autouse=True)
+def poison(nan_filled):
+    assert torch.empty(3).isnan().all()
+
+
+@both
+@maps
+@kinds
+@pytest.mark.parametrize(("act", "dim"), ACTS)
+def test_activations(map, act, dim, kind, over):
+    assert not violations(Case(map, act=act, dim=dim, norm=kind, norm_over=over, head_dim=24, phase=True))
+
+
+@both
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, kind, over):
+    case = Case("rotate", (5, 7), norm=kind, norm_over=over, dtype=dtype)
+    assert not violations(case)
+    if dtype.itemsize == 2:
+        assert not violations(Case("rotate", (5, 7), norm=kind, norm_over=over, dtype=dtype, norm_dtype=torch.float32))
+
+
+@both
+@pytest.mark.parametrize("head_dim", [24, 64, 72, 80, 96, 128, 256])
+def test_widths(head_dim, over):
+    for kind, map in (("rms", "rotate"), ("layer", "cosine")):
+        assert not violations(Case(map, (2, 3), norm=kind, norm_over=over, head_dim=head_dim))
+
+
+@kinds
+def test_over_5120_channels(kind):
+    assert not violations(Case("rotate", (2, 2), batch=1, heads=(40, 8), head_dim=128, norm=kind, norm_over="heads"))
+
+
+CHANGES = [
+    {"norm_weight": "none"},
+    {"norm_weight": "by_head"},
+    {"norm_bias": False},
+    {"offset": 1.0, "eps": 1e-2},
+    {"zero_rows": True},
+    {"norm_groups": 2, "prefix": 3},
+    {"norm_groups": 3, "prefix": 2, "suffix": 3},
+    {"norm_groups": 3, "prefix": 2, "suffix": 3, "norm_weight": "by_head", "start": 1, "length": 17},
+    {"heads": (3,), "norm_groups": 2},
+    {"heads": (6, 2), "omega_heads": 2},
+    {"heads": (6, 1), "omega_heads": 1, "norm_weight": "by_head"},
+    {"heads": (4, 4), "omega_heads": 4, "phase": True, "amplitude_heads": 4},
+    {"coords": "by_sample", "phase": True, "masked": True, "batch": 3},
+    {"coords": "shared", "suffix": 2, "norm_groups": 3},
+    {"origin": "by_sample", "heads": (4, 4), "batch": 3},
+    {"layout": "packed", "grad_layout": "bnhd", "heads": (4, 4)},
+    {"layout": "odd", "grad_layout": "odd"},
+    {"grad_layout": "expanded"},
+    {"batch": 0},
+    {"shape": (0,), "prefix": 3},
+]
+
+
+@both
+@kinds
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_weights_positions_and_strides(change, kind, over):
+    case = Case("rotate", **{"norm": kind, "norm_over": over, **change})
+    assert not violations(case)
+    assert not violations(case, frequencies=False)
+
+
+@both
+@kinds
+@pytest.mark.parametrize("pairs", ["half", "interleaved", (3, 5)])
+@pytest.mark.parametrize("rotary_dim", [None, slice(3, 13)])
+def test_pairs_and_partial_rotation(pairs, rotary_dim, kind, over):
+    if rotary_dim and pairs == (3, 5):
+        pairs = (2, 3)
+    assert not violations(Case("rotate", pairs=pairs, rotary_dim=rotary_dim, norm=kind, norm_over=over, act="silu"))
+
+
+def test_rows_of_zeros_stay_zero():
+    found = run(make_inputs(Case("rotate", norm="rms", zero_rows=True)), "triton")
+    for name, t in found.items():
+        assert t.isfinite().all(), name
+    assert not found["y0"][:, :, ::3].any()
+
+
+CUTS = {
+    "token loop": plans.Plan(2, 8, 4, None, 1, False, 1, 2),
+    "parts": plans.Plan(1, 8, 4, None, 1, False, 3, 1),
+    "a block shared": plans.Plan(2, 8, 4, None, 1, False, 2, 2),
+}
+
+
+@pytest.mark.parametrize("coords", ["grid", "by_sample"])
+@pytest.mark.parametrize("name", CUTS)
+def test_every_way_to_cut_the_work(monkeypatch, known_launches, coords, name):
+    """Programs whose rows have a weight in common, some of q and some of k."""
+    cut = CUTS[name]
+
+    def plan(work: plans.Work) -> plans.Plan:
+        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
+        return cut if work.stage is plans.Pass.DOMEGA else one_tile
+
+    monkeypatch.setattr(launch, "plan", plan)
+    assert not violations(Case("rotate", (3, 6), coords=coords, batch=3, heads=(4, 2), head_dim=8, norm="layer"))
+
+
+@pytest.mark.parametrize("token_blocks", [1, 7, 300])
+@pytest.mark.parametrize(("heads", "groups", "batch"), [((40, 40), 1, 1), ((32, 8), 1, 4), ((12, 12), 12, 16)])
+def test_parts_have_weights_in_common(token_blocks, heads, groups, batch):
+    group0, group1 = (h // groups for h in heads)
+    work = plans.Work(
+        "rotate", plans.Pass.DOMEGA, False, token_blocks, groups, (group0 + group1) * batch, group0 + group1, 128, 2,
+        common=torch.tensor([group0, group1]).gcd(torch.tensor(group0)).min().item(),
+    )  # fmt: skip
+    chosen = plans.plan(work)
+    assert group0 % chosen.per == group1 % chosen.per == 0
+    assert chosen.per % chosen.block_r == 0
+
+
+@both
+def test_gradients_of_weights_alone(over):
+    """x, ω and what else has none: dγ nevertheless."""
+    inputs = make_inputs(Case("rotate", norm="layer", norm_over=over))
+    from lrpe_md.testing import bind
+
+    weights = [t.requires_grad_() for t in inputs.weights.values()]
+    expected, found = (
+        torch.autograd.grad(bind(inputs, impl)(inputs.xs, inputs.omega, None, weights), weights, inputs.grads)
+        for impl in ("reference", "triton")
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_deterministic(over):
+    inputs = make_inputs(Case("rotate", (6, 7), norm="rms", norm_over=over))
+    first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)

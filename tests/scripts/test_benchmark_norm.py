@@ -1,0 +1,65 @@
+"""scripts.bench norm at tiny sizes on a CPU: the implementations, the rows, and what is refused."""
+
+import csv
+
+import pytest
+import torch
+from lrpe_md.scripts.bench import norm
+from lrpe_md.scripts.bench.app import app
+from typer.testing import CliRunner
+
+from lrpe_md.testing import Violation
+
+SMOKE = ("norm", "--device", "cpu", "--smoke")
+
+
+def run(*args):
+    return CliRunner().invoke(app, [*SMOKE, *map(str, args)])
+
+
+def read(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_workload_and_pass_is_a_row(tmp_path):
+    out = tmp_path / "norm.csv"
+    done = run("--impl", f"{norm.OURS};{norm.AFTER}", "--out", out, "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    rows = read(out)
+    assert tuple(rows[0]) == norm.COLUMNS
+    assert not [row for row in rows if row["note"]]
+    assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)
+    found = [(row["workload"], row["over"], row["pass"], row["impl"]) for row in rows]
+    assert len(set(found)) == len(found) == len(norm.WORKLOADS) * 2 * len(norm.PASSES) * 2
+
+
+def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
+    wrong = Violation("dweight0", 2.0, 1.0, 2.0, 1.0, norm.WORKLOADS["wan"])
+    monkeypatch.setattr(norm, "check", lambda *args: [wrong])
+    out = tmp_path / "norm.csv"
+    assert run("--impl", norm.OURS, "--workload", "wan", "--over", "head", "--out", out).exit_code == 0
+    (row,) = read(out)
+    assert row["ms"] == ""
+    assert "outside the budget: dweight0" in row["note"]
+
+
+@pytest.mark.parametrize("over", ["head", "heads"])
+@pytest.mark.parametrize("name", norm.WORKLOADS)
+def test_what_is_timed_beside_ours_is_the_same(name, over, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda f: f)
+    case = norm.replace(norm.shrink(norm.WORKLOADS[name]), norm="rms", norm_over=over, dtype=torch.float32)
+    inputs = norm.make_inputs(case, torch.device("cpu"))
+    args = (inputs, inputs.xs, inputs.omega, inputs.weights)
+    expected = norm.encode_fused(*args)
+    for impl in (norm.AFTER, norm.COMPILED, norm.PLAIN):
+        for a, b in zip(norm.IMPLS[impl](inputs)(*args), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("args", [("--over", "tokens"), ("--workload", "sora"), ("--impl", "SDPA")])
+def test_wrong_names_are_refused(args, tmp_path):
+    done = run(*args, "--out", tmp_path / "norm.csv")
+    assert done.exit_code != 0
+    assert args[1] in done.output
+    assert not (tmp_path / "norm.csv").exists()
