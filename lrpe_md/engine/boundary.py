@@ -117,6 +117,11 @@ def backward(
     )
 
 
+def _take_needs(rest: Sequence[Any]) -> Needs:
+    """Of the backward's arguments behind the call, without the source."""
+    return Needs(*rest[: len(Needs._fields)])
+
+
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
     call, (cache, *_) = unflatten(args)
     return _launcher(call).forward(call, xs, cache)
@@ -126,8 +131,7 @@ def _backward_cuda(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    *needs, _source = needs
-    return _launcher(call).backward(call, grads, xs, stats, angles, Needs(*needs))
+    return _launcher(call).backward(call, grads, xs, stats, angles, _take_needs(needs))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
@@ -157,8 +161,7 @@ def _backward_reference(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
 ) -> list[Tensor]:
     call, needs = unflatten(args)
-    *needs, _source = needs
-    need = Needs(*needs)
+    need = _take_needs(needs)
     dxs, domega, dphase, dweights = _differentiate_reference(call, xs, grads)
     out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
     out += ([domega] if need.omega else []) + ([dphase] if need.phase and dphase is not None else [])
@@ -184,7 +187,7 @@ def _backward_fake(
 ) -> list[Tensor]:
     compiled.register()
     call, needs = unflatten(args)
-    need = Needs(*needs[:2])
+    need = _take_needs(needs)
     out = [like_in_memory(g, call.spec.head_dim(g.shape[3])) for g in grads]
     if need.omega:
         out.append(torch.empty_like(call.tables.omega, memory_format=torch.contiguous_format))

@@ -124,17 +124,18 @@ def _lower(call: Call, xs: list[Any], dys: list[Any], needs: Needs) -> list[Any]
     if "maxnreg" in ready.options and not _takes_options() and (call.spec.map, call.spec.act) != ("rotate", "none"):
         return None  # too many registers without a limit: fewer programs run at once than were planned
     outs = [_allocate(size, stride, dtype, source) for size, stride in ready.outs]
-    partial = _allocate(ready.sums.angles, None, torch.float64, source) if need_dangles else None
+    shape = ready.sums.angles if need_dangles else None
+    partial = None if shape is None else _allocate(shape, None, torch.float64, source)
     if ready.grid[0]:
         tensors = launch.order_tensors(launch.Rows(xs, dys, []), outs, boxes, partial)
         written = outs if partial is None else [*outs, partial]
         _start(fixed_lrpe_kernel, number_types(launch.lrpe_kernel), ready, tensors, written)
-    if partial is None:
+    if shape is None:
         return outs
     phase = phase if needs.phase else None
     domega = _allocate(omega.shape, None, omega.dtype, source) if needs.omega else None
     dphase = None if phase is None else _allocate(phase.shape, None, phase.dtype, source)
-    second = launch.prepare_reduction(ready.sums.angles, call, needs)
+    second = launch.prepare_reduction(shape, call, needs)
     found = [box for box in (domega, dphase) if box is not None]
     if second.grid[0]:
         types = ("i32",) * len(second.scalars)

@@ -99,7 +99,7 @@ class _Launch(NamedTuple):
     """Everything about a launch but the tensors."""
 
     programs: int
-    outs: list[tuple[tuple[int, ...], tuple[int, ...]]]  # size and stride
+    outs: Sequence[tuple[Any, tuple[int, ...]]]  # size and stride
     sums: Sums
     strides: tuple[tuple[tuple[int, ...], ...], ...]  # of q and k in x, dy and o, packed
     numbers: tuple[tuple[int, ...], tuple[int, ...]]

@@ -439,7 +439,7 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     """What the tokens of each slot see, and the state behind the last token."""
     sizes, pieces = work.sizes, work.pieces(of_queries=False)
     # A state that is given out is float32, and sums of what 16 bits are good enough for are not.
-    finer = {"functions": int(has_ptx(work.dtype))} if return_last else {}
+    finer: dict[str, Any] = {"functions": int(has_ptx(work.dtype))} if return_last else {}
     described = work.describe(LinearPass.STATE, work.k_side, **finer)
     variant, _ = described
     # With a causal mask nothing sees the state of the last piece.

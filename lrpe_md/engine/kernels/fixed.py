@@ -74,11 +74,11 @@ def fixed_reduce_partial_kernel(
     p_partial, p_domega, p_dphase, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr
 ):
     """Of dω and dφ, either of which may be None."""
-    numbers = _take_numbers(NUMBERS, TYPES)
+    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)
     LAST: tl.constexpr = len(NUMBERS) - JOB
     jobs = ()
     if p_domega is not None:
-        jobs += ((p_partial, p_domega, (numbers[0],), _take_job(numbers, 0)),)
+        jobs += ((p_partial, p_domega, (numbers[0],), _take_job(numbers, FIRST=0)),)
     if p_dphase is not None:
-        jobs += ((p_partial, p_dphase, (numbers[LAST],), _take_job(numbers, LAST)),)
-    reduce_partial_kernel(jobs, V)
+        jobs += ((p_partial, p_dphase, (numbers[LAST],), _take_job(numbers, FIRST=LAST)),)
+    reduce_partial_kernel(jobs, V=V)

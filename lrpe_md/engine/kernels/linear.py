@@ -682,9 +682,9 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
 
     states (P or the first of them, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the
-    operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal: of those
-    before it. ends: the states to begin with and to end with (B or sequences, G, size) float32, either None. table:
-    that of :func:`locate_piece`. Sums are rounded where they are stored.
+    operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal:
+    of those before it. ends: the states to begin with and to end with (B or sequences, G, size) float32, either None.
+    table: that of :func:`locate_piece`. Sums are rounded where they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
