@@ -80,7 +80,8 @@ def test_candidates_of_linear_attention(place):
     assert {tile[:3] for tile in others} == {place.tile[:3]}
     assert place.tile not in others
     bounds = {tile.max_registers for tile in others}
-    assert len(bounds) == len(others) >= 4 and place.tile.max_registers not in bounds
+    assert len(bounds) == len(others) >= 4
+    assert place.tile.max_registers not in bounds
 
 
 def test_every_tile_of_linear_attention_has_a_place():
