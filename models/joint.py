@@ -6,6 +6,7 @@ Shapes: B batch, L text tokens, N tokens (text, then patches), C embed_dim, H he
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lrpe_md import Norm, geometric_theta
 from lrpe_md.engine.linear_call import NormalizerName
-from lrpe_md.integrations.attention import Context, attend_linearly, softmax_attention
+from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
 from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
 
 __all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
@@ -99,9 +100,10 @@ class JointBlock(nn.Module):
         last: bool,
         attention: Literal["softmax", "linear"],
         normalizer: NormalizerName,
+        keep_encoded: bool = True,
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.keep_encoded = attention, keep_encoded
         self.normalizer: NormalizerName = normalizer
         norm = attention == "linear" and normalizer == "none"
         self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
@@ -138,7 +140,8 @@ class JointBlock(nn.Module):
         if self.attention == "linear":
             gate = None if mask is None else mask[:, None]
             return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate)
-        if encoding is not None:
-            q, k = encoding(q, k, positions=positions, **({} if norm is None else {"norm": norm}))
-        mask = None if mask is None else mask[:, None, None]
-        return softmax_attention(q, k, v, scale=self.scale, attn_mask=mask)
+        attend = partial(softmax_attention, scale=self.scale, attn_mask=None if mask is None else mask[:, None, None])
+        if encoding is None:
+            return attend(q, k, v)
+        encode = partial(encoding, positions=positions, **({} if norm is None else {"norm": norm}))
+        return attend(*encode(q, k), v) if self.keep_encoded else attend_encoded(encode, attend, q, k, v)
