@@ -61,7 +61,7 @@ def linear_attention(
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
             of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are
             not needed; with ``block`` a grid's prefix and suffix count.
-        norm: a :class:`Norm` of q and k, of the same pass over a head's channels; over all heads' a pass in front of it,
+        norm: a :class:`Norm` of q and k: over a head's channels in the same pass, over all heads' in one before it,
             whose result has q's dtype. Not with softmax over the sequence.
         normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the
             activation must be; no gradient passes the bound. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps.
@@ -86,7 +86,8 @@ def linear_attention(
         float64 where q is. A row that sees nothing is 0.
 
     Differentiable with respect to q, k, v, gate, omega, phase, state and the norm's weight and bias: fused,
-    deterministic, in first-order reverse mode; other derivatives, and those of coordinates and amplitude, are the reference's, as for :func:`lrpe_md.cosine`.
+    deterministic, in first-order reverse mode; other derivatives, and those of coordinates and amplitude, are the
+    reference's, as for :func:`lrpe_md.cosine`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.

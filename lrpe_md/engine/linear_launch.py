@@ -268,7 +268,9 @@ class Work:
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """What the kernels take of k's side. partial: for sums of the gradients of the norm's weights."""
         weights, layout = self.weights, self.call.k_layout
-        return self._flatten(self.k_side, variant), self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
+        return self._flatten(self.k_side, variant), self._flatten_norm(
+            weights.weight_k, weights.bias_k, partial, layout
+        )
 
     def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """The same of q's side."""

@@ -263,8 +263,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
         return _with_norm(options, spec), side, side
     both = _pair("positions", positions), _pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
-        validate(plain, (x,), omega, where, phi, amplitude)
-        for x, where, phi in zip((q, k), *both, strict=True)
+        validate(plain, (x,), omega, where, phi, amplitude) for x, where, phi in zip((q, k), *both, strict=True)
     )
     # One tensor for both sides, where a number was laid out.
     return (

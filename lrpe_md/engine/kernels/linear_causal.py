@@ -339,6 +339,8 @@ def linear_causal_key_kernel(
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_tiles(dx_bar, dcounts)
+        if V.need_dweight and V.has_bias:  # later queries count tokens that are not there, too
+            dx_bar = scale_tokens(dx_bar, m_n.to(dx_bar[0].dtype))
         if V.gated:
             if V.need_dgate:
                 store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
