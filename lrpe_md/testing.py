@@ -584,10 +584,10 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     if case.cu_seqlens is not None:
         cu_seqlens = torch.tensor([0, *case.cu_seqlens]).cumsum(0).to(device, torch.int32)
     omega, phase, amplitude = _make_frequencies(case, randn, device)
+    placed = case.map or case.mask == "block" or case.norm_groups > 1
     return LinearInputs(
-        qkv, _strided(grad, case.grad_layout), omega, phase, positions if case.map or case.mask == "block" or case.norm_groups > 1
-        else None,
-        gate, cu_seqlens, before if case.state else (), after if case.return_state else (), case, amplitude,
+        qkv, _strided(grad, case.grad_layout), omega, phase, positions if placed else None, gate, cu_seqlens,
+        before if case.state else (), after if case.return_state else (), case, amplitude,
         _make_weights(case.encoding, randn, device),
     )  # fmt: skip
 

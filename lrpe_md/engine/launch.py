@@ -25,9 +25,9 @@ from .plan import Pass, Plan, Work, plan, share_rows
 __all__ = [
     "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
     "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "is_readable", "launches_early",
-    "lay_weight",
-    "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare", "prepare_reduction",
-    "recall_launches", "reduce_partial", "reduce_partials", "reduce_weights", "run", "strides_in_eights",
+    "lay_weight", "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare",
+    "prepare_reduction", "recall_launches", "reduce_partial", "reduce_partials", "reduce_weights", "run",
+    "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel

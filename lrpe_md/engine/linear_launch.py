@@ -708,7 +708,8 @@ def differentiate(
     )  # fmt: skip
     args = (
         *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)),
-        work.flatten_queries(variant, grads.q_weights), seen, dstates, grads.q_partial, pieces.numbers, work.counts(pieces), eps,
+        work.flatten_queries(variant, grads.q_weights), seen, dstates, grads.q_partial, pieces.numbers,
+        work.counts(pieces), eps,
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
     sum_query_states(work, seen, None, dstates, pieces)

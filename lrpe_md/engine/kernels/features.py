@@ -68,30 +68,19 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Of a head of a sample, g by the keys' count: its tables, h, and γ and β. Beside the side's pointers, which a
-    function can't return where they may be None, it is what the functions below take."""
-    return load_tables(side, b, g, V=V), h, load_norm(side, h, V=V)
+    """Of a head of a sample, g by the keys' count: its tables, and h. It is what the functions below take beside the
+    side's pointers, which a function can't return where they may be None."""
+    return load_tables(side, b, g, V=V), h
 
 
 @triton.jit
 def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
     """The same of a head of q; k_loaded: that of its key head."""
     if V.one_side:
-        tables, _, _ = k_loaded
-        return tables, h, load_norm(side, h, V=V)
+        tables, _ = k_loaded
+        return tables, h
     else:
         return load_side(side, b, g, h, V=V)
-
-
-@triton.jit
-def load_norm(side, h, V: tl.constexpr):
-    """γ and β of a head, where all its tokens have the same."""
-    if V.norm == "none" or V.token_groups > 1:
-        return ()
-    else:
-        _, norm = side
-        p_weight, p_bias, _, _ = norm
-        return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, 0, None, V=V)
 
 
 @triton.jit
@@ -176,17 +165,17 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
-    """γ and β of tokens n0 + o_n, and the groups that they are of."""
+    """γ and β of tokens n0 + o_n, and the groups that they are of. Read again for each block: held on to, they would
+    take registers that are spilled for them."""
     pointers, own = side
-    _, h, weights = own
+    _, h = own
+    _, norm = pointers
+    p_weight, p_bias, _, numbers = norm
+    group = 0
     if V.token_groups > 1:
-        _, norm = pointers
-        p_weight, p_bias, _, numbers = norm
         first_index, num_grid = unpack(numbers)
         group = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
-        return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, group, None, V=V), group
-    else:
-        return weights, 0
+    return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, group, None, V=V), group
 
 
 @triton.jit
@@ -218,7 +207,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
         counts, _, axes = numbers
         num_tokens, first_index, num_grid = unpack(counts)
         grid = unpack(axes)
-        loaded, _, _ = own
+        loaded, _ = own
         omega, amplitude, coords, rotated = loaded
         if p_amplitude is not None:
             p_amplitude += amplitude

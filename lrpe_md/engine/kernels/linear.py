@@ -17,7 +17,6 @@ from .features import (
     empty_weight_sums,
     fill_rest,
     load_gate,
-    load_norm,
     load_row,
     load_side,
     load_tables,
@@ -326,7 +325,7 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
     if V.need_dangles:
         pointers, own = side
         tables, _ = pointers
-        loaded, _, _ = own
+        loaded, _ = own
         _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
         _, _, axes = numbers
         grid = unpack(axes)
@@ -535,7 +534,7 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     tables = load_tables(q_side, b, g, V=V)
     for r in range(R):
         h = g * R + r
-        side = (q_side, (tables, h, load_norm(q_side, h, V=V)))
+        side = (q_side, (tables, h))
         write_outputs(q, o, side, S, Z, (b, h, 0, N), eps, V=V)
 
 
@@ -560,7 +559,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     batch = tl.num_programs(0) // G
     for r in range(R):
         h = g * R + r
-        side = (q_side, (tables, h, load_norm(q_side, h, V=V)))
+        side = (q_side, (tables, h))
         dZ, total = grads
         own = (dZ, total, empty_weight_sums(V=V))
         dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), own, (b, h, 0, N), eps, V=V)
@@ -573,7 +572,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     dS = empty_state(V=V)
     for r in range(R):
         h = g * R + r
-        side = (q_side, (tables, h, load_norm(q_side, h, V=V)))
+        side = (q_side, (tables, h))
         dS = sum_queries((q, do, None), side, Z, dS, (b, h, 0, N), eps, V=V)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)

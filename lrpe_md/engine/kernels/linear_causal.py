@@ -11,7 +11,6 @@ import triton.language as tl
 from .features import (
     empty_weight_sums,
     fill_rest,
-    load_norm,
     load_query_side,
     load_row,
     load_side,
@@ -300,7 +299,7 @@ def linear_causal_key_kernel(
     dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_own = load_query_side(q_side, k_side[1], b, g, g, V=V)
-    q_tables, _, _ = q_own
+    q_tables, _ = q_own
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, g, V=V)
@@ -329,7 +328,7 @@ def linear_causal_key_kernel(
         else:
             for r in range(R):
                 h = g * R + r
-                side = (q_side, (q_tables, h, load_norm(q_side, h, V=V)))
+                side = (q_side, (q_tables, h))
                 place = (b, h, n0, o_n, m_n)
                 grads = add_queries((q, do), side, keys, grads, (p_scales, (B, G * R), N), place, V=V)
         dx_hat, dv_block, dcounts, dS, dZ = grads
