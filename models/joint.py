@@ -125,7 +125,7 @@ class JointBlock(nn.Module):
 
     def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
         """The norms of text and image as one that the encoding takes; None: they come first."""
-        if self.attention == "linear" or not takes_norm(context.encoding):
+        if not takes_norm(context.encoding, self.attention):
             return None
         image = norm_of(self.image.q_norm, self.image.k_norm, dtype)
         if self.text is None or image is None or not length:
@@ -139,7 +139,7 @@ class JointBlock(nn.Module):
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         if self.attention == "linear":
             gate = None if mask is None else mask[:, None]
-            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate)
+            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate, norm=norm)
         attend = partial(softmax_attention, scale=self.scale, attn_mask=None if mask is None else mask[:, None, None])
         if encoding is None:
             return attend(q, k, v)
