@@ -165,7 +165,8 @@ class LmAttention(nn.Module):
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
         encode = partial(self.encoding, positions=context.positions)
         if layer:
-            return self._cached(*encode(q, k), v, context, *layer)
+            q, k = encode(q, k)
+            return self._cached(q, k, v, context, *layer)
         attend = partial(softmax_attention, scale=self.head_dim**-0.5, is_causal=True)
         repeat = partial(torch.repeat_interleave, repeats=self.heads // self.groups, dim=1)
 
