@@ -385,8 +385,9 @@ def check(
 ) -> list[Violation]:
     """Run a case by ``impl`` and say where it leaves the budget.
 
-    The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five
-    draws together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
+    The gradients of ω and φ and of a norm have few entries, each a sum: where the RMS of one draw leaves the budget by
+    up to half, or there are fewer than 32, that of five draws together decides. The reference's own error is by luck
+    below half of its mean in one draw of some hundred, of 16 numbers below a third.
     """
     return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -394,7 +395,9 @@ def check(
 def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: float) -> list[Violation]:
     draw = draw_from(case.seed)
     found = _violations(draw, case, ulps)
-    if found and all(v.name in _SUMS and v.rms <= 1.5 * v.rms_budget for v in found):
+    if found and all(
+        v.name in _SUMS and (v.rms <= 1.5 * v.rms_budget or draw[v.name][0].numel() < _FEW) for v in found
+    ):
         draws = [draw] + [draw_from(case.seed + i) for i in range(1, 5)]
         pooled = {
             name: tuple(torch.cat([d[name][i].flatten() for d in draws]) for i in range(3)) for name in draw
@@ -403,6 +406,7 @@ def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: floa
     return found
 
 
+_FEW = 32
 _SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1")
 Draw = dict[str, tuple[Tensor, ...]]
 
