@@ -144,4 +144,7 @@ class JointBlock(nn.Module):
         if encoding is None:
             return attend(q, k, v)
         encode = partial(encoding, positions=positions, **({} if norm is None else {"norm": norm}))
-        return attend(*encode(q, k), v) if self.keep_encoded else attend_encoded(encode, attend, q, k, v)
+        if not self.keep_encoded:
+            return attend_encoded(encode, attend, q, k, v)
+        q, k = encode(q, k)
+        return attend(q, k, v)
