@@ -1,11 +1,12 @@
 """Our operators in the code of ``torch.compile``: kernels that it launches itself, where every size is known.
 
-An operator in Python costs a compiled program more of the host's time than the launch. So Inductor is told how to lower
-ours: outputs are allocated, and what :func:`lrpe_md.engine.launch.prepare` prepares becomes a node that writes them.
-What it leaves to the operator: sizes that are symbols, tensors that are not on a GPU or not laid out as the kernels
-read them, softmax over the sequence, norms, and, where Inductor hands on no limit of registers (before torch 2.15), the
-gradient of the frequencies of all but a rotation without activation. Export, ONNX and other backends of
-``torch.compile`` see the operator alone.
+An operator in Python costs a compiled program more of the host's time than the launches in it. So Inductor is told how
+to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
+each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
+leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
+packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and, where
+Inductor hands on no limit of registers (before torch 2.15), kernels that have one and would take more. Export, ONNX and
+other backends of ``torch.compile`` see the operator alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .call import Call, Needs, Tables, unflatten
+from .call import Needs, unflatten
+from .linear_call import LinearNeeds, Operands, unflatten_linear
+from .recording import Start, record
 
-__all__ = ["SOURCE", "register"]
+__all__ = ["SOURCE", "register", "register_linear"]
 
 
 def _hash_source() -> str:
@@ -36,138 +41,240 @@ SOURCE = _hash_source()
 
 
 def register() -> None:
-    """Tell Inductor, once it is there; it is not loaded for this."""
+    """Tell Inductor of the maps, once it is there; it is not loaded for this."""
     if "torch._inductor.lowering" in sys.modules:
-        _register()
+        ops = torch.ops.lrpe_md
+        _register(((ops.forward.default, _forward), (ops.backward.default, _backward)))
+
+
+def register_linear() -> None:
+    """And of linear attention."""
+    if "torch._inductor.lowering" in sys.modules:
+        ops = torch.ops.lrpe_md
+        _register(((ops.linear_forward.default, _linear_forward), (ops.linear_backward.default, _linear_backward)))
 
 
 @cache
-def _register() -> None:
+def _register(operators: tuple[tuple[Any, Callable[..., list[Tensor]]], ...]) -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for op, lower in (
-        (torch.ops.lrpe_md.forward.default, _lower_forward),
-        (torch.ops.lrpe_md.backward.default, _lower_backward),
-    ):
-        register_lowering(op, type_promotion_kind=None)(_or_operator(lower, fallback_handler(op)))
+    for op, run in operators:
+        register_lowering(op, type_promotion_kind=None)(_or_operator(run, fallback_handler(op)))
 
 
-def _or_operator(lower: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+def _or_operator(run: Callable[..., list[Tensor]], operator: Callable[..., Any]) -> Callable[..., Any]:
     def lower_or_call(*args: Any) -> Any:
-        found = lower(*args)
-        return operator(*args) if found is None else found
+        try:
+            return _lower(run, args)
+        except _Left:
+            return operator(*args)
 
     return lower_or_call
 
 
-# --- the operators -------------------------------------------------------------------------------------------
+class _Left(Exception):
+    """To the operator."""
 
 
-def _lower_forward(xs: list[Any], *args: Any) -> list[Any] | None:
-    values = _read_numbers(args)
-    if values is None:
-        return None
-    call, (cache_angles, *_) = unflatten(values)
+# --- the operators, on tensors without memory ------------------------------------------------------------------------
+
+
+def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
+    from . import launch, launch_heads
+
+    call, (cache_angles, *_) = unflatten(args)
     if cache_angles:
-        return None
-    return _lower(call, xs, [], Needs())
+        raise _Left
+    launcher = launch_heads if call.spec.norm_over == "heads" else launch
+    return launcher.forward(call, xs)
 
 
-def _lower_backward(grads: list[Any], xs: list[Any], stats: list[Any], angles: Any, *args: Any) -> list[Any] | None:
-    values = _read_numbers(args)
-    if values is None or angles is not None:
-        return None
-    call, needs = unflatten(values)
-    return _lower(call, xs, grads, Needs(*needs[: len(Needs._fields)]))
+def _backward(grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Any, *args: Any) -> list[Tensor]:
+    from . import launch, launch_heads
+
+    call, needs = unflatten(args)
+    if angles is not None:
+        raise _Left
+    launcher = launch_heads if call.spec.norm_over == "heads" else launch
+    return launcher.backward(call, grads, xs, stats, angles, Needs(*needs[: len(Needs._fields)]))
 
 
-def _read_numbers(values: Sequence[Any]) -> list[Any] | None:
-    """Arguments of an operator with plain integers; None where one of them is a symbol."""
-    found = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            inner = _read_numbers(value)
-            if inner is None:
-                return None
-            found.append(inner)
-        elif hasattr(value, "free_symbols"):  # sympy's
-            if not value.is_Integer:
-                return None
-            found.append(int(value))
-        else:
-            found.append(value)
-    return found
+def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], *args: Any) -> list[Tensor]:
+    from . import linear_launch
+
+    call, (return_state, keep, *_) = unflatten_linear(args)
+    return linear_launch.forward(call, Operands(q, k, v, gate, tuple(state)), return_state, keep)
 
 
-def _lower(call: Call, xs: list[Any], dys: list[Any], needs: Needs) -> list[Any] | None:
+def _linear_backward(
+    grads: list[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], saved: list[Tensor],
+    *args: Any,
+) -> list[Tensor]:  # fmt: skip
+    from . import linear_launch
+
+    call, needs = unflatten_linear(args)
+    operands = Operands(q, k, v, gate, tuple(state))
+    return linear_launch.backward(call, grads, operands, saved, LinearNeeds(*needs[: len(LinearNeeds._fields)]))
+
+
+# --- from a launcher to nodes ----------------------------------------------------------------------------------------
+
+
+def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any]) -> list[Any]:
     """The outputs of an operator, as its launcher would leave them."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     from . import launch
-    from .kernels.fixed import fixed_lrpe_kernel, fixed_reduce_partial_kernel, number_types
+    from .kernels.fixed import fix
 
-    if launch.INTERPRETING or call.spec.dim == -2 or call.spec.norm != "none":
-        return None
-    xs, dys, boxes = list(map(_realize, xs)), list(map(_realize, dys)), Tables(*map(_realize, call.tables))
-    plain_xs, plain_dys, plain = _describe(xs), _describe(dys), _describe(boxes)
-    if plain_xs is None or plain_dys is None or plain is None:
-        return None
-    tables = Tables(*plain)
-    call = call._replace(tables=tables)
-    if not launch.is_readable(call):
-        return None
-    omega, phase = tables.omega, tables.phase
-    need_dangles = needs.omega or needs.phase
-    if dys and not need_dangles and call.spec.act == "none":
-        xs = plain_xs = []
-    source, dtype = (dys or xs)[0], (plain_dys or plain_xs)[0].dtype
-    aligned = all(map(_is_aligned, (*xs, *dys)))
-    ready = launch.prepare(call, launch.Rows(plain_xs, plain_dys, []), dtype, aligned, needs)
-    if "maxnreg" in ready.options and not _takes_options() and (call.spec.map, call.spec.act) != ("rotate", "none"):
-        return None  # too many registers without a limit: fewer programs run at once than were planned
-    outs = [_allocate(size, stride, dtype, source) for size, stride in ready.outs]
-    shape = ready.sums.angles if need_dangles else None
-    partial = None if shape is None else _allocate(shape, None, torch.float64, source)
-    if ready.grid[0]:
-        tensors = launch.order_tensors(launch.Rows(xs, dys, []), outs, boxes, partial)
-        written = outs if partial is None else [*outs, partial]
-        _start(fixed_lrpe_kernel, number_types(launch.lrpe_kernel), ready, tensors, written)
-    if shape is None:
-        return outs
-    phase = phase if needs.phase else None
-    domega = _allocate(omega.shape, None, omega.dtype, source) if needs.omega else None
-    dphase = None if phase is None else _allocate(phase.shape, None, phase.dtype, source)
-    second = launch.prepare_reduction(shape, call, needs)
-    found = [box for box in (domega, dphase) if box is not None]
-    if second.grid[0]:
-        types = ("i32",) * len(second.scalars)
-        _start(fixed_reduce_partial_kernel, types, second, (partial, domega, dphase), found)
-    return [*outs, *found]
+    if launch.INTERPRETING:
+        raise _Left
+    inputs = _Inputs()
+    with unset_fake_temporarily():
+        values = inputs.read(args)
+        with record() as starts, _Watch() as watched:
+            outs = run(*values)
+        for start in starts:
+            _check(start, inputs.device)
+        fixed = [fix(start.kernel, start.args) for start in starts]
+        boxes = _Boxes(inputs, watched.allocated, outs)
+        found = [[boxes.find(t) for t in each.tensors] for each in fixed]
+    for start, each, tensors in zip(starts, fixed, found, strict=True):
+        values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
+        arguments = dict(zip(each.kernel.arg_names, values, strict=True))
+        written = {id(whole): whole for _, whole in tensors if whole is not None}
+        _node_type()(each.kernel, start, arguments, list(written.values()))
+    return boxes.outs
 
 
-# --- tensors of the compiler ---------------------------------------------------------------------------------
+_LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of linear attention are for
+
+
+def _check(start: Start, device: torch.device | None) -> None:
+    """That the kernel may be compiled by Inductor, which tries no other tile."""
+    variant = start.variant
+    plain = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
+    if "maxnreg" in start.options and not _takes_options() and not plain:
+        raise _Left  # too many registers without a limit: fewer programs run at once than were planned
+    if variant.num_features:
+        properties = torch.cuda.get_device_properties(device)
+        if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
+            raise _Left
+
+
+class _Watch(TorchDispatchMode):
+    """Lets a launcher allocate tensors and view them, and nothing else but what it does on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: dict[int, Tensor] = {}  # by storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_meta:
+            if func.name() in _ALLOCATIONS:
+                self.allocated[_storage(out)] = out
+            elif not func.is_view:
+                raise _Left
+        return out
+
+
+_ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+class _Inputs:
+    """Arguments of an operator, with tensors that have no memory in the place of the compiler's."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[int, tuple[Any, int]] = {}  # by storage: the compiler's, and where the other begins
+        self.tensors: dict[int, Tensor] = {}  # by the compiler's
+        self.device: torch.device | None = None
+
+    def read(self, value: Any) -> Any:
+        from torch._inductor.ir import IRNode
+
+        if isinstance(value, (list, tuple)):
+            return [self.read(each) for each in value]
+        if not isinstance(value, IRNode):
+            return _read_number(value)
+        if id(value) not in self.tensors:
+            self.tensors[id(value)] = self._make(value)
+        return self.tensors[id(value)]
+
+    def _make(self, box: Any) -> Tensor:
+        """Of this size, stride and dtype, and aligned to 16 bytes or not."""
+        if box.get_device().type != "cuda" or self.device not in (None, box.get_device()):
+            raise _Left
+        self.device = box.get_device()
+        size = [_read_number(n) for n in box.get_size()]
+        box = _realize(box)
+        stride = [_read_number(n) for n in box.get_stride()]
+        begin = 0 if _is_aligned(box) else 1
+        t = torch.empty_strided(size, stride, dtype=box.get_dtype(), device="meta")
+        if begin:
+            num = t.untyped_storage().nbytes() // t.itemsize + begin
+            t = torch.empty(num, dtype=t.dtype, device="meta").as_strided(size, stride, begin)
+        self.boxes[_storage(t)] = box, begin
+        return t
+
+
+def _read_number(value: Any) -> Any:
+    """A plain integer for what may be a symbol; what is no number as it is."""
+    if not hasattr(value, "free_symbols"):  # sympy's
+        return value
+    if not value.is_Integer:
+        raise _Left
+    return int(value)
+
+
+class _Boxes:
+    """The compiler's tensors for a launcher's."""
+
+    def __init__(self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor]) -> None:
+        self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
+        self.written: dict[int, Any] = {}
+        geometry = {_storage(out): out for out in outs}
+        whole = all(out.storage_offset() == 0 and _storage(out) in allocated for out in outs)
+        if not whole or len(geometry) != len(outs):
+            raise _Left
+        self.outs = [self._write(out) for out in outs]
+
+    def _write(self, like: Tensor) -> Any:
+        key = _storage(like)
+        if key not in self.written:
+            self.written[key] = _allocate(like, self.device)
+        return self.written[key]
+
+    def find(self, t: Tensor) -> tuple[Any, Any]:
+        """Where t begins, whatever its size; and of what is written the whole."""
+        key = _storage(t)
+        if key in self.given:
+            box, begin = self.given[key]
+            if t.storage_offset() != begin:
+                raise _Left
+            return box, None
+        if key not in self.allocated:
+            raise _Left  # made before: by another call
+        whole = self._write(self.allocated[key])
+        if not t.storage_offset():
+            return whole, whole
+        return _lowering("as_strided")(whole, t.shape, t.stride(), t.storage_offset()), whole
+
+
+# --- tensors of the compiler -----------------------------------------------------------------------------------------
 
 
 def _realize(box: Any) -> Any:
     """In memory, with strides that will not change."""
-    if box is None:
-        return None
     from torch._inductor import ir
 
     box = ir.ExternKernel.realize_input(box)
     box.freeze_layout()
     return box
-
-
-def _describe(boxes: Sequence[Any]) -> list[Any] | None:
-    """Tensors of these sizes, strides and dtypes, without memory; None where one has symbols or is on no GPU."""
-    found: list[Any] = []
-    for box in boxes:
-        if box is not None:
-            numbers = _read_numbers((box.get_size(), box.get_stride(), box.get_layout().offset))
-            if numbers is None or box.get_device().type != "cuda":
-                return None
-            box = torch.empty_strided(*numbers[:2], dtype=box.get_dtype(), device="meta")
-        found.append(box)
-    return found
 
 
 def _is_aligned(box: Any) -> bool:
@@ -177,21 +284,17 @@ def _is_aligned(box: Any) -> bool:
     name = box.get_name()
     if name in V.graph.unaligned_buffers or name in V.graph.constants:
         return False
-    return int(box.get_layout().offset) * box.get_dtype().itemsize % 16 == 0
+    return _read_number(box.get_layout().offset) * box.get_dtype().itemsize % 16 == 0
 
 
-def _allocate(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, like: Any) -> Any:
+def _allocate(like: Tensor, device: torch.device | None) -> Any:
+    return _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
+
+
+def _lowering(name: str) -> Any:
     from torch._inductor.lowering import lowerings
 
-    stride = stride or torch.empty(size, device="meta").stride()
-    empty = lowerings[torch.ops.aten.empty_strided.default]
-    return empty(list(size), list(stride), dtype=dtype, device=like.get_device())
-
-
-def _start(fixed: Any, types: tuple[str, ...], ready: Any, tensors: Sequence[Any], written: Sequence[Any]) -> None:
-    """A launch, as a node of the compiler's program. types: of its numbers."""
-    arguments = dict(zip(fixed.arg_names, (*tensors, ready.scalars, types, ready.variant), strict=True))
-    _node_type()(fixed, ready, arguments, written)
+    return lowerings[getattr(torch.ops.aten, name).default]
 
 
 @cache
@@ -208,17 +311,17 @@ def _node_type() -> Any:
         and in the outputs travel in one tuple.
         """
 
-        def __init__(self, kernel: Any, ready: Any, arguments: dict[str, Any], written: Sequence[Any]) -> None:
+        def __init__(self, kernel: Any, start: Start, arguments: dict[str, Any], written: Sequence[Any]) -> None:
             values = {name: self._place(value) for name, value in arguments.items()}
             inputs = [value for value in values.values() if isinstance(value, ir.IRNode)]
             constants = tuple(value for value in values.values() if not isinstance(value, ir.IRNode))
             device = inputs[0].get_device()
             ir.ExternKernel.__init__(self, None, ir.NoneLayout(device=device), inputs, constants, values)
-            options = dict(ready.options)
+            options = dict(start.options)
             config = triton.Config({}, num_warps=options.pop("num_warps", 4))
             chosen: Any = triton.autotune(configs=[config], key=[])(kernel)
             self.kernel_idx = kernel_side_table.add_kernel(chosen)
-            self.grid = [ready.grid]
+            self.grid = [(start.programs, 1, 1)]
             self.device = device
             self.launch_kwargs = tuple(options)  # from torch 2.15 on; before, the compiler takes no other options
             self.kwargs |= options if _takes_options() else {}

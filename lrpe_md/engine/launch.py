@@ -21,13 +21,13 @@ from .call import NO_WEIGHTS, Call, Known, Layout, Needs, Tables, Variant, Weigh
 from .kernels.signature import pack
 from .memory import accumulator, like_in_memory, strides_in_memory
 from .plan import Pass, Plan, Work, plan, share_rows
+from .recording import is_recording, start
 
 __all__ = [
     "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
-    "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "is_readable", "launches_early",
-    "lay_weight", "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare",
-    "prepare_reduction", "recall_launches", "reduce_partial", "reduce_partials", "reduce_weights", "run",
-    "strides_in_eights",
+    "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "launches_early", "lay_weight",
+    "limit_registers", "make_readable", "materialise", "num_groups", "prepare", "recall_launches", "reduce_partial",
+    "reduce_partials", "reduce_weights", "run", "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -161,14 +161,6 @@ def lay_weight(t: Tensor) -> Tensor:
     return t.contiguous().view(-1, 1, t.shape[-1])
 
 
-def is_readable(call: Call) -> bool:
-    """No table has to be made, or changed, before a kernel reads it."""
-    layout, tables = call.layout, call.tables
-    fits = max(layout.num_grid_tokens, layout.start + layout.num_tokens) <= MAX_INDEX and len(layout.sizes) <= MAX_AXES
-    dense = all(t is None or t.is_contiguous() for t in tables)
-    return fits and dense and not _reaches_far(layout, tables)
-
-
 def _reaches_far(layout: Layout, tables: Tables) -> bool:
     """Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes."""
     return bool(layout.sizes) and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None
@@ -268,7 +260,7 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     if compiled is not None and not lrpe_kernel.pre_run_hooks:
         compiled[launch.grid](*tensors, *launch.scalars, launch.variant)
         return
-    compiled = lrpe_kernel[launch.grid](*tensors, *launch.scalars, launch.variant, **launch.options)
+    compiled = start(lrpe_kernel, launch.grid[0], (*tensors, *launch.scalars), launch.variant, launch.options)
     if isinstance(compiled, CompiledKernel):
         launch.compiled = compiled
 
@@ -508,7 +500,7 @@ def _can_launch_early() -> bool:
 
 def launches_early(needs: Needs) -> bool:
     """Whether the reduction of partial sums is launched while they are formed."""
-    return any(needs) and _can_launch_early()
+    return any(needs) and not is_recording() and _can_launch_early()
 
 
 def has_ptx(dtype: torch.dtype) -> bool:
@@ -532,9 +524,8 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
         wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
         long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
     )  # fmt: skip
-    softmax_sequence_kernel[(batch * heads * triton.cdiv(head_dim, block_d),)](
-        x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens, V=variant
-    )
+    args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)
+    start(softmax_sequence_kernel, batch * heads * triton.cdiv(head_dim, block_d), args, variant, {})
 
 
 def _stride_in(t: Tensor | None, unit: int) -> tuple[int, ...]:
@@ -559,7 +550,7 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
         outs, jobs = outs + found, jobs + more
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
-    _reduce(jobs, _can_launch_early() and rows > 0)  # behind a first pass
+    _reduce(jobs, rows > 0 and launches_early(needs))  # behind a first pass
     return [out.contiguous() for out in outs]
 
 
@@ -576,36 +567,32 @@ def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Ten
 
 
 def _reduce(jobs: list[Job], early: bool) -> None:
-    programs, variant = _cut_jobs(jobs, early)
-    packed = tuple((job.source, job.out, pack(job.heads), pack(*job.numbers)) for job in jobs)
-    options = {"launch_pdl": True} if variant.early else {}
-    reduce_partial_kernel[(programs,)](packed, V=variant, **options)
-
-
-def prepare_reduction(shape: Sequence[int], call: Call, needs: Needs) -> Launch:
-    """Of partial sums with this shape to dω and dφ, for compilers. The numbers are those of each job, packed."""
-    _, jobs = _angle_jobs(torch.empty(shape, dtype=torch.float64, device="meta"), call, needs)
-    programs, variant = _cut_jobs(jobs, False)
-    scalars = tuple(number for job in jobs for number in pack(job.heads, *job.numbers))
-    return Launch(programs, [], Sums(), scalars, variant, {})
+    channels = min(job.width for job in jobs)
+    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
+    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
+    variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
+    programs, packed = 0, []
+    for job in jobs:
+        packed.append((job.source, job.out, pack(programs, *job[3:])))
+        programs += job.heads * job.slots * triton.cdiv(job.width, block_c)
+    options = {"launch_pdl": True} if early else {}
+    start(reduce_partial_kernel, programs, (tuple(packed),), variant, options)
 
 
 class Job(NamedTuple):
-    """What a reduction does for one gradient."""
+    """What a reduction does for one gradient; behind heads the numbers of :func:`reduce_partial_kernel`."""
 
     source: Tensor
     out: Tensor
     heads: int
-    numbers: tuple[int, ...]  # those of kernels/reduce.py: _sum_columns
-
-
-def _cut_jobs(jobs: list[Job], early: bool) -> tuple[int, Variant]:
-    """Programs, and the variant."""
-    channels = min(job.numbers[1] for job in jobs)
-    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
-    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
-    programs = sum(job.heads * job.numbers[0] * triton.cdiv(job.numbers[1], block_c) for job in jobs)
-    return programs, Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
+    slots: int
+    width: int
+    first: int
+    step: int
+    head_step: int
+    rows: int
+    out_column: int
+    out_slot: int
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
@@ -616,12 +603,12 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
     outs, jobs = [], []
     wanted = [(omega, num_axes, 0, (num_axes, 1))] if needs.omega else []
     wanted += [(phase, 1, num_axes * channels, (1, 0))] if needs.phase and phase is not None else []
-    for t, own_slots, source, steps in wanted:
+    size = slots * channels
+    for t, own_slots, first, out_steps in wanted:
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
-        shared = t.shape[0] < groups
-        which = (rows * groups, 1, 0) if shared else (rows, groups, 1)
+        steps = (size, 0, rows * groups) if t.shape[0] < groups else (groups * size, size, rows)  # shared, or by head
         outs.append(out)
-        jobs.append(Job(partial, out, t.shape[0], (own_slots, channels, source, *steps, *which, 0, slots * channels)))
+        jobs.append(Job(partial, out, t.shape[0], own_slots, channels, first, *steps, *out_steps))
     return outs, jobs
 
 
@@ -640,11 +627,12 @@ def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], li
         if partials.sums.all_heads:
             heads, width = 1, t.numel()
         out = torch.empty((t.numel() // (groups * head_dim), groups, head_dim), dtype=t.dtype, device=t.device)
-        first, last = (of_q, rows) if of_k else (0, of_q)
-        num_rows = rows_of_head or last - first
-        source = width if is_bias and weights[i - 1] is not None else 0
+        begin, end = (of_q, rows) if of_k else (0, of_q)
+        num_rows = rows_of_head or end - begin
+        first = begin * row_width + (width if is_bias and weights[i - 1] is not None else 0)
+        steps = row_width, num_rows * row_width, num_rows
         outs.append(out.transpose(0, 1) if t.ndim == 3 and len(out) > 1 else out.view(t.shape))
-        jobs.append(Job(partial, out, heads, (1, width, source, 1, 0, num_rows, 1, num_rows, first, row_width)))
+        jobs.append(Job(partial, out, heads, 1, width, first, *steps, 1, 0))
     return outs, jobs
 
 

@@ -34,6 +34,7 @@ from .launch import (
 )
 from .memory import accumulator, strides_in_memory
 from .plan import Pass, plan_heads
+from .recording import start
 
 __all__ = ["backward", "forward"]
 
@@ -131,10 +132,9 @@ def _run_heads(
     partials = allocate_partials(launch.sums, device)
     if launch.programs:
         x, dy, o = map(_join, (xs, dys, outs), launch.strides)
-        heads_kernel[(launch.programs,)](
-            x, dy if dys else None, o, tuple(tables), tuple(weights), (partials.angles, partials.weights),
-            launch.numbers, V=launch.variant, **launch.options,
-        )  # fmt: skip
+        sums = (partials.angles, partials.weights)
+        args = (x, dy if dys else None, o, tuple(tables), tuple(weights), sums, launch.numbers)
+        start(heads_kernel, launch.programs, args, launch.variant, launch.options)
     return outs, partials
 
 

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .. import reference, reference_linear
 from ..reference_linear import Angles
+from . import compiled
 from .boundary import is_plain, transforming
 from .call import Layout, Tables, Weights
 from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
@@ -133,17 +134,17 @@ def _differentiate_reference(
 # --- operators -------------------------------------------------------------------------------------------
 
 _lib = torch.library.Library("lrpe_md", "FRAGMENT")
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib.define(
     f"linear_forward(Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, {LINEAR_CALL}, bool return_state, "
-    "bool keep) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "bool keep, str source='') -> Tensor[]",
+    tags=_TAGS,
 )
 _lib.define(
     "linear_backward(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, Tensor[] saved, "
     f"{LINEAR_CALL}, bool need_gate, bool need_omega, bool need_phase_q, bool need_phase_k, bool need_norm, "
-    "bool need_state) "
-    "-> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "bool need_state, str source='') -> Tensor[]",
+    tags=_TAGS,
 )
 
 
@@ -159,7 +160,9 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     if direct:
         return _launcher().forward(call, operands, return_state, keep)
     q, k, v, gate, state = operands
-    return torch.ops.lrpe_md.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep)
+    return torch.ops.lrpe_md.linear_forward(
+        q, k, v, gate, list(state), *flatten_linear(call), return_state, keep, compiled.SOURCE
+    )
 
 
 def backward(
@@ -175,18 +178,23 @@ def backward(
         return _launcher().backward(call, grads, operands, saved, needs)
     q, k, v, gate, state = operands
     return torch.ops.lrpe_md.linear_backward(
-        list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs
+        list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs, compiled.SOURCE
     )
 
 
+def _take_needs(rest: Sequence[Any]) -> LinearNeeds:
+    """Of the backward's arguments behind the call, without the source."""
+    return LinearNeeds(*rest[: len(LinearNeeds._fields)])
+
+
 def _forward_cuda(*args: Any) -> list[Tensor]:
-    operands, (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    operands, (call, (return_state, keep, *_)) = _operands(args), unflatten_linear(args[5:])
     return forward(call, operands, return_state, keep, direct=True)
 
 
 def _backward_cuda(grads: list[Tensor], *args: Any) -> list[Tensor]:
     operands, (call, needs) = _operands(args), unflatten_linear(args[6:])
-    return backward(call, grads, operands, args[5], LinearNeeds(*needs), direct=True)
+    return backward(call, grads, operands, args[5], _take_needs(needs), direct=True)
 
 
 def _operands(args: Sequence[Any]) -> Operands:
@@ -195,7 +203,7 @@ def _operands(args: Sequence[Any]) -> Operands:
 
 
 def _forward_reference(*args: Any) -> list[Tensor]:
-    operands, (call, (return_state, _)) = _operands(args), unflatten_linear(args[5:])
+    operands, (call, (return_state, *_)) = _operands(args), unflatten_linear(args[5:])
     with torch.no_grad():
         o, after = run_reference(call, operands)
         out = [like_in_memory(operands.q, o.shape[3]).copy_(o)]
@@ -205,7 +213,7 @@ def _forward_reference(*args: Any) -> list[Tensor]:
 def _backward_reference(grads: list[Tensor], *args: Any) -> list[Tensor]:
     operands, (call, needs) = _operands(args), unflatten_linear(args[6:])
     with _recording():
-        found = _differentiate_reference(call, operands, grads, LinearNeeds(*needs))
+        found = _differentiate_reference(call, operands, grads, _take_needs(needs))
     dqkv = [like_in_memory(x, dx.shape[3]).copy_(dx) for x, dx in zip(operands[:3], found, strict=False)]
     return dqkv + [t.detach().clone(memory_format=torch.contiguous_format) for t in found[3:]]
 
@@ -222,7 +230,8 @@ def _recording() -> Iterator[None]:
 
 
 def _forward_fake(*args: Any) -> list[Tensor]:
-    operands, (call, (return_state, keep)) = _operands(args), unflatten_linear(args[5:])
+    compiled.register_linear()
+    operands, (call, (return_state, keep, *_)) = _operands(args), unflatten_linear(args[5:])
     q, k, v, _, _ = operands
     out = [like_in_memory(q, v.shape[3])]
     if return_state:
@@ -238,8 +247,9 @@ def _forward_fake(*args: Any) -> list[Tensor]:
 
 
 def _backward_fake(grads: list[Tensor], *args: Any) -> list[Tensor]:
+    compiled.register_linear()
     (q, k, v, gate, state), (call, needs) = _operands(args), unflatten_linear(args[6:])
-    need = LinearNeeds(*needs)
+    need = _take_needs(needs)
     out = [like_in_memory(x, x.shape[3]) for x in (q, k, v)]
     for t, needed in (
         (gate, need.gate),

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from ..positions.grid import affine_on
 from ..reference import ACTIVATIONS, split_pairs
-from . import kernels
+from . import kernels, recording
 from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .kernels.signature import pack
 from .launch import (
@@ -404,20 +404,21 @@ _fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # in place of what too
 
 
 def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
+    """Launch a kernel, of a smaller tile where the GPU has less shared memory than this one takes."""
     if not programs:
         return
     variant, options = described
     key = kernel, variant
     variant, options = _fitting.get(key, described)
     try:
-        kernel[(programs,)](*args, V=variant, **options)
+        recording.start(kernel, programs, args, variant, options)
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         for i, tile in enumerate(smaller):
             turned = variant.causal or tile.block_n < 64
             cut = variant._replace(block_n=tile.block_n, stages=tile.stages, turned_products=turned)
             try:
-                kernel[(programs,)](*args, V=cut, **options)
+                recording.start(kernel, programs, args, cut, options)
             except OutOfResources:
                 if i + 1 == len(smaller):
                     raise
@@ -482,7 +483,7 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
 
 def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """The same with a causal mask: nothing where one program goes through all tokens of a head."""
-    if not state and not return_last and work.pieces(of_queries=False).count == 1:
+    if not state and not return_last and work.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(work, state, return_last)
 

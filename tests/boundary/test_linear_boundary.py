@@ -357,7 +357,7 @@ def test_opcheck(case, device):
     for needed in (False, True):
         needs = LinearNeeds(
             needed and floats, needed and case.map is not None, needed and call.q_tables.phase is not None,
-            needed and call.k_tables.phase is not None, needed and bool(state),
+            needed and call.k_tables.phase is not None, state=needed and bool(state),
         )  # fmt: skip
         args = (grads, q, k, v, gate, state, [], *rest, *needs)
         found = torch.ops.lrpe_md.linear_backward(*args)

@@ -34,10 +34,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lrpe_md import Coordinates, Grid
-from lrpe_md.engine import boundary, launch
-from lrpe_md.engine.call import Needs, Options
+from lrpe_md import Coordinates, Grid, Norm
+from lrpe_md.engine import boundary, launch, linear_boundary, linear_launch
+from lrpe_md.engine.call import Needs, Options, Weights
+from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear_validate import Given, validate_linear
 from lrpe_md.engine.memory import accumulator
+from lrpe_md.engine.norms import take_norm
 from lrpe_md.engine.validate import validate
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -67,7 +70,7 @@ class Written(Exception):
 def describe_gpu() -> None:
     """To all that asks for one."""
     triton.runtime.driver.set_active(Driver())  # pyright: ignore[reportAttributeAccessIssue]
-    launch.has_ptx = lambda dtype: dtype != torch.float64
+    launch.has_ptx = linear_launch.has_ptx = lambda dtype: dtype != torch.float64
     torch.cuda.get_device_properties = lambda *args: H100
     torch.cuda.get_device_capability = lambda *args: (9, 0)
     torch.cuda.current_device = lambda: 0
@@ -171,7 +174,8 @@ def count_arguments(listed: str) -> int:
 
 BASE: dict[str, Any] = {
     "map": "rotate", "act": "none", "dim": None, "run": "forward", "positions": "grid", "dtype": torch.bfloat16,
-    "head_dim": 64, "tensors": 2, "phase": False, "dynamic": False, "layout": "packed", "axes": 2,
+    "head_dim": 64, "tensors": 2, "phase": False, "dynamic": False, "layout": "packed", "axes": 2, "norm": "none",
+    "linear": None, "tokens": (7, 3),
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "rotate": {},
@@ -187,19 +191,40 @@ CASES: dict[str, dict[str, Any]] = {
     "rows that are not at 16 bytes": {"layout": "odd"},
     "an input computed before": {"layout": "computed"},
     "softmax over features": {"act": "softmax", "dim": -1, "map": "cosine"},
+    "softmax over the sequence": {"act": "softmax", "dim": -2},
+    "softmax over the sequence backward": {"act": "softmax", "dim": -2, "run": "backward"},
+    "norm": {"norm": "rms", "head_dim": 128},
+    "norm backward": {"norm": "rms", "head_dim": 128, "run": "backward"},
+    "norm backward weights": {"norm": "rms", "head_dim": 128, "run": "backward weights"},
+    "norm backward omega weights": {"norm": "rms", "run": "backward omega weights"},
+    "norm by head backward omega weights phase": {
+        "norm": "layer by head",
+        "map": "cosine",
+        "act": "silu",
+        "run": "backward omega weights",
+        "phase": True,
+    },
+    "norm of groups backward weights": {"norm": "rms of groups", "run": "backward weights"},
+    "norm of heads": {"norm": "layer of heads"},
+    "norm of heads backward weights": {"norm": "layer of heads", "run": "backward weights"},
+    "linear, one pass": {"linear": {}},
+    "linear, one pass, backward": {"linear": {}, "run": "backward omega"},
+    "linear, two passes, rotate": {"linear": {"map": "rotate"}, "tokens": (70, 30)},
+    "linear, two passes, rotate, backward": {"linear": {"map": "rotate"}, "tokens": (70, 30), "run": "backward omega"},
+    "linear norm backward": {"linear": {}, "norm": "rms", "tokens": (70, 30), "run": "backward omega weights"},
     # Left to the operator.
+    "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
+    "norm by head and group": {"norm": "rms by head and group"},
     "any size": {"dynamic": True},
     "any size backward": {"dynamic": True, "run": "backward omega"},
-    "softmax over the sequence": {"act": "softmax", "dim": -2},
     "five axes": {"axes": 5},
 }
 
 
 def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
-    shape = (7, 3, 2, 2, 2)[: case.axes]
+    shape = (*case.tokens, 2, 2, 2)[: case.axes]
     n, d = torch.Size(shape).numel() + 1, case.head_dim
     channels = d if case.map == "cosine" else d // 2
-    options = Options(case.map, case.act, case.dim)
     out = 2 * d if case.map == "cosine" else d
     tensors = [torch.empty(1, channels, case.axes), torch.empty(1, channels) if case.phase else torch.empty(1, 1)]
     tensors += [torch.empty(2, n, 3, 4, d, dtype=case.dtype), torch.empty(2, n, 4, d + 1, dtype=case.dtype)]
@@ -209,8 +234,9 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         torch.empty(2, case.axes, dtype=torch.int64),
         torch.empty(n - 1, dtype=torch.bool),
     ]
+    tensors += [torch.empty(*WEIGHTS[case.norm.partition(" ")[2]], d) for _ in range(4)]
 
-    def f(omega, phase, qkv, odd, grad, coords, origin, rotated):
+    def f(omega, phase, qkv, odd, grad, coords, origin, rotated, *weights):
         xs = list(qkv.unbind(2))[: case.tensors]
         if case.layout == "odd":
             xs = [odd[..., 1:]] * case.tensors
@@ -224,18 +250,50 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
             positions = Coordinates(coords, prefix=1, rotated=rotated if case.positions == "masked" else None)
         elif case.positions == "origin":
             positions = Grid(shape, prefix=1, origin=origin)
-        call = validate(options, tuple(xs), omega, positions, phase if case.phase else None, None)
+        if case.linear is not None:
+            return attend(case, qkv, grad, Sides(omega, positions), weights)
+        options, given = take_weights(Options(case.map, case.act, case.dim), case, weights)
+        call = validate(options, tuple(xs), omega, positions, phase if case.phase else None, None, given)
         if case.phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
         if case.run == "forward":
             return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
         grads = [grad.transpose(1, 2) for _ in xs]
-        need = case.run == "backward omega"
-        load = xs if need or case.act != "none" else []
+        need = "omega" in case.run
+        load = xs if need or case.act != "none" or case.norm != "none" else []
         stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
-        return boundary.backward(call, grads, load, stats, None, Needs(need, need and case.phase), False)
+        needs = Needs(need, need and case.phase, "weights" in case.run)
+        return boundary.backward(call, grads, load, stats, None, needs, False)
 
     return f, tensors
+
+
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "": (), "by head": (4,), "of heads": (4,), "of groups": (3, 1), "by head and group": (3, 4)
+}  # fmt: skip
+
+
+def take_weights(options: Any, case: SimpleNamespace, weights: Sequence[Tensor]) -> tuple[Any, Any]:
+    """The norm of a case: its options, and weights of q and of k."""
+    if case.norm == "none":
+        return options, Weights()
+    kind, _, form = case.norm.partition(" ")
+    gamma, beta = tuple(weights[:2]), tuple(weights[2:]) if kind == "layer" else None
+    return take_norm(options, Norm(kind, gamma, beta, over="heads" if form == "of heads" else "head"), 2)
+
+
+def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weights: Sequence[Tensor]) -> list[Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    if case.linear.get("map", "cosine") == "cosine":
+        sides = sides._replace(omega=torch.cat([sides.omega, sides.omega], 1))
+    options, given = take_weights(LinearOptions(**case.linear), case, weights)
+    call = validate_linear(options, Given(q, k, v, None, None, (), given), sides)
+    operands = Operands(q, k, v, None, ())
+    o, *saved = linear_boundary.forward(call, operands, False, True, False)
+    if case.run == "forward":
+        return [o * 2]
+    needs = LinearNeeds(omega="omega" in case.run, norm="weights" in case.run)
+    return linear_boundary.backward(call, [grad.transpose(1, 2)], operands, saved, needs, False)
 
 
 def main() -> None:

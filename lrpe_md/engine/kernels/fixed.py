@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import linecache
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .encode import lrpe_kernel
-from .reduce import reduce_partial_kernel
-
-JOB = tl.constexpr(11)  # numbers of a job of kernels/reduce.py
-
-__all__ = ["fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "number_types"]
+__all__ = ["Fixed", "fix"]
 
 
 @triton.jit
@@ -27,58 +23,61 @@ def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
             found += (tl.full([], NUMBERS[i], tl.uint32),)
         elif TYPES[i] == "i32":
             found += (tl.full([], NUMBERS[i], tl.int32),)
+        elif TYPES[i] == "fp32":
+            found += (tl.full([], NUMBERS[i], tl.float32),)
         else:
             tl.static_assert(False, "this type has no branch in kernels/fixed.py: _take_numbers")
     return found
 
 
-def number_types(kernel: Any) -> tuple[str, ...]:
-    """Of a kernel's numbers, in the order of its arguments."""
-    return tuple(param.annotation for param in kernel.params if param.annotation and not param.is_constexpr)
+class Fixed(NamedTuple):
+    """A kernel of tensors alone, ``NUMBERS``, their ``TYPES`` and ``V``, and what of a launch's arguments these are."""
+
+    kernel: Any
+    tensors: list[Any]
+    numbers: tuple[int | float, ...]
+    types: tuple[str, ...]
 
 
-def _fix(kernel: Any) -> Any:
-    """The same kernel, of its pointers, ``NUMBERS``, their ``TYPES`` and ``V``.
+def fix(kernel: Any, args: tuple[Any, ...]) -> Fixed:
+    """The same kernel for a launch with these arguments.
 
     A compiler that calls a kernel by itself gives each number the type of its value, and compiles in each 1: what a
     kernel is written for is neither. And what is compiled in costs no time at a launch.
     """
-    if not isinstance(kernel, triton.JITFunction):
-        return kernel  # of the interpreter, which no compiler calls
+    tensors: list[Any] = []
+    numbers: list[int | float] = []
+    types: list[str] = []
+
+    def write(value: Any, declared: str) -> str:
+        if value is None:
+            return "None"
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{write(each, '')}, " for each in value) + ")"
+        if isinstance(value, (int, float)):
+            numbers.append(value)
+            types.append(declared or ("i32" if -(2**31) <= value < 2**31 else "i64"))
+            return f"numbers[{len(numbers) - 1}]"
+        at = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
+        tensors[at:] = tensors[at:] or [value]
+        return f"p{at}"
+
+    params = [param for param in kernel.params if not param.is_constexpr]
+    written = [write(value, param.annotation) for param, value in zip(params, args, strict=True)]
+    return Fixed(_write_kernel(kernel, len(tensors), tuple(written)), tensors, tuple(numbers), tuple(types))
+
+
+@cache
+def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...]) -> Any:
     name = kernel.fn.__name__
-    listed = ", ".join(param.name for param in kernel.params if not param.annotation)
+    pointers = ", ".join(f"p{i}" for i in range(num_tensors))
     source = (
-        f"def fixed_{name}({listed}, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr):\n"
-        f"    {name}({listed}, *_take_numbers(NUMBERS, TYPES), V)\n"
+        f"def fixed_{name}({pointers}, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr):\n"
+        "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n"
+        f"    {name}({', '.join(args)}, V=V)\n"
     )
-    file = f"<{__name__}.{name}>"
+    file = f"<{__name__}.{name} {hash(source):x}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where Triton reads it
-    exec(compile(source, file, "exec"), globals())
-    return triton.jit(globals()[f"fixed_{name}"])
-
-
-fixed_lrpe_kernel: Any = _fix(lrpe_kernel)
-
-
-@triton.jit
-def _take_job(numbers, FIRST: tl.constexpr):
-    """Those of a job behind its heads."""
-    found = ()
-    for i in tl.static_range(FIRST + 1, FIRST + JOB):
-        found += (numbers[i],)
-    return found
-
-
-@triton.jit
-def fixed_reduce_partial_kernel(
-    p_partial, p_domega, p_dphase, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr
-):
-    """Of dω and dφ, either of which may be None."""
-    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)
-    LAST: tl.constexpr = len(NUMBERS) - JOB
-    jobs = ()
-    if p_domega is not None:
-        jobs += ((p_partial, p_domega, (numbers[0],), _take_job(numbers, FIRST=0)),)
-    if p_dphase is not None:
-        jobs += ((p_partial, p_dphase, (numbers[LAST],), _take_job(numbers, FIRST=LAST)),)
-    reduce_partial_kernel(jobs, V=V)
+    found: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
+    exec(compile(source, file, "exec"), found)
+    return triton.jit(found[f"fixed_{name}"])

@@ -21,49 +21,56 @@ def wait_for_first_pass():
 
 
 @triton.jit
-def _sum_columns(p_source, p_out, pid, numbers, V: tl.constexpr):
-    """Block pid of a job: block_c columns of a slot of a head."""
-    slots, width, source, out_column, out_slot, rows, step, head_step, first_row, row_width = numbers
-    blocks = tl.cdiv(width, V.block_c)
-    cell = pid // blocks
-    head = cell // slots
-    slot = cell - head * slots
-    o_c = (pid - cell * blocks) * V.block_c + tl.arange(0, V.block_c)
-    o_r = tl.arange(0, V.block_r)
-    first = (first_row + head * head_step).to(tl.int64) * row_width
-    p = p_source + first + source + slot * width + o_c[None, :]
-    step = tl.cast(step, tl.int64) * row_width
-    BLOCK_R: tl.constexpr = V.block_r
-    BLOCK_C: tl.constexpr = V.block_c
-    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_source.dtype.element_ty)
-    for r in range(0, rows, V.block_r):
-        mask = (r + o_r < rows)[:, None] & (o_c < width)[None, :]
-        total += tl.load(p + (r + o_r)[:, None] * step, mask=mask, other=0.0)
-    o_out = head * slots * width + slot * out_slot + o_c * out_column
-    sums = tl.sum(total, axis=0)
-    if p_out.dtype.element_ty != tl.float64:
-        sums = sums.to(tl.float32)  # of which the interpreter, too, makes 16 bits
-    tl.store(p_out + o_out, sums.to(p_out.dtype.element_ty), mask=o_c < width)
+def choose_job(is_later, later, before):
+    """Numbers of a job, or of one before it."""
+    chosen = ()
+    for i in tl.static_range(len(before)):
+        chosen += (tl.where(is_later, later[i], before[i]),)
+    return chosen
 
 
 @kernel
 def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
     """Sum partial sums to gradients, in a fixed order.
 
-    A job is a matrix of float64 partial sums, a gradient (heads, ..), and numbers: the heads, then those of
-    :func:`_sum_columns`: a head's slots (axes of ω), a slot's columns in the matrix and the first of them, the steps
-    between columns and slots in the gradient; how many rows are summed, the step from one to the next, and from those
-    of a head to those of the next one, the first, and how wide they are. V.early: launched before the first pass has
-    ended.
+    A job is a matrix of float64 partial sums, a gradient (heads, ..), and numbers: the first program; the slots of a
+    head (axes of ω) and the columns of a slot; where the first one's sums begin, the step from those of a row to those
+    of the next, and of a head, and how many rows are summed; the steps between columns and slots in the gradient. A
+    program sums block_c columns of a slot of a head. V.early: launched before the first pass has ended.
     """
     pid = tl.program_id(0)
+    p_source, _, packed = jobs[0]
+    numbers = unpack(packed)
+    job = 0
+    for i in tl.static_range(1, len(jobs)):
+        p_later, _, packed_later = jobs[i]
+        later = unpack(packed_later)
+        is_later = pid >= later[0]
+        p_source = tl.where(is_later, p_later, p_source)
+        numbers = choose_job(is_later, later, numbers)
+        job = tl.where(is_later, i, job)
+    begin, slots, width, first, step, head_step, rows, out_column, out_slot = numbers
+    blocks = tl.cdiv(width, V.block_c)
+    cell = (pid - begin) // blocks
+    head = cell // slots
+    slot = cell - head * slots
+    o_c = (pid - begin - cell * blocks) * V.block_c + tl.arange(0, V.block_c)
+    o_r = tl.arange(0, V.block_r)
+    p = p_source + head.to(tl.int64) * head_step + first + (slot * width + o_c)[None, :]
+    BLOCK_R: tl.constexpr = V.block_r
+    BLOCK_C: tl.constexpr = V.block_c
+    total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_source.dtype.element_ty)
     if V.early:
         wait_for_first_pass()
-    first = pid * 0
+    for r in range(0, rows, V.block_r):
+        mask = (r + o_r < rows)[:, None] & (o_c < width)[None, :]
+        total += tl.load(p + (r + o_r).to(tl.int64)[:, None] * step, mask=mask, other=0.0)
+    sums = tl.sum(total, axis=0)
+    o_out = head * slots * width + slot * out_slot + o_c * out_column
     for i in tl.static_range(len(jobs)):
-        p_source, p_out, heads, packed = jobs[i]
-        numbers = unpack(packed)
-        blocks = unpack(heads)[0] * numbers[0] * tl.cdiv(numbers[1], V.block_c)
-        if (pid >= first) & (pid < first + blocks):
-            _sum_columns(p_source, p_out, pid - first, numbers, V=V)
-        first += blocks
+        _, p_out, _ = jobs[i]
+        found = sums
+        if p_out.dtype.element_ty != tl.float64:
+            found = sums.to(tl.float32)  # of which the interpreter, too, makes 16 bits
+        own_width = tl.where(job == i, width, 0) if len(jobs) > 1 else width
+        tl.store(p_out + o_out, found.to(p_out.dtype.element_ty), mask=o_c < own_width)
