@@ -4,9 +4,9 @@ An operator in Python costs a compiled program more of the host's time than the 
 to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
-packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and, where
-Inductor hands on no limit of registers (before torch 2.15), kernels that have one and would take more. Export, ONNX and
-other backends of ``torch.compile`` see the operator alone.
+packed sequences and of causal masks. Likewise sizes that are symbols and tensors that are not on a GPU. Where Inductor
+hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from Inductor's code,
+and in C++ left to the operator. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any]) -> list[Any]:
         values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
         arguments = dict(zip(each.kernel.arg_names, values, strict=True))
         written = {id(whole): whole for _, whole in tensors if whole is not None}
-        _node_type()(each.kernel, start, arguments, list(written.values()))
+        _node_type()(each, start, arguments, list(written.values()))
     return boxes.outs
 
 
@@ -152,14 +152,21 @@ _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of l
 
 def _check(start: Start, device: torch.device | None) -> None:
     """That the kernel may be compiled by Inductor, which tries no other tile."""
-    variant = start.variant
-    plain = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
-    if "maxnreg" in start.options and not _takes_options() and not plain:
-        raise _Left  # too many registers without a limit: fewer programs run at once than were planned
-    if variant.num_features:
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper and _needs_launcher(start):
+        raise _Left
+    if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
             raise _Left
+
+
+def _needs_launcher(start: Start) -> bool:
+    """Inductor would let it take more registers than it may: fewer programs would run at once than were planned."""
+    variant = start.variant
+    fits = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
+    return "maxnreg" in start.options and not fits and not _takes_options()
 
 
 class _Watch(TorchDispatchMode):
@@ -304,6 +311,8 @@ def _node_type() -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    from .kernels.fixed import Launcher
+
     class Launch(ir.UserDefinedTritonKernel):
         """A launch of one of our kernels.
 
@@ -311,15 +320,16 @@ def _node_type() -> Any:
         and in the outputs travel in one tuple.
         """
 
-        def __init__(self, kernel: Any, start: Start, arguments: dict[str, Any], written: Sequence[Any]) -> None:
+        def __init__(self, fixed: Any, start: Start, arguments: dict[str, Any], written: Sequence[Any]) -> None:
             values = {name: self._place(value) for name, value in arguments.items()}
             inputs = [value for value in values.values() if isinstance(value, ir.IRNode)]
             constants = tuple(value for value in values.values() if not isinstance(value, ir.IRNode))
             device = inputs[0].get_device()
             ir.ExternKernel.__init__(self, None, ir.NoneLayout(device=device), inputs, constants, values)
             options = dict(start.options)
+            self.fixed, self.start = fixed, start
             config = triton.Config({}, num_warps=options.pop("num_warps", 4))
-            chosen: Any = triton.autotune(configs=[config], key=[])(kernel)
+            chosen: Any = triton.autotune(configs=[config], key=[])(fixed.kernel)
             self.kernel_idx = kernel_side_table.add_kernel(chosen)
             self.grid = [(start.programs, 1, 1)]
             self.device = device
@@ -329,6 +339,17 @@ def _node_type() -> Any:
             self.mutable_args = list(written)
             self.mutation_outputs = [ir.MutationOutput(ir.NoneLayout(device=device), box, self) for box in written]
             V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            if not _needs_launcher(self.start):
+                return super().codegen(wrapper)
+            name, num_tensors = self.start.kernel.fn.__name__, len(self.inputs)
+            constants = self.fixed.numbers, self.fixed.types, self.start.variant
+            values = name, num_tensors, self.fixed.written, constants, self.start.programs, self.start.options
+            launcher = f"fixed_{name}_launcher_{wrapper.next_kernel_suffix()}"
+            made = f"__import__({Launcher.__module__!r}, fromlist=['_']).Launcher{values!r}"
+            wrapper.define_kernel(launcher, made)
+            wrapper.writeline(f"{launcher}({', '.join(box.codegen_reference() for box in self.inputs)})")
 
         def _place(self, value: Any) -> Any:
             if not isinstance(value, ir.IRNode):

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine import boundary, launch, linear_boundary, linear_launch
+from lrpe_md.engine import boundary, compiled, launch, linear_boundary, linear_launch
 from lrpe_md.engine.call import Needs, Options, Weights
 from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear_validate import Given, validate_linear
@@ -139,11 +140,17 @@ def compile_kernels(code: str) -> dict[str, int]:
         ((fn, meta, cfg),) = tuners
         options = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **meta.get("backend_options", {})}
         constants = {**meta["constants"], **cfg.kwargs}
-        compiled = triton.compile(
+        made = triton.compile(
             ASTSource(fn, meta["signature"], constants, meta["configs"][0]), target=TARGET, options=options
         )
-        found[name] = count_registers(compiled.asm["cubin"])
+        found[name] = count_registers(made.asm["cubin"])
     return found
+
+
+def make_launchers(code: str) -> dict[str, int]:
+    """Limits of registers of what Triton launches from the code, made as the code makes it."""
+    found = re.findall(r"^(fixed_\w+)_launcher_\d+ = (.*)$", code, re.MULTILINE)
+    return {name: eval(made).options["maxnreg"] for name, made in found}
 
 
 def count_registers(cubin: bytes) -> int:
@@ -175,7 +182,7 @@ def count_arguments(listed: str) -> int:
 BASE: dict[str, Any] = {
     "map": "rotate", "act": "none", "dim": None, "run": "forward", "positions": "grid", "dtype": torch.bfloat16,
     "head_dim": 64, "tensors": 2, "phase": False, "dynamic": False, "layout": "packed", "axes": 2, "norm": "none",
-    "linear": None, "tokens": (7, 3),
+    "linear": None, "tokens": (7, 3), "limits": True,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "rotate": {},
@@ -207,11 +214,15 @@ CASES: dict[str, dict[str, Any]] = {
     "norm of groups backward weights": {"norm": "rms of groups", "run": "backward weights"},
     "norm of heads": {"norm": "layer of heads"},
     "norm of heads backward weights": {"norm": "layer of heads", "run": "backward weights"},
+    "norm backward weights without limits": {"norm": "rms", "run": "backward weights", "limits": False},
     "linear, one pass": {"linear": {}},
-    "linear, one pass, backward": {"linear": {}, "run": "backward omega"},
-    "linear, two passes, rotate": {"linear": {"map": "rotate"}, "tokens": (70, 30)},
-    "linear, two passes, rotate, backward": {"linear": {"map": "rotate"}, "tokens": (70, 30), "run": "backward omega"},
-    "linear norm backward": {"linear": {}, "norm": "rms", "tokens": (70, 30), "run": "backward omega weights"},
+    "linear, one pass, backward omega": {"linear": {}, "run": "backward omega"},
+    "linear norm backward weights": {
+        "linear": {"map": "rotate"},
+        "norm": "rms",
+        "tokens": (70, 30),
+        "run": "backward weights",
+    },
     # Left to the operator.
     "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
     "norm by head and group": {"norm": "rms by head and group"},
@@ -303,15 +314,17 @@ def main() -> None:
         for name, changes in CASES.items():
             case = SimpleNamespace(**{**BASE, **changes})
             torch.compiler.reset()
-            (code,) = write_code(*build(case), case.dynamic)
+            with nullcontext() if case.limits else mock.patch.object(compiled, "_takes_options", return_value=False):
+                (code,) = write_code(*build(case), case.dynamic)
             body = code[code.index("def call") :]
             row = {
                 "case": name,
-                "launches": re.findall(r"(fixed_\w+_kernel)_\d+\.run\(", body),
-                "arguments": [count_arguments(a) for a in re.findall(r"fixed_\w+\.run\((.*), stream", body)],
+                "launches": re.findall(r"(fixed_\w+_kernel)(?:_launcher)?_\d+(?:\.run)?\(", body),
+                "arguments": [count_arguments(a) for a in re.findall(r"fixed_\w+(?:\.run)?\((.*)\)", body)],
                 "others": len(re.findall(r"triton_\w+\.run\(", body)),
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
-                "registers": compile_kernels(code),
+                "registers": {**compile_kernels(code), **make_launchers(code)},
+                "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
             }
             print(json.dumps(row), flush=True)
 

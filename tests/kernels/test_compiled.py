@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,30 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lrpe_md import Grid, cosine, rotate
+from lrpe_md import Grid, cosine, rotate, testing
+from lrpe_md.testing import Case, LinearCase
 
 kernels = pytest.importorskip("lrpe_md.engine.kernels")
 SCRIPT = Path(__file__).parent / "inductor.py"
 MAPS = {"cosine": cosine, "rotate": rotate}
-# Cases of the script that are left to the operator: all others are launches.
-LEFT = {"any size": "forward", "any size backward": "backward", "softmax over the sequence": "forward"}
-LEFT |= {"five axes": "forward"}
+# Cases of the script that are left to the operator.
+LEFT = {"any size": "forward", "any size backward": "backward", "five axes": "forward"}
+LEFT |= {"linear, causal": "linear_forward", "norm by head and group": "forward"}
+MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
+HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
+# What the others launch: the kernel of the maps, and with gradients of frequencies or weights the one that sums up,
+# but for these.
+LAUNCHES = {
+    "softmax over the sequence": [SOFTMAX, SOFTMAX, MAP],
+    "softmax over the sequence backward": [MAP, SOFTMAX, SOFTMAX],
+    "norm of heads": [HEADS],
+    "norm of heads backward weights": [HEADS, SUMS],
+    "linear, one pass": [LINEAR("forward")],
+    "linear, one pass, backward omega": [LINEAR("backward"), SUMS],
+    "linear norm backward weights": [
+        *map(LINEAR, ("state", "scan", "output", "query_gradient", "query_state", "scan", "key_gradient")), SUMS
+    ],
+}  # fmt: skip
 NO_LIMIT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
 
 
@@ -34,23 +51,25 @@ def test_code_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 17
-    left = dict(LEFT)
-    if NO_LIMIT:
-        left["cosine silu backward omega phase"] = "backward"
+    assert len(rows) == 32
     for name, row in rows.items():
-        if name in left:
+        if name in LEFT:
             assert not row["launches"], row
-            assert set(row["operators"]) == {left[name]}, row
+            assert set(row["operators"]) == {LEFT[name]}, row
             continue
-        second = ["fixed_reduce_partial_kernel"] if "omega" in name else []
-        assert row["launches"] == ["fixed_lrpe_kernel", *second], row
+        sums = [SUMS] if "omega" in name or "weights" in name else []
+        assert row["launches"] == LAUNCHES.get(name, [MAP, *sums]), row
         assert not row["operators"], row
-        assert row["registers"], row
+        assert set(row["registers"]) == set(row["launches"]), row
+    assert rows["norm backward weights without limits"]["launchers"] == 1
+    assert NO_LIMIT or sum(row["launchers"] for row in rows.values()) == 1
     # Tensors alone are arguments: q, k, their outputs and omega; what is computed from the outputs is not a copy.
     assert rows["rotate"]["arguments"] == rows["cosine"]["arguments"] == [5]
     assert rows["one tensor, float32"]["arguments"] == [3]
     assert rows["rotate backward omega"]["arguments"] == [8, 2]
+    assert rows["norm"]["arguments"] == [7]
+    assert rows["norm backward weights"]["arguments"] == [10, 3]
+    assert rows["norm backward omega weights"]["arguments"] == [11, 5]
     assert rows["rotate"]["others"] == 2, "a kernel beside those that double the outputs"
     assert rows["rotate backward"]["others"] == rows["rotate backward omega"]["others"] == 0
 
@@ -59,12 +78,10 @@ def test_helpers_of_a_kernel_have_different_names():
     """Inductor writes a kernel's helpers into one file, by name."""
     sources = {}
     for path in Path(kernels.__path__[0]).glob("*.py"):
-        if not path.stem.startswith(("linear", "features")):
-            for name in re.findall(r"@(?:triton\.jit|kernel)\s+def (\w+)", path.read_text()):
-                sources.setdefault(name, []).append(path.stem)
-    reached = {"encode", "angles", "tiles", "activations", "reduce", "fixed"}
-    twice = {name: files for name, files in sources.items() if len(files) > 1 and reached & set(files)}
-    assert len(sources) > 30
+        for name in re.findall(r"@(?:triton\.jit|kernel)\s+def (\w+)", path.read_text()):
+            sources.setdefault(name, []).append(path.stem)
+    twice = {name: files for name, files in sources.items() if len(files) > 1}
+    assert len(sources) > 150
     assert not twice
 
 
@@ -148,8 +165,50 @@ def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
         assert torch.equal(a, b)
     assert "fixed_lrpe_kernel" in codes[0]
     assert "lrpe_md.forward" not in codes[0]
-    if not (learn and NO_LIMIT and (map, act) != ("rotate", "none")):
-        assert "lrpe_md.backward" not in codes[1]
+    assert "lrpe_md.backward" not in codes[1]
+
+
+CASES = [
+    Case("rotate", (14, 14), norm="rms", head_dim=128, heads=(8, 2), layout="packed"),
+    Case("rotate", (14, 14), norm="rms", norm_groups=3, suffix=9, heads=(4, 4), head_dim=64, zero_rows=True),
+    Case("cosine", (14, 14), norm="layer", norm_weight="by_head", phase=True, act="silu", head_dim=64),
+    Case("rotate", (14, 14), norm="rms", norm_weight="by_head", norm_groups=2, head_dim=64),
+    Case("rotate", (14, 14), norm="layer", norm_weight="none", head_dim=64, layout="odd"),
+    Case("rotate", (14, 14), norm="rms", norm_over="heads", heads=(12, 12), head_dim=128),
+    Case("rotate", (14, 14), norm="layer", norm_over="heads", omega_heads=2, head_dim=64),
+    Case("cosine", (14, 14), act="softmax", dim=-2, head_dim=64),
+]
+LINEAR_CASES = [
+    LinearCase("cosine", (14, 14), head_dim=64),
+    LinearCase("rotate", (14, 14), head_dim=64, act="silu", normalizer="none", phase="both"),
+    LinearCase("cosine", (60, 60), head_dim=64, gate="float", layout="packed"),
+    LinearCase("rotate", (60, 60), head_dim=128, normalizer="encoded", act="softplus"),
+    LinearCase("rotate", (60, 60), head_dim=64, norm="rms"),
+    LinearCase("cosine", (60, 60), head_dim=64, act="softplus", mask="causal"),
+    LinearCase(None, (14, 14), head_dim=64, norm="layer", norm_weight="by_head"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LINEAR_CASES], ids=str)
+def test_the_same_bits_of_every_case(case, dtype, learn, monkeypatch):
+    """Norms, softmax over the sequence, linear attention."""
+    from torch._inductor.utils import run_and_get_code
+
+    linear = isinstance(case, LinearCase)
+    name, make = ("bind_linear", testing.make_linear_inputs) if linear else ("bind", testing.make_inputs)
+    call, bind = testing.run_linear if linear else testing.run, getattr(testing, name)
+    inputs = make(replace(case, dtype=dtype), "cuda")
+    expected = call(inputs, "triton", frequencies=learn)
+    monkeypatch.setattr(testing, name, lambda *args: torch.compile(bind(*args), fullgraph=True))
+    found, codes = run_and_get_code(call, inputs, "triton", frequencies=learn)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    left = (linear and case.mask == "causal") or (case.norm_weight == "by_head" and case.norm_groups > 1)
+    for code in codes:
+        assert ("torch.ops.lrpe_md" in code) == left
 
 
 @pytest.mark.gpu

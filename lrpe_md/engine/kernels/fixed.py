@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Fixed", "fix"]
+__all__ = ["Fixed", "Launcher", "fix"]
 
 
 @triton.jit
@@ -34,6 +34,7 @@ class Fixed(NamedTuple):
     """A kernel of tensors alone, ``NUMBERS``, their ``TYPES`` and ``V``, and what of a launch's arguments these are."""
 
     kernel: Any
+    written: tuple[str, ...]  # the arguments of the kernel that it is made of
     tensors: list[Any]
     numbers: tuple[int | float, ...]
     types: tuple[str, ...]
@@ -64,7 +65,8 @@ def fix(kernel: Any, args: tuple[Any, ...]) -> Fixed:
 
     params = [param for param in kernel.params if not param.is_constexpr]
     written = [write(value, param.annotation) for param, value in zip(params, args, strict=True)]
-    return Fixed(_write_kernel(kernel, len(tensors), tuple(written)), tensors, tuple(numbers), tuple(types))
+    made = _write_kernel(kernel, len(tensors), tuple(written))
+    return Fixed(made, tuple(written), tensors, tuple(numbers), tuple(types))
 
 
 @cache
@@ -81,3 +83,30 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...]) -> Any:
     found: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
     exec(compile(source, file, "exec"), found)
     return triton.jit(found[f"fixed_{name}"])
+
+
+class Launcher:
+    """Launches a fixed kernel from code that a compiler has written, with options that it does not hand on.
+
+    Its arguments are what can be written into code: the name of the kernel that it is made of, how many tensors it has,
+    the arguments of that kernel, and what is compiled in.
+    """
+
+    def __init__(
+        self, name: str, num_tensors: int, written: tuple[str, ...], constants: tuple[Any, ...], programs: int,
+        options: dict[str, int],
+    ) -> None:  # fmt: skip
+        from .. import kernels
+
+        fixed = _write_kernel(getattr(kernels, name), num_tensors, written)
+        pointers = fixed.arg_names[:num_tensors]
+        self.kernel: Any = triton.jit(do_not_specialize_on_alignment=pointers)(fixed.fn)
+        self.constants, self.grid, self.options = constants, (programs, 1, 1), options
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Any) -> None:
+        """On the current device, which is always the same."""
+        if self.compiled is None:
+            self.compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
+        else:
+            self.compiled[self.grid](*tensors, *self.constants)
