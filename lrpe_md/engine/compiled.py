@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .call import Needs, unflatten
 from .linear_call import LinearNeeds, Operands, unflatten_linear
-from .recording import Start, record
+from .recording import Start, UnrecordableError, record, storage_of
 
 __all__ = ["SOURCE", "register", "register_linear"]
 
@@ -66,7 +65,7 @@ def _or_operator(run: Callable[..., list[Tensor]], operator: Callable[..., Any])
     def lower_or_call(*args: Any) -> Any:
         try:
             return _lower(run, args)
-        except _Left:
+        except (_Left, UnrecordableError):
             return operator(*args)
 
     return lower_or_call
@@ -132,14 +131,14 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any]) -> list[Any]:
     inputs = _Inputs()
     with unset_fake_temporarily():
         values = inputs.read(args)
-        with record() as starts, _Watch() as watched:
+        with record() as recorded:
             outs = run(*values)
-        for start in starts:
+        for start in recorded.starts:
             _check(start, inputs.device)
-        fixed = [fix(start.kernel, start.args) for start in starts]
-        boxes = _Boxes(inputs, watched.allocated, outs)
+        fixed = [fix(start.kernel, start.args) for start in recorded.starts]
+        boxes = _Boxes(inputs, recorded.allocated, outs)
         found = [[boxes.find(t) for t in each.tensors] for each in fixed]
-    for start, each, tensors in zip(starts, fixed, found, strict=True):
+    for start, each, tensors in zip(recorded.starts, fixed, found, strict=True):
         values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
         arguments = dict(zip(each.kernel.arg_names, values, strict=True))
         written = {id(whole): whole for _, whole in tensors if whole is not None}
@@ -167,30 +166,6 @@ def _needs_launcher(start: Start) -> bool:
     variant = start.variant
     fits = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
     return "maxnreg" in start.options and not fits and not _takes_options()
-
-
-class _Watch(TorchDispatchMode):
-    """Lets a launcher allocate tensors and view them, and nothing else but what it does on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated: dict[int, Tensor] = {}  # by storage
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_meta:
-            if func.name() in _ALLOCATIONS:
-                self.allocated[_storage(out)] = out
-            elif not func.is_view:
-                raise _Left
-        return out
-
-
-_ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 class _Inputs:
@@ -223,9 +198,9 @@ class _Inputs:
         begin = 0 if _is_aligned(box) else 1
         t = torch.empty_strided(size, stride, dtype=box.get_dtype(), device="meta")
         if begin:
-            num = t.untyped_storage().nbytes() // t.itemsize + begin
+            num = t.untypedstorage_of().nbytes() // t.itemsize + begin
             t = torch.empty(num, dtype=t.dtype, device="meta").as_strided(size, stride, begin)
-        self.boxes[_storage(t)] = box, begin
+        self.boxes[storage_of(t)] = box, begin
         return t
 
 
@@ -244,21 +219,21 @@ class _Boxes:
     def __init__(self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor]) -> None:
         self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
         self.written: dict[int, Any] = {}
-        geometry = {_storage(out): out for out in outs}
-        whole = all(out.storage_offset() == 0 and _storage(out) in allocated for out in outs)
+        geometry = {storage_of(out): out for out in outs}
+        whole = all(out.storage_offset() == 0 and storage_of(out) in allocated for out in outs)
         if not whole or len(geometry) != len(outs):
             raise _Left
         self.outs = [self._write(out) for out in outs]
 
     def _write(self, like: Tensor) -> Any:
-        key = _storage(like)
+        key = storage_of(like)
         if key not in self.written:
             self.written[key] = _allocate(like, self.device)
         return self.written[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
         """Where t begins, whatever its size; and of what is written the whole."""
-        key = _storage(t)
+        key = storage_of(t)
         if key in self.given:
             box, begin = self.given[key]
             if t.storage_offset() != begin:

@@ -1,4 +1,4 @@
-"""Launches: done, or noted down for a compiler."""
+"""Launches: done, or written down for a compiler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from .call import Variant
 
-__all__ = ["Start", "is_recording", "record", "start"]
+__all__ = ["Record", "Start", "UnrecordableError", "is_recording", "record", "start", "storage_of"]
 
 
 class Start(NamedTuple):
@@ -22,28 +25,65 @@ class Start(NamedTuple):
     options: dict[str, Any]  # of Triton's compiler
 
 
-_noted: ContextVar[list[Start] | None] = ContextVar("noted", default=None)
+class Record(NamedTuple):
+    """What a launcher does with tensors without memory."""
+
+    starts: list[Start]  # in their order
+    allocated: dict[int, Tensor]  # by storage
+
+
+class UnrecordableError(Exception):
+    """A launcher did with tensors what is neither of these, nor a view."""
+
+
+_current: ContextVar[Record | None] = ContextVar("current", default=None)
 
 
 def start(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
     """Launch a kernel; while :func:`record` is active, write down that it would be."""
-    noted = _noted.get()
-    if noted is None:
+    current = _current.get()
+    if current is None:
         return kernel[(programs,)](*args, V=variant, **options)
-    noted.append(Start(kernel, programs, args, variant, options))
+    current.starts.append(Start(kernel, programs, args, variant, options))
     return None
 
 
 def is_recording() -> bool:
-    return _noted.get() is not None
+    return _current.get() is not None
 
 
 @contextmanager
-def record() -> Iterator[list[Start]]:
-    """What is launched meanwhile, in its order, instead of launching it: of tensors without memory."""
-    found: list[Start] = []
-    token = _noted.set(found)
+def record() -> Iterator[Record]:
+    """What is launched and allocated on the device "meta" meanwhile."""
+    found = Record([], {})
+    token = _current.set(found)
     try:
-        yield found
+        with _Watch(found.allocated):
+            yield found
     finally:
-        _noted.reset(token)
+        _current.reset(token)
+
+
+def storage_of(t: Tensor) -> int:
+    """The same for all views of a tensor, as long as it lives."""
+    return t.untyped_storage()._cdata
+
+
+_ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
+
+
+class _Watch(TorchDispatchMode):
+    """Lets tensors without memory be allocated and viewed; what is on the host is none of its business."""
+
+    def __init__(self, allocated: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.allocated = allocated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_meta:
+            if func.name() in _ALLOCATIONS:
+                self.allocated[storage_of(out)] = out
+            elif not func.is_view:
+                raise UnrecordableError(func.name())
+        return out

@@ -181,7 +181,7 @@ CASES = [
 LINEAR_CASES = [
     LinearCase("cosine", (14, 14), head_dim=64),
     LinearCase("rotate", (14, 14), head_dim=64, act="silu", normalizer="none", phase="both"),
-    LinearCase("cosine", (60, 60), head_dim=64, gate="float", layout="packed"),
+    LinearCase("cosine", (60, 60), head_dim=64, gate="float", gate_heads=2, heads=(2, 2), layout="packed"),
     LinearCase("rotate", (60, 60), head_dim=128, normalizer="encoded", act="softplus"),
     LinearCase("rotate", (60, 60), head_dim=64, norm="rms"),
     LinearCase("cosine", (60, 60), head_dim=64, act="softplus", mask="causal"),

@@ -299,7 +299,8 @@ def heads_kernel(
     is_k = pid >= num_q
     H = tl.where(is_k, heads_k, heads_q)
     step = tl.where(is_k, tl.num_programs(0) - num_q, num_q)
-    share = 1.0 / (H * V.head_dim).to(tl.float64 if V.wide else tl.float32)
+    # Rounded alike whether H is compiled in or not.
+    share = 1.0 / (H * V.head_dim).to(tl.float64) if V.wide else tl.div_rn(1.0, (H * V.head_dim).to(tl.float32))
     o_h = tl.arange(0, V.block_n)
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c

@@ -1,0 +1,143 @@
+"""What a launcher does, written down for a compiler and done later, is what it does at once."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lrpe_md.engine import launch, launch_heads, linear_launch
+from lrpe_md.engine.call import Needs, Options, flatten, unflatten
+from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides, flatten_linear, unflatten_linear
+from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.engine.norms import take_norm
+from lrpe_md.engine.recording import UnrecordableError, is_recording, record, storage_of
+from lrpe_md.engine.validate import validate
+from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
+
+
+class StandIns:
+    """Tensors without memory in the place of others, and these by their storage."""
+
+    def __init__(self):
+        self.real = {}
+        self.kept = []
+
+    def take(self, value):
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.take, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        t = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self.kept.append(t)
+        self.real[storage_of(t)] = value
+        return t
+
+    def give(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self.give, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        real = self.real[storage_of(value)].view(value.dtype)
+        return real.as_strided(value.shape, value.stride(), real.storage_offset() + value.storage_offset())
+
+
+def replay(run, args):
+    """Of run(*args), what was launched and the outputs."""
+    tensors = StandIns()
+    given = tensors.take(args)
+    with record() as recorded:
+        outs = run(*given)
+        assert is_recording()
+    assert not is_recording()
+    for key, t in recorded.allocated.items():
+        tensors.real[key] = torch.full_like(t, float("nan"), device="cpu")
+    for start in recorded.starts:
+        start.kernel[(start.programs,)](*tensors.give(start.args), V=start.variant)
+    return recorded.starts, [tensors.give(out) for out in outs]
+
+
+def names(starts):
+    return [start.kernel.fn.__name__ for start in starts]
+
+
+def prepare(case):
+    inputs = make_inputs(case)
+    options, weights = take_norm(Options(case.map, case.act, case.dim), inputs.norm(), len(inputs.xs))
+    call = validate(options, tuple(inputs.xs), inputs.omega, inputs.positions, inputs.phase, None, weights)
+    return inputs, call, launch_heads if case.norm_over == "heads" else launch
+
+
+CASES = {
+    ("lrpe_kernel", "reduce_partial_kernel"): Case(
+        "rotate", norm="rms", norm_groups=2, phase=True, heads=(4, 2), coords="by_sample", masked=True
+    ),
+    ("heads_kernel", "reduce_partial_kernel"): Case("cosine", norm="layer", norm_over="heads", act="silu"),
+    ("heads_kernel", "lrpe_kernel", "heads_kernel", "reduce_partial_kernel"): Case(
+        "rotate", norm="rms", norm_over="heads", omega_heads=2
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", CASES, ids=lambda names: f"{names[0]} {len(names)}")
+def test_maps(kernels):
+    inputs, call, launcher = prepare(CASES[kernels])
+    needs = Needs(True, call.tables.phase is not None, True)
+
+    def forward(xs, *args):
+        return launcher.forward(unflatten(args)[0], xs)
+
+    def backward(grads, xs, *args):
+        return launcher.backward(unflatten(args)[0], grads, xs, [], None, needs)
+
+    for run, args in (
+        (forward, [inputs.xs, *flatten(call)]),
+        (backward, [inputs.grads, inputs.xs, *flatten(call)]),
+    ):
+        starts, outs = replay(run, args)
+        for a, b in zip(outs, run(*args), strict=True):
+            assert torch.equal(a, b)
+    assert tuple(names(starts)) == kernels
+
+
+@pytest.mark.parametrize(
+    "case",
+    [LinearCase("cosine", gate="float", gate_heads=2), LinearCase("rotate", (40, 30), batch=1, heads=(2, 1), norm="rms")],
+    ids=str,
+)
+def test_linear(case):
+    inputs = make_linear_inputs(case)
+    q, k, v = inputs.qkv
+    options, weights = LinearOptions(case.map), None
+    given = Given(q, k, v, inputs.gate, None, ())
+    if case.norm != "none":
+        options, weights = take_norm(options, inputs.norm(), 2)
+        given = given._replace(weights=weights)
+    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
+    needs = LinearNeeds(gate=inputs.gate is not None, omega=True, norm=bool(inputs.weights))
+
+    def forward(q, k, v, gate, *args):
+        return linear_launch.forward(unflatten_linear(args)[0], Operands(q, k, v, gate, ()), False, True)
+
+    def backward(grad, saved, q, k, v, gate, *args):
+        operands = Operands(q, k, v, gate, ())
+        return linear_launch.backward(unflatten_linear(args)[0], [grad], operands, saved, needs)
+
+    given = [*inputs.qkv, inputs.gate, *flatten_linear(call)]
+    starts, found = replay(forward, given)
+    expected = forward(*given)
+    assert len(starts) == (3 if len(expected) > 1 else 1)  # one pass keeps nothing
+    args = [inputs.grad, expected[1:], *given]
+    _, grads = replay(backward, args)
+    for a, b in zip([*found, *grads], [*expected, *backward(*args)], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_neither_launched_nor_allocated_nor_viewed_is_refused():
+    inputs, call, _ = prepare(Case("rotate", norm="rms", norm_weight="by_head", norm_groups=2))
+
+    def forward(xs, *args):
+        return launch.forward(unflatten(args)[0], xs)
+
+    with pytest.raises(UnrecordableError, match="aten::clone"):
+        replay(forward, [inputs.xs, *flatten(call)])
+    assert not is_recording()
