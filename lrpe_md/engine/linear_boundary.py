@@ -242,7 +242,8 @@ def _forward_fake(*args: Any) -> list[Tensor]:
             sizes.append((batch, k.shape[1], k.shape[3] if call.attention.normalizer == "unrotated" else width))
         out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in sizes]
     if keep:
-        out += [q.new_empty(shape, dtype=dtype) for shape, dtype in _launcher().saved_shapes(call, operands)]
+        saved = _launcher().saved_shapes(call, operands, return_state)
+        out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
     return out
 
 

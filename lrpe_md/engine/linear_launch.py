@@ -92,23 +92,27 @@ class Pieces(NamedTuple):
         return self.table, pack(self.length, self.num_tokens)
 
 
-def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout) -> Pieces:
-    """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece."""
-    mask = call.attention.mask
+def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, tabled: bool = True) -> Pieces:
+    """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece.
+
+    tabled: with the table, which a trace that only counts must not make: tables are kept for good.
+    """
+    mask, device = call.attention.mask, call.q_tables.omega.device
     count, length = cut_pieces(num_tokens, rows)
+    table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
-        table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, length, mask == "causal")
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
-        return Pieces(table, length, count, num_slots, num_tokens)
-    if mask == "full":
-        return Pieces(None, length, count, 1, num_tokens)
-    device = call.q_tables.omega.device
-    if mask == "causal":
-        table = _cut_range(num_tokens, length, device)
-        return Pieces(table, length, count, count, num_tokens)
-    table, num_slots = _cut_blocks(num_tokens, ends_of(layout), call.attention.block, length, device)
-    return Pieces(table, length, len(table), num_slots, num_tokens)
+        if tabled:
+            table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, length, mask == "causal")
+    elif mask == "causal":
+        num_slots = count
+        table = _cut_range(num_tokens, length, device) if tabled else None
+    elif mask != "full":
+        blocks = num_tokens, ends_of(layout), call.attention.block, length
+        count, num_slots = _count_blocks(*blocks)
+        table = _cut_blocks(*blocks, device) if tabled else None
+    return Pieces(table, length, count, num_slots, num_tokens)
 
 
 def _cut_sequences(cu_seqlens: Tensor, count: int, length: int, by_piece: bool) -> Tensor:
@@ -138,19 +142,27 @@ def _cut_range(num_tokens: int, length: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _cut_blocks(
-    num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """And the number of blocks: prefix and suffix tokens are one each."""
-    prefix, suffix = ends
-    bounds = [0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens]
-    bounds = sorted(set(bounds))
+def _cut_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     rows = [
         [n, min(n + length, end), slot, 0]
-        for slot, (begin, end) in enumerate(pairwise(bounds))
+        for slot, (begin, end) in enumerate(pairwise(_bound_blocks(num_tokens, ends, block)))
         for n in range(begin, end, length)
     ]
-    return _as_table(rows or [[0, 0, 0, 0]], device), max(1, len(bounds) - 1)
+    return _as_table(rows or [[0, 0, 0, 0]], device)
+
+
+@cache
+def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
+    """Pieces and blocks."""
+    bounds = _bound_blocks(num_tokens, ends, block)
+    pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
+    return max(1, pieces), max(1, len(bounds) - 1)
+
+
+def _bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
+    """Where blocks begin, and the last one ends: prefix and suffix tokens are one each."""
+    prefix, suffix = ends
+    return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
 
 def _as_table(rows: list[list[int]], device: torch.device) -> Tensor:
@@ -540,13 +552,16 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
 
 
-def saved_shapes(call: LinearCall, operands: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def saved_shapes(
+    call: LinearCall, operands: Operands, return_state: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
     """Shapes and dtypes of what forward keeps, from shapes and dtypes alone."""
     q, sizes = operands.q, measure(call, operands)
-    if is_one_pass(call, sizes, False):
+    has_state = bool(operands.state) or return_state
+    if is_one_pass(call, sizes, has_state):
         return []
-    pieces = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
-    if call.attention.mask == "causal" and pieces.num_pieces == 1 and not operands.state:
+    pieces = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout, tabled=False)
+    if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
     acc = accumulator(q.dtype)
     operand = _operand_dtype(q.dtype)

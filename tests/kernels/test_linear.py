@@ -5,12 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from lrpe_md import linear_attention
-from lrpe_md.engine import linear_plan
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lrpe_md import Grid, linear_attention
+from lrpe_md.engine import linear_launch, linear_plan
 from lrpe_md.engine.call import remembered
 from lrpe_md.engine.dispatch import INTERPRETING
 from lrpe_md.engine.kernels.signature import pack
-from lrpe_md.testing import LinearCase, check_linear
+from lrpe_md.engine.linear_call import LinearOptions, Operands, Sides
+from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 
@@ -34,6 +38,38 @@ def cut(request, monkeypatch):
     remembered.clear()
     yield request.param
     remembered.clear()
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("return_state", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal", "block"])
+def test_what_a_trace_says_is_kept(mask, return_state, state, cut):
+    case = LinearCase(mask=mask, block=5, state=state, batch=1, heads=(2, 1))
+    inputs = make_linear_inputs(case)
+    q, k, v = inputs.qkv
+    options = LinearOptions(is_causal=mask == "causal", block=5 if mask == "block" else None, return_state=return_state)
+    given = Given(q, k, v, None, None, tuple(inputs.state))
+    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
+    operands = Operands(q, k, v, None, tuple(inputs.state))
+    _, *others = linear_launch.forward(call, operands, return_state, keep=True)
+    kept = [(tuple(t.shape), t.dtype) for t in (others[2:] if return_state else others)]
+    assert kept == linear_launch.saved_shapes(call, operands, return_state)
+    assert kept or not (cut == "many pieces" or state or return_state)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 700}], ids=str)
+def test_a_trace_leaves_no_table(options):
+    """Tables are kept for good, and what a trace makes is no tensor."""
+
+    def made() -> int:
+        return sum(f.cache_info().currsize for f in (linear_launch._cut_range, linear_launch._cut_blocks))
+
+    before = made()
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1402, 16, device="cuda", requires_grad=True)
+        omega = torch.empty(1, 16, 1, device="cuda")
+        linear_attention(q, q, q, omega=omega, positions=Grid((1400,), 1, 1), impl="triton", **options)
+    assert made() == before
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])

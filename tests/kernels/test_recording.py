@@ -101,7 +101,10 @@ def test_maps(kernels):
 
 @pytest.mark.parametrize(
     "case",
-    [LinearCase("cosine", gate="float", gate_heads=2), LinearCase("rotate", (40, 30), batch=1, heads=(2, 1), norm="rms")],
+    [
+        LinearCase("cosine", gate="float", gate_heads=2),
+        LinearCase("rotate", (40, 30), batch=1, heads=(2, 1), norm="rms"),
+    ],
     ids=str,
 )
 def test_linear(case):
