@@ -198,7 +198,7 @@ class _Inputs:
         begin = 0 if _is_aligned(box) else 1
         t = torch.empty_strided(size, stride, dtype=box.get_dtype(), device="meta")
         if begin:
-            num = t.untypedstorage_of().nbytes() // t.itemsize + begin
+            num = t.untyped_storage().nbytes() // t.itemsize + begin
             t = torch.empty(num, dtype=t.dtype, device="meta").as_strided(size, stride, begin)
         self.boxes[storage_of(t)] = box, begin
         return t

@@ -203,7 +203,6 @@ CASES: dict[str, dict[str, Any]] = {
     "norm": {"norm": "rms", "head_dim": 128},
     "norm backward": {"norm": "rms", "head_dim": 128, "run": "backward"},
     "norm backward weights": {"norm": "rms", "head_dim": 128, "run": "backward weights"},
-    "norm backward omega weights": {"norm": "rms", "run": "backward omega weights"},
     "norm by head backward omega weights phase": {
         "norm": "layer by head",
         "map": "cosine",
@@ -211,7 +210,6 @@ CASES: dict[str, dict[str, Any]] = {
         "run": "backward omega weights",
         "phase": True,
     },
-    "norm of groups backward weights": {"norm": "rms of groups", "run": "backward weights"},
     "norm of heads": {"norm": "layer of heads"},
     "norm of heads backward weights": {"norm": "layer of heads", "run": "backward weights"},
     "norm backward weights without limits": {"norm": "rms", "run": "backward weights", "limits": False},
@@ -280,7 +278,7 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 WEIGHTS: dict[str, tuple[int, ...]] = {
-    "": (), "by head": (4,), "of heads": (4,), "of groups": (3, 1), "by head and group": (3, 4)
+    "": (), "by head": (4,), "of heads": (4,), "by head and group": (3, 4)
 }  # fmt: skip
 
 
