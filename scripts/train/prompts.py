@@ -66,6 +66,16 @@ class Sheet:
         return height, width
 
 
+def check_out(out: Path) -> None:
+    """Before the minutes that the images take."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another place") from error
+    if out.is_dir():
+        raise typer.BadParameter(f"--out {out}: expected a file, as sheet.png, got a folder")
+
+
 def words_of(captions: Iterable[str]) -> set[str]:
     """Their words in small letters."""
     return {word for caption in captions for word in re.findall(r"\w+", caption.lower())}
@@ -145,6 +155,7 @@ def sample_images(
     settings, console = state["settings"], Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     size = sheet.height_and_width(settings["size"], settings["patch"])
     check_prompts(prompts, settings["text_length"], run, console)
+    check_out(sheet.out)
     model = load_model(state)
     drawn = draw(model, settings, prompts, draw_noise(sheet, size, model.in_chans, seed), sheet, device)
     columns: dict[str, np.ndarray] = {f"seed {seed + i}": pixels(drawn[:, i]) for i in range(sheet.images)}
