@@ -286,7 +286,8 @@ def plot(found: Found, path: Path, title: str) -> bool:
                 left += widths
             axis.invert_yaxis()
             axis.set_title(what, fontsize=10, loc="left")
-            axis.legend(frameon=False, fontsize=8)
+        handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
         axes[-1, 0].set_xlabel("milliseconds a layer")
         figure.suptitle(title, fontsize=9)
         save_whole(path, lambda part: figure.savefig(part, dpi=120, format="png"))
