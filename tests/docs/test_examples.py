@@ -191,26 +191,53 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     plt.close("all")
 
 
-def test_the_recipe_runs(tmp_path, monkeypatch):
-    """Every block, one after the other, with random weights where it asks for trained ones."""
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """All blocks of recipe.md but those of ONNX, in their order, with random weights where it asks for trained ones.
+
+    Yields the folder, the names that the blocks made, whether trained weights were asked for, and the other blocks.
+    """
     import timm
 
-    text = (DOCS / "recipe.md").read_text(encoding="utf-8")
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    assert len(blocks) >= 5
-    create, asked = timm.create_model, []
+    folder, create, asked = tmp_path_factory.mktemp("recipe"), timm.create_model, []
+    blocks = [part.split("```")[0] for part in (DOCS / "recipe.md").read_text("utf-8").split("```python\n")[1:]]
+    for i in range(8):
+        (folder / "photos" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (96, 64), (30 * i, 0, 0)).save(folder / "photos" / f"class{i % 2}" / f"{i}.jpg")
 
     def create_random(name, pretrained=False, **kwargs):
         asked.append(pretrained)
         return create(name, **{"depth": 1, "embed_dim": 48, "num_heads": 3, **kwargs})
 
-    monkeypatch.setattr(timm, "create_model", create_random)
-    monkeypatch.chdir(tmp_path)
-    for i in range(8):
-        (tmp_path / "photos" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (96, 64), (30 * i, 0, 0)).save(tmp_path / "photos" / f"class{i % 2}" / f"{i}.jpg")
     names: dict = {"__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", create_random)
+        patch.chdir(folder)
+        torch.manual_seed(0)
+        for number, block in enumerate(blocks):
+            if "onnx" not in block:
+                exec(compile(block, f"recipe.md, block {number}", "exec"), names)
+        yield folder, names, asked, [block for block in blocks if "onnx" in block]
+
+
+def test_the_recipe_runs(recipe):
+    folder, names, asked, _ = recipe
+    assert asked == [True, False]
+    assert {"finetuned.pt", "vit.pt2"} <= set(os.listdir(folder))
+    model, again = names["model"].eval(), names["again"]
+    images = torch.randn(1, 3, names["HEIGHT"], names["WIDTH"])
+    assert names["HEIGHT"] != names["WIDTH"]
+    torch.testing.assert_close(again(images), model(images))
+    again.reference = None  # laid over the trained grid, or not: the recipe's reference acts
+    assert not torch.allclose(again(images), model(images), atol=1e-4)
+    again.reference = (14, 14)
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_the_recipe_exports_to_onnx(recipe):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    folder, names, _, blocks = recipe
     for number, block in enumerate(blocks):
-        exec(compile(block, f"recipe.md, block {number}", "exec"), names)
-    assert True in asked
-    assert {"vit.pt2", "vit.onnx"} <= set(os.listdir(tmp_path))
+        exec(compile(block, f"recipe.md, ONNX block {number}", "exec"), names)
+    assert "vit.onnx" in os.listdir(folder)
