@@ -188,6 +188,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     assert len(plt.get_fignums()) >= 4
+    torch.testing.assert_close(names["here"][:10, :18], names["there"][5:15, 10:28])  # what it says of distances
     plt.close("all")
 
 
@@ -228,6 +229,9 @@ def test_the_recipe_runs(recipe):
     images = torch.randn(1, 3, names["HEIGHT"], names["WIDTH"])
     assert names["HEIGHT"] != names["WIDTH"]
     torch.testing.assert_close(again(images), model(images))
+    targets = {node.target for node in names["program"].graph.nodes if node.op == "call_function"}
+    operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
+    assert {operator.namespace for operator in operators} <= {"aten", "prims"}
     again.reference = None  # laid over the trained grid, or not: the recipe's reference acts
     assert not torch.allclose(again(images), model(images), atol=1e-4)
     again.reference = (14, 14)
