@@ -50,6 +50,7 @@ PASS_NAMES = {
 COLD = 2**30  # bytes of a call's tensors beyond which no cache keeps anything for the next
 SOFTMAX = 1e14  # operations of a forward beyond which softmax attention would take most of the minute
 STAND_IN = "lrpe-md's reference in torch"
+FLOOR = "a copy of as many bytes"
 NAMES = {  # of the ways of linear attention
     linear.SDPA: "softmax attention, no positions", linear.UNFUSED: "the map by lrpe-md, products by torch",
     linear.COMPILED: "the same, torch.compile",
@@ -94,7 +95,6 @@ class Time(NamedTuple):
     peer: str
     which: str
     ms: float | None
-    share: float | None
     note: str
 
 
@@ -214,10 +214,11 @@ def collect(session: Session, run: Run | None) -> Found:
     """The rows of both, as times."""
     found = Found()
     for row in session.rows:
-        if row.get("op") and row.get("peer") != COPY:
+        if row.get("op"):
             note = "" if row.get("in_budget", True) else "less exact than float32 allows; "
             note += row.get("note", "").partition(": RMS")[0]
-            found.times.append(Time(row["op"], row["peer"], row["mode"], row.get("p50"), row.get("share"), note))
+            peer = FLOOR if row["peer"] == COPY else row["peer"]
+            found.times.append(Time(row["op"], peer, row["mode"], row.get("p50"), note))
     rows = run.rows if run else []
     mapped = dict.fromkeys(row["map"] for row in rows if row["map"] != "none")
     for row in rows:
@@ -227,7 +228,7 @@ def collect(session: Session, run: Run | None) -> Found:
         peer = STAND_IN if impl == OURS and session.device.type == "cpu" else NAMES.get(impl, impl)
         for each in mapped if row["map"] == "none" else [row["map"]]:  # what has no map stands beside every one
             what = f"linear attention, {each}"
-            found.times.append(Time(what, peer, which, row.get("ms"), row.get("share"), row.get("note", "")))
+            found.times.append(Time(what, peer, which, row.get("ms"), row.get("note", "")))
     return found
 
 
@@ -241,20 +242,19 @@ def show(found: Found, console: Console, layers: int) -> None:
         first, ours = next(iter(peers.items()))
         compared = first == OURS
         saved = [f"saved by {layers} layer{'s' * (layers > 1)}"] if compared else []
-        table = Table("", *(PASS_NAMES[which] for which in passes), "both", *saved, "", title=what, box=None)
+        caption = f"×: as long as {OURS} takes; both passes are what a layer costs a step" if compared else None
+        columns = *(PASS_NAMES[which] for which in passes), "both", *saved, ""
+        table = Table("", *columns, title=what, box=None, caption=caption)
         for name, times in peers.items():
             cells = [
                 in_text(times.get(which), ours.get(which) if compared and name != first else None) for which in passes
             ]
             both, own = total(times, passes), total(ours, passes)
-            gain = f"{layers * (both - own):.3g} ms" if name != first and max(both, own) < math.inf else ""
+            gain = f"{layers * (both - own):.3g} ms" if name not in (first, FLOOR) and max(both, own) < math.inf else ""
             notes = "; ".join(dict.fromkeys(each.note for each in times.values() if each.note))
             sums = f"{both:.3g} ms" if both < math.inf else "-"
             table.add_row(name, *cells, sums, *([gain] if compared else []), notes)
         console.print(table)
-        shares = [f"{100 * each.share:.0f}%" for each in ours.values() if each.share]
-        if compared and shares:
-            console.print(f"{OURS} moves what must be moved at {', '.join(shares)} of the speed of a plain copy.")
         console.print()
 
 

@@ -129,6 +129,16 @@ def test_stream_video(tmp_path):
     assert len(changes) == 6
     assert all(change > 0 for change in changes[1:])
 
+    import timm
+
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=0).eval()
+    stream, frame = module.Stream(vit, window=2), torch.randn(1, 3, 32, 48)
+    for time in range(4):
+        stream.step(frame)
+        attention = vit.blocks[0].attn
+        assert attention.positions == module.Grid((1, 2, 3), prefix=1, origin=torch.tensor([time, 0, 0]))
+        assert len(attention.kept) == min(time + 1, 2)
+
 
 def test_a_moving_window_is_the_mask_over_the_whole_video():
     """The kept keys give what one call over all frames with a mask of the window gives."""

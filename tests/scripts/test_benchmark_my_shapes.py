@@ -13,6 +13,9 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
+import lrpe_md
+from lrpe_md import Grid
+
 SMALL = ("--batch", "1", "--heads", "2", "--grid", "3x4", "--head-dim", "16", "--device", "cpu", "--commit", "abc")
 
 
@@ -87,7 +90,12 @@ def test_peers_compute_the_same(op, keys, pairs):
     shapes = Shapes(1, 2, (3, 4), 1, 16, keys, pairs, torch.float32)
     inputs = peers.large_inputs(shapes.case(op), torch.device("cpu"))
     expected = peers.kernels(inputs)(tuple(inputs.xs), inputs.omega)
-    assert len(expected) == 2
+    q, k = inputs.xs
+    options = {"pairs": pairs} if op == "rotate" else {}
+    call = lrpe_md.rotate if op == "rotate" else lrpe_md.cosine
+    for found, y in zip(expected, call(q, k, omega=inputs.omega, positions=Grid((3, 4), 1), **options), strict=True):
+        assert torch.equal(found, y)
+    assert [x.shape[1] for x in inputs.xs] == [2, keys or 2]
     for name, build in {"torch tables": peers.torch_tables, "timm": peers.timm}.items():
         if name == "timm" and op == "cosine":
             continue
@@ -118,23 +126,23 @@ def test_installed_packages_are_found(tmp_path, monkeypatch):
 
 
 def test_the_table_compares_with_ours():
-    ours = [Time("rotate", OURS, "fwd", 1.0, 0.9, ""), Time("rotate", OURS, "bwd", 1.0, 0.8, "")]
-    slow = [Time("rotate", "slow", "fwd", 2.0, 0.4, "tables"), Time("rotate", "slow", "bwd", 4.0, 0.2, "tables")]
-    half = [Time("rotate", "half", "fwd", 1.5, 0.4, ""), Time("rotate", "half", "bwd", None, None, "out of memory")]
+    ours = [Time("rotate", OURS, "fwd", 1.0, ""), Time("rotate", OURS, "bwd", 1.0, "")]
+    slow = [Time("rotate", "slow", "fwd", 2.0, "tables"), Time("rotate", "slow", "bwd", 4.0, "tables")]
+    half = [Time("rotate", "half", "fwd", 1.5, ""), Time("rotate", "half", "bwd", None, "out of memory")]
     text = io.StringIO()
-    found = Found([*half, *slow, *ours])
+    copy = [Time("rotate", my_shapes.FLOOR, which, 0.8, "") for which in ("fwd", "bwd")]
+    found = Found([*half, *slow, *copy, *ours])
     my_shapes.show(found, Console(file=text, width=160), layers=10)
     lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
-    assert lines[2:5] == [
-        "lrpe-md 1 ms 1 ms 2 ms", "slow 2 ms (×2.00) 4 ms (×4.00) 6 ms 40 ms tables",
+    assert lines[2:6] == [
+        "lrpe-md 1 ms 1 ms 2 ms", "a copy of as many bytes 0.8 ms (×0.80) 0.8 ms (×0.80) 1.6 ms", "slow 2 ms (×2.00) 4 ms (×4.00) 6 ms 40 ms tables",
         "half 1.5 ms (×1.50) - - out of memory",
     ]  # fmt: skip
     assert "saved by 10 layers" in lines[1]
-    assert "lrpe-md moves what must be moved at 90%, 80% of the speed of a plain copy." in lines
 
 
 def test_nothing_measured_leaves_no_plot(tmp_path):
-    found = Found([Time("rotate", OURS, "fwd", None, None, "out of memory")])
+    found = Found([Time("rotate", OURS, "fwd", None, "out of memory")])
     assert not my_shapes.plot(found, tmp_path / "mine.png", "")
     assert not (tmp_path / "mine.png").exists()
 
