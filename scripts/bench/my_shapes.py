@@ -26,7 +26,7 @@ import torch
 import torch._functorch.config as functorch_config
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lrpe_md.testing import Case, LinearCase, Workload
 
@@ -244,15 +244,15 @@ def show(found: Found, console: Console, layers: int) -> None:
         saved = [f"saved by {layers} layer{'s' * (layers > 1)}"] if compared else []
         caption = f"×: as long as {OURS} takes; both passes are what a layer costs a step" if compared else None
         columns = *(PASS_NAMES[which] for which in passes), "both", *saved, ""
-        table = Table("", *columns, title=what, box=None, caption=caption)
+        table = Table(Column(no_wrap=True), *columns, title=f"{what}, milliseconds", box=None, caption=caption)
         for name, times in peers.items():
             cells = [
                 in_text(times.get(which), ours.get(which) if compared and name != first else None) for which in passes
             ]
             both, own = total(times, passes), total(ours, passes)
-            gain = f"{layers * (both - own):.3g} ms" if name not in (first, FLOOR) and max(both, own) < math.inf else ""
+            gain = f"{layers * (both - own):.3g}" if name not in (first, FLOOR) and max(both, own) < math.inf else ""
             notes = "; ".join(dict.fromkeys(each.note for each in times.values() if each.note))
-            sums = f"{both:.3g} ms" if both < math.inf else "-"
+            sums = f"{both:.3g}" if both < math.inf else "-"
             table.add_row(name, *cells, sums, *([gain] if compared else []), notes)
         console.print(table)
         console.print()
@@ -261,7 +261,7 @@ def show(found: Found, console: Console, layers: int) -> None:
 def in_text(one: Time | None, ours: Time | None) -> str:
     if one is None or one.ms is None:
         return "-"
-    return f"{one.ms:.3g} ms" + (f" (×{one.ms / ours.ms:.2f})" if ours is not None and ours.ms else "")
+    return f"{one.ms:.3g}" + (f" (×{one.ms / ours.ms:.2f})" if ours is not None and ours.ms else "")
 
 
 def plot(found: Found, path: Path, title: str) -> bool:
