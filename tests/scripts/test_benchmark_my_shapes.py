@@ -176,3 +176,15 @@ def test_refusals(name, tmp_path):
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.output.replace("│", " ").split())
     assert not (tmp_path / "mine.csv").exists()
+
+
+@pytest.mark.gpu
+def test_kernels_and_peers_are_timed_on_a_gpu(tmp_path):
+    out = tmp_path / "mine.csv"
+    args = ["--batch", 2, "--heads", 4, "--grid", "4x16x16", "--head-dim", 64, "--map", "both", "--linear", "--rep", 5]
+    done = invoke(*args, "--limit", 600, "--out", out)
+    assert done.exit_code == 0, done.output
+    rows = [row for row in read(out) if row["mode"] != "copy"]
+    assert not [row for row in rows if row["in_budget"] != "True" or not row["p50"]]
+    assert {name for name, peer in PEERS.items() if not peer.text} <= {row["peer"] for row in rows}
+    assert not [row for row in read(tmp_path / "mine-linear.csv") if row["note"]]
