@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .engine.linear_call import Description
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
-from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
+from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
@@ -25,8 +25,10 @@ Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
 
 
-def check_alone(norm: Norm | None) -> None:
-    """Linear attention takes none."""
+def check_alone(norm: Norm | None, out: Any = None) -> None:
+    """Linear attention takes neither."""
+    if out is not None:
+        raise ValueError("out: expected None with attend, which is given q and k as they are, and writes neither")
     if norm is not None:
         raise ValueError("norm: expected None with attend, which is given q and k as they are; normalise them before")
 
@@ -48,6 +50,10 @@ class FrequencyModule(nn.Module):
     head_dim: int
     theta: Tensor
     omega: Tensor
+    ratio: Tensor
+    amplitude: Tensor
+    trained_omega: Tensor
+    trained_amplitude: Tensor
     phase: nn.Parameter | None
     pairs: Pairs = "half"
     rotary_dim: int | slice | None = None
@@ -114,11 +120,13 @@ class FrequencyModule(nn.Module):
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
-            elif name == "amplitude":
-                assert self.gain is not None
-                values = self.gain.expand(1, self.num_channels)
+            elif name in ("amplitude", "trained_amplitude"):
+                gain = torch.ones((), dtype=torch.float64) if self.gain is None else self.gain
+                values = gain.expand(1, self.num_channels)
+            elif name == "ratio":
+                values = torch.ones_like(self._initial_frequencies("omega"))
             else:
-                values = self._initial_frequencies(name)
+                values = self._initial_frequencies("omega" if name == "trained_omega" else name)
         return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
@@ -182,11 +190,59 @@ class FrequencyModule(nn.Module):
         fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
         if fixed is not None:
             return fixed
-        return self._lay() if "theta" in self._parameters else self.omega
+        learned = self._lay() if "theta" in self._parameters else self.omega
+        ratio = self._buffers.get("ratio")
+        return learned if ratio is None else learned * ratio
 
     def _lay(self) -> Tensor:
         """omega from theta."""
         raise NotImplementedError  # of the modules that learn one
+
+    @torch.no_grad()
+    def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
+        """Other frequencies from now on: those trained times ``ratio``; and other amplitudes. In place, by two small
+        operators, with no wait for the device.
+
+        Nothing is compiled or captured again for other values, but the first call of a module adds buffers that a
+        compiled or captured program does not read yet: ``module.adjust()`` before that. They are not in the state_dict.
+
+        Args:
+            ratio: broadcast to ω (H or 1, C, K), on its device; None: as trained. What is learned goes on learning.
+            amplitude: times that of the module, a number or (C,) or (1, C); None: 1. Not for tokens that are not
+                rotated.
+
+        Raises:
+            ValueError: a shape that does not fit.
+        """
+        omega = self.get_omega()
+        for name, value, shape in (("ratio", ratio, omega.shape), ("amplitude", amplitude, (1, self.num_channels))):
+            if isinstance(value, Tensor):
+                try:
+                    value.expand(shape)
+                except RuntimeError:
+                    raise ValueError(
+                        f"{name}: expected a tensor that broadcasts to {tuple(shape)}, got {tuple(value.shape)}"
+                    ) from None
+        self._make_adjustable(omega.device)
+        fixed, factor = self._buffers.get("omega"), 1.0 if ratio is None else ratio
+        if fixed is None:
+            self.ratio.copy_(factor) if isinstance(factor, Tensor) else self.ratio.fill_(factor)
+        else:
+            torch.mul(self.trained_omega, factor, out=fixed)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        gain: Any = 1.0 if amplitude is None else amplitude
+        torch.mul(self.trained_amplitude, gain, out=self.amplitude)
+
+    def _make_adjustable(self, device: torch.device) -> None:
+        if "trained_amplitude" in self._buffers:
+            return
+        with torch.inference_mode(False):
+            if "omega" in self._buffers:
+                self.register_buffer("trained_omega", self.omega.clone(), persistent=False)
+            else:
+                self.register_buffer("ratio", self._initial("ratio", device), persistent=False)
+            if "amplitude" not in self._buffers:
+                self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
+            self.register_buffer("trained_amplitude", self.amplitude.clone(), persistent=False)
 
     def forward(
         self,
@@ -196,6 +252,8 @@ class FrequencyModule(nn.Module):
         num_key_heads: int | None = None,
         inverse: bool = False,
         norm: Norm | None = None,
+        out: Any = None,
+        out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
@@ -206,6 +264,7 @@ class FrequencyModule(nn.Module):
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ; for the cosine map there is none.
             norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
+            out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`.
             attend: return ``attend(self.describe(), *xs)`` instead. So linear attention takes the frequencies within
                 the module's hooks, in which FSDP gathers them.
 
@@ -215,19 +274,24 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
-            check_alone(norm)
+            check_alone(norm, out)
             return attend(self.describe(), *xs)
         if qkv is not None or num_key_heads is not None:
-            again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm)
-            return encode_qkv(again, xs, qkv, num_key_heads)
+            again = partial(
+                FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
+            )
+            return encode_qkv(again, xs, qkv, num_key_heads, out)
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
-            again = partial(FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm)
+            again = partial(
+                FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm, out_start=out_start,
+                out=order_outs(out, xs),
+            )  # fmt: skip
             return encode_packed(again, xs)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has none, got True")
         try:
-            return self._encode(xs, positions, inverse, norm)
+            return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
             raise
@@ -279,7 +343,7 @@ class FrequencyModule(nn.Module):
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
-    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, norm: Norm | None = None) -> Any:
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
@@ -287,11 +351,11 @@ class FrequencyModule(nn.Module):
         if self.map == "cosine":
             return cosine(
                 *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
-                phase=phase, amplitude=amplitude, order=self.order, norm=norm, impl=self.impl,
+                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl, **options,
             )  # fmt: skip
         return rotate(
             *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, norm=norm, impl=self.impl,
+            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

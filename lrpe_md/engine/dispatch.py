@@ -21,7 +21,7 @@ from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_target, write
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
-from .views import encode_packed, order_heads, unpack_positions
+from .views import encode_packed, order_outs, unpack_positions
 
 __all__ = ["run", "run_part", "use_triton"]
 
@@ -171,8 +171,7 @@ def _check_target(
 
 def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
     """Of the views (1, H, N, D) of packed tokens (N, H, D)."""
-    packed = any(isinstance(x, Tensor) and x.ndim == 3 for x in xs)
-    return target._replace(outs=tuple(map(order_heads, target.outs))) if target is not None and packed else target
+    return None if target is None else target._replace(outs=order_outs(target.outs, xs))
 
 
 # --- q and k apart, and groups of phases -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..positions.sequences import Packed
 from .boundary import is_direct, transforming
 from .joined import Split
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "order_heads", "split_qkv", "unpack_positions"]
+__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
 # Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
 Encode = Callable[..., Any]
@@ -33,7 +33,7 @@ def encode_qkv(
         raise TypeError(f"qkv: expected it alone, got {len(xs)} tensor{'s' * (len(xs) > 1)} beside it")
     q, k, v = _split(qkv, num_key_heads)
     batched = q.ndim == 4
-    into = {} if out is None else {"out": tuple(order_heads(t) for t in out) if type(out) is tuple else out}
+    into = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
     q, k = encode(_heads_first(q), _heads_first(k), **into)
     return _tokens_first(q, batched), _tokens_first(k, batched), v
 
@@ -93,6 +93,13 @@ def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]
         )
     q, k, v = qkv.split([total - 2 * heads, heads, heads], dim=-2)
     return q, k, v
+
+
+def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
+    """Where outputs are to be, of the views of packed tokens (N, H, D)."""
+    if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+        return out
+    return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
 
 
 def order_heads(out: Any) -> Any:

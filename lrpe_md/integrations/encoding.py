@@ -15,7 +15,7 @@ from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
 from ..functional import cosine, rotate
-from ..module_base import FrequencyModule
+from ..module_base import FrequencyModule, check_alone
 from ..modules import CosineMd, PresetMd, RotateMd
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -344,13 +344,23 @@ class Stretched(nn.Module):
         gain = self.amplitude if own.amplitude is None else self.amplitude * own.amplitude
         return own._replace(omega=own.omega * self.ratio, amplitude=gain)
 
-    def forward(self, q: Tensor, k: Tensor, *, positions: Any, attend: Callable[..., Any] | None = None) -> Any:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        positions: Any,
+        out: Any = None,
+        out_start: Tensor | None = None,
+        attend: Callable[..., Any] | None = None,
+    ) -> Any:
         own: Any = self.describe()
         if attend is not None:
+            check_alone(None, out)
             return attend(own, q, k)
         options: dict[str, Any] = {
             "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
-            "amplitude": own.amplitude, "impl": own.impl,
+            "amplitude": own.amplitude, "impl": own.impl, "out": out, "out_start": out_start,
         }  # fmt: skip
         if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)

@@ -85,7 +85,8 @@ def test_the_layer_test_can_fail():
 
 
 ENGINE = {  # within the engine, from top to bottom
-    "dispatch": {"boundary", "call", "memory", "norms", "sharding", "validate", "views"},
+    "dispatch": {"boundary", "call", "memory", "norms", "output", "sharding", "validate", "views"},
+    "output": {"boundary", "call"},
     "linear_dispatch": {
         "linear_plan",
         "boundary",
