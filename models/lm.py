@@ -169,12 +169,12 @@ class LmAttention(nn.Module):
         return softmax_attention(q, k, v, scale=self.head_dim**-0.5, is_causal=True)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
+        values.index_copy_(2, context.rows, v.to(values.dtype))
         if isinstance(self.encoding, Stretched) and k.dtype == keys.dtype and not torch.is_grad_enabled():
             q, _ = self.encoding(q, k, positions=context.positions, out=(None, keys), out_start=context.start)
         else:
             q, k = self.encoding(q, k, positions=context.positions)
             keys.index_copy_(2, context.rows, k.to(keys.dtype))
-        values.index_copy_(2, context.rows, v.to(values.dtype))
         # The queries of a key head as its tokens: the cache is read once and never repeated.
         q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
         x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)

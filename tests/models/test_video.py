@@ -404,10 +404,11 @@ def causal(name, **kwargs):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_frames_see_earlier_ones_alone(name):
+def test_frames_see_earlier_ones_alone(name, attention):
     """The tokens of the first frames are those of a video that ends there."""
-    model, x = causal(name), video(5, 8, 12).double()
+    model, x = causal(name, attention=attention), video(5, 8, 12).double()
     tokens, prefix = model.forward_features(x), model.num_prefix_tokens
     assert tokens.shape[1] == prefix + 5 * 6
     for frames in (1, 3):
@@ -420,9 +421,10 @@ def test_frames_see_earlier_ones_alone(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_is_the_whole(name):
-    model, x = causal(name), video(5, 8, 12).double()
+def test_a_stream_is_the_whole(name, attention):
+    model, x = causal(name, attention=attention), video(5, 8, 12).double()
     whole = model.forward_features(x)
     for sizes in ((1,) * 5, (2, 3), (5,)):
         state, found = None, []
@@ -430,15 +432,19 @@ def test_a_stream_is_the_whole(name):
             tokens, state = model.stream(piece, state)
             found.append(tokens)
         assert state.num_frames == 5
-        assert len(state.sums) == (4 if name == "parallel" else 2)
+        assert len(state.layers) == (4 if name == "parallel" else 2)
         torch.testing.assert_close(torch.cat(found, 1), whole)
-    sums = [t for pair in state.sums for t in pair if t is not None]
+    if attention == "softmax":
+        assert all(t.shape[2] == model.num_prefix_tokens + 5 * 6 for pair in state.layers for t in pair)
+        return
+    sums = [t for pair in state.layers for t in pair if t is not None]
     state = model.stream(x[:, :, :1])[1]
-    assert [t.shape for t in sums] == [t.shape for pair in state.sums for t in pair if t is not None]
+    assert [t.shape for t in sums] == [t.shape for pair in state.layers for t in pair if t is not None]
 
 
-def test_a_stream_learns_through_its_state():
-    model, x = causal("cosine-split"), video(3).double()
+@pytest.mark.parametrize("change", [{}, {"attention": "softmax"}, {"attention": "softmax", "window": 2}], ids=str)
+def test_a_stream_learns_through_its_state(change):
+    model, x = causal("cosine-split", **change), video(3).double()
     model.set_grad_checkpointing()
     names, parameters = zip(*model.named_parameters(), strict=True)
     first, state = model.stream(x[:, :, :2])
@@ -469,8 +475,9 @@ def test_a_stream_compiles_once():
 
 
 @torch.no_grad()
-def test_tubes_of_causal_frames_may_be_dropped():
-    model, x = causal("registers", drop_unit="tube", patch_drop_rate=0.5), video(3).double()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_tubes_of_causal_frames_may_be_dropped(attention):
+    model, x = causal("registers", attention=attention, drop_unit="tube", patch_drop_rate=0.5), video(3).double()
     keep = torch.tensor([0, 3])
     tokens = model.forward_features(x, keep=keep)
     assert tokens.shape[1] == 3 + 3 * 2
@@ -483,8 +490,10 @@ def test_errors_of_causal_frames():
     made = {"attention": "linear", "causal": "frames", "global_pool": "avg"}
     for message, change in {
         r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
-        r"causal: 'frames' is of attention='linear' .* got 'softmax', 'joint'": {"attention": "softmax"},
-        r"causal: .* got 'linear', 'factorised'": {"space_time": "factorised"},
+        r"causal: 'frames' is of space_time='joint', got 'factorised'": {"space_time": "factorised"},
+        r"window: expected None but with causal='frames' and attention='softmax', got 2": {"window": 2},
+        r"window: expected at least 1 frame, or None, got 0": {"attention": "softmax", "window": 0},
+        r"window: expected None with absolute='sincos'": {"attention": "softmax", "window": 2, "absolute": "sincos"},
         r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},
         r"drop_unit: 'token' leaves frames": {"patch_drop_rate": 0.5},
     }.items():
@@ -495,8 +504,19 @@ def test_errors_of_causal_frames():
         model.forward_features(x, is_causal=True)
     with pytest.raises(ValueError, match="keep: single tokens"):
         model.forward_features(x, keep=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"attention: expected 'linear' where frames"):
-        adapt(build(**made), "rotate", attention="softmax")(x)
+    other = adapt(build(**made), "rotate", attention="softmax")
+    other.window = 1
+    with pytest.raises(ValueError, match=r"window: expected None but .* got 1 with 'frames', 'linear'"):
+        adapt(other, "rotate", attention="linear")(x)
+    softmax = build(**{**made, "attention": "softmax", "drop_unit": "tube"})
+    _, state = softmax.stream(x)
+    with pytest.raises(ValueError, match=r"state: expected keys and values \(1, 2, 1 \+ a multiple of 4, 48\)"):
+        softmax.stream(x[:1], state)
+    with pytest.raises(ValueError, match="attn_mask: expected None where frames"):
+        softmax.forward_features(x, torch.ones(9, 9, dtype=torch.bool))
+    softmax.window = 1
+    with pytest.raises(ValueError, match="window: expected None where places are dropped"):
+        softmax.forward_features(x, keep=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
         build(attention="linear").stream(x)
     with pytest.raises(ValueError, match="stream: absolute='learned' is laid over the whole video"):
@@ -510,3 +530,94 @@ def test_errors_of_causal_frames():
     model.reference = (4, 2, 2)
     with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
         model.stream(x)
+
+
+def recompute(model, x, window):
+    """Tokens of each frame and of the prefix, frame by frame: keys of all frames that it sees, encoded anew at where
+    they are in its window, from features that are kept, not from keys."""
+    size, prefix = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.num_prefix_tokens
+    tokens, _ = model._embed(x)
+    places = size[1] * size[2]
+    features = [tokens[:, :prefix], *tokens[:, prefix:].split(places, 1)]
+    for i, block in enumerate(model.blocks):
+        after = []
+        for f, own in enumerate(features):
+            first = max(1, f - window + 1)
+            seen = features[:1] if f == 0 else [features[0], *features[first : f + 1]]
+            normed = block.norm1(torch.cat(seen, 1))
+            seen_tokens = normed.shape[1]
+            attn = block.attn
+            qkv = attn.qkv(normed).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
+            q, k, v = attn.q_norm(qkv[0]), attn.k_norm(qkv[1]), qkv[2]
+            layers = model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding] * len(model.blocks)
+            q, k = layers[i](q, k, positions=model.positions((len(seen) - 1, *size[1:])))
+            weights = (q @ k.transpose(-2, -1) * attn.scale).softmax(-1)
+            out = attn.proj(attn.norm((weights @ v)[:, :, seen_tokens - own.shape[1] :].transpose(1, 2).flatten(2)))
+            own = own + block.ls1(out)
+            after.append(own + block.ls2(block.mlp(block.norm2(own))))
+        features = after
+    return model.norm(torch.cat(features, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+@pytest.mark.parametrize("name", ["rotate", "cosine-split", "wan, norm", "registers", "no prefix"])
+def test_a_moving_window_is_recomputing_it(name, window):
+    """Keys that were kept before their rotation, encoded at their places in the window, against all of it anew."""
+    model, x = causal(name, attention="softmax", window=window), video(6, 8, 12).double()
+    expected = recompute(model, x, window)
+    torch.testing.assert_close(model.forward_features(x), expected)
+    for sizes in ((1,) * 6, (3, 1, 2), (4, 2)):
+        state, found = None, []
+        for piece in x.split(sizes, 2):
+            tokens, state = model.stream(piece, state)
+            found.append(tokens)
+            held = min(state.num_frames, window - 1)
+            assert all(t.shape[2] == model.num_prefix_tokens + held * 6 for pair in state.layers for t in pair)
+        torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
+@torch.no_grad()
+def test_the_test_of_the_window_can_fail():
+    model, x = causal("registers", attention="softmax", window=2), video(4).double()
+    model.window = 3
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model.forward_features(x), recompute(model, x, 2))
+
+
+@torch.no_grad()
+def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
+    """Whatever its length: the positions that the encoding is called with are those of a video of so many frames."""
+    model, x = causal("registers", attention="softmax", window=3), video(9).double()
+    seen, forward = [], model.encoding.forward
+
+    def listen(*xs, positions):
+        seen.extend(positions if isinstance(positions, tuple) else (positions,))
+        return forward(*xs, positions=positions)
+
+    monkeypatch.setattr(model.encoding, "forward", listen)
+    state = None
+    for piece in x.split(1, 2):
+        _, state = model.stream(piece, state)
+    assert max(float(where.coordinates()[:, 0].max()) for where in seen) == 2
+    model.window = None
+    seen.clear()
+    model.stream(x)
+    assert max(float(where.coordinates()[:, 0].max()) for where in seen) == 8
+
+
+@torch.no_grad()
+def test_a_stream_in_a_full_window_compiles_once():
+    torch._dynamo.reset()
+    model, x = causal("registers", attention="softmax", window=2), video(9).double()
+    counter = CompileCounter()
+    stream = torch.compile(model.stream, backend=counter, fullgraph=True)
+    whole, found = model.forward_features(x), []
+    tokens, state = model.stream(x[:, :, :2])
+    counts = []
+    for i in range(2, 9):
+        tokens, state = stream(x[:, :, i : i + 1], state)
+        found.append(tokens)
+        counts.append(counter.frame_count)
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 8 :])
+    assert counts[-1] == counts[1] <= 2  # a number of frames, then any
