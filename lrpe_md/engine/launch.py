@@ -251,20 +251,18 @@ def run(
         norm = None
         if spec.norm != "none":
             norm = (weights.weight, weights.bias, weights.weight_k, weights.bias_k, partials.weights, launch.packed)
-        place = None if start is None else (start, launch.placed)
-        _start(launch, order_tensors(rows, outs, tables, partials.angles, (norm, place)))
+        more = norm if start is None else (norm, (start, launch.placed))
+        _start(launch, order_tensors(rows, outs, tables, partials.angles, more))
     return outs, partials
 
 
-def order_tensors(
-    rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, more: tuple[Any, Any] = (None, None)
-) -> tuple[Any, ...]:
+def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, more: Any = None) -> tuple[Any, ...]:
     """The first arguments of ``lrpe_kernel``. more: what it takes for a norm, and for where outputs begin."""
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
     stat0, stat1 = (*rows.stats, None, None)[:2]
     o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, *more
+    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, more
 
 
 def allocate_partials(sums: Sums, device: torch.device) -> Partials:

@@ -430,7 +430,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, norm, start,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, more,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -454,9 +454,9 @@ def lrpe_kernel(
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
     (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
     radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
-    below 0 where tokens are in front of it. norm: None, or pointers to weight, bias, those of k, and partial sums for
-    their gradients; parts of q in a sample, and runs of parts. The rows of a part then have weights in common. start:
-    None, or see :func:`move_output`.
+    below 0 where tokens are in front of it. more: of a norm, None, or pointers to weight, bias, those of k, and partial
+    sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then have weights in common.
+    With V.has_start that and where outputs begin, see :func:`move_output`.
 
     V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
@@ -493,6 +493,10 @@ def lrpe_kernel(
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
+    norm = more
+    start = None
+    if V.has_start:
+        norm, start = more
     tensors = (x, dy, o, (p_stat0, p_stat1, B), start)
     rows = (r_hi, sample, g, G, heads)
     p_omega += g * omega_h
