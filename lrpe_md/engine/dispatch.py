@@ -198,7 +198,9 @@ def _run_apart(
         for i, (where, phi, x) in enumerate(each)
     ]
     groups, ys = _count_groups(phase), ()
-    directs = [boundary.is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, each, strict=True)]
+    directs = [
+        boundary.is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, each, strict=True)
+    ]
     if target is None:
         for call, (_, phi, x), direct in zip(calls, each, directs, strict=True):
             ys += _run_checked(call, (x,), phi, options.impl, direct, groups)

@@ -275,11 +275,11 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """For each of rows r0 .. r0 + block_r: x and dy as one tile (twice) or as two, and where the row is.
 
     Where one of x and dy is not read the other stands for it. tensors: x, dy, the output and the statistics of softmax
-    over the sequence, where the output begins. rows: behind the last one, the first sample, the group and its heads.
-    Where: places of x, dy and the output, number of tokens, pointer to the maximum over the sequence and from there to
-    the sum; and, with V.has_start, which tokens are written.
+    over the sequence, and more, as :func:`lrpe_kernel` has it. rows: behind the last one, the first sample, the group
+    and its heads. Where: places of x, dy and the output, number of tokens, pointer to the maximum over the sequence and
+    from there to the sum; and, with V.has_start, which tokens are written.
     """
-    x, dy, o, stat, start = tensors
+    x, dy, o, stat, more = tensors
     r_hi, sample, g, G, heads = rows
     fetched = ()
     ROWS: tl.constexpr = V.block_r
@@ -289,6 +289,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
         o_row = point_to_row(o, is_k, b, h, n0, V)
         written = (0, 0)
         if V.has_start:
+            _, start = more
             o_row, written = move_output(o_row, start, is_k, tl.where(mine, b, 0), n0, num_n, V)
         if V.load_x:
             x_row = point_to_row(x, is_k, b, h, n0, V)
@@ -493,11 +494,7 @@ def lrpe_kernel(
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
-    norm = more
-    start = None
-    if V.has_start:
-        norm, start = more
-    tensors = (x, dy, o, (p_stat0, p_stat1, B), start)
+    tensors = (x, dy, o, (p_stat0, p_stat1, B), more)
     rows = (r_hi, sample, g, G, heads)
     p_omega += g * omega_h
     if V.has_phase:
@@ -520,6 +517,9 @@ def lrpe_kernel(
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     weights = ()
     if V.has_weight or V.has_bias:
+        norm = more
+        if V.has_start:
+            norm, _ = more
         p_weight, p_bias, p_weight_k, p_bias_k, p_dweight, norm_numbers = norm
         p_weights = (p_weight, p_bias, p_weight_k, p_bias_k)
         q_parts, num_runs = unpack(norm_numbers)
