@@ -101,7 +101,8 @@ def cosine(
     Returns:
         (B, H, N, 2D) for each input, or (B, H, N, 2PD), with rotary_dim (B, H, N, D - R + 2PR), in x's dtype (also
         under autocast) and memory order. (N, H, 2D) of packed tokens. From qkv q, k and v in its order, (B, N, H, 2D)
-        or (N, H, 2D) and v, a view of it. What is given as out is given back. Arithmetic is float32, or float64 where x is.
+        or (N, H, 2D) and v, a view of it. What is given as out is given back. Arithmetic is float32, or float64 where x
+        is.
 
     Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
     in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
 
 from lrpe_md import preset  # noqa: E402
 from lrpe_md.integrations.attention import Context  # noqa: E402
+from lrpe_md.integrations.encoding import EncodingStack  # noqa: E402
 from lrpe_md.integrations.timm import LrpeAttention, adapt  # noqa: E402
 
 TINY = {
@@ -549,10 +550,7 @@ def recompute(model, x, window):
             attn = block.attn
             qkv = attn.qkv(normed).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
             q, k, v = attn.q_norm(qkv[0]), attn.k_norm(qkv[1]), qkv[2]
-            layers = (
-                model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding] * len(model.blocks)
-            )
-            q, k = layers[i](q, k, positions=model.positions((len(seen) - 1, *size[1:])))
+            q, k = EncodingStack(model.encoding)[i](q, k, positions=model.positions((len(seen) - 1, *size[1:])))
             weights = (q @ k.transpose(-2, -1) * attn.scale).softmax(-1)
             out = attn.proj(attn.norm((weights @ v)[:, :, seen_tokens - own.shape[1] :].transpose(1, 2).flatten(2)))
             own = own + block.ls1(out)
