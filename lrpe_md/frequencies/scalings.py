@@ -7,7 +7,7 @@ goes with it. With several axes each gets its own. Differentiable with respect t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from torch import Tensor
 from ..checks import check_dense
 
 __all__ = [
-    "Scaling", "dynamic_ntk_scaling", "dype_ntk_scaling", "dype_yarn_scaling", "linear_scaling", "llama3_scaling",
+    "dynamic_ntk_scaling", "dype_ntk_scaling", "dype_yarn_scaling", "linear_scaling", "llama3_scaling",
     "longrope_scaling", "ntk_scaling", "riflex_scaling", "yarn_scaling",
 ]  # fmt: skip
-
-Scaling = Callable[[Tensor], tuple[Tensor, float | Tensor]]
 
 
 def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
@@ -37,11 +35,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
-    num = theta.shape[-1]
-    if num < 2:
-        raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
-    steps = torch.arange(num, dtype=theta.dtype, device=theta.device) / (num - 1)
-    return theta * factor**-steps, 1.0
+    return _stretch(theta, factor), 1.0
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
@@ -155,75 +149,88 @@ def riflex_scaling(
     return torch.where(chosen & (periods < length), share * 2 * math.pi / length, theta), 1.0
 
 
-def dype_ntk_scaling(theta: Tensor, factor: float, time: float, *, strength: float = 2.0) -> tuple[Tensor, float]:
+def dype_ntk_scaling(
+    theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
+) -> tuple[Tensor, float]:
     """DyPE on NTK-aware scaling (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
 
     Args:
-        factor: of the length beyond that of the training, at least 1.
-        time: t of the diffusion, from 1 (noise) to 0.
+        factor: of the length beyond that of the training; up to 1 theta stays as it is.
+        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
 
     Amplitude 1.
     """
-    _check_positive(factor=factor)
-    _check_time(time)
-    return ntk_scaling(theta, max(1.0, factor ** (strength * time**2)))
+    check_dense("theta", theta, "(E,) or (H, E)")
+    _check_positive(factor=factor, strength=strength)
+    share = _check_time(theta, time) ** 2
+    return _stretch(theta, max(1.0, factor) ** (strength * share)), 1.0
 
 
 def dype_yarn_scaling(
     theta: Tensor,
     factor: float,
-    time: float,
+    time: float | Tensor,
     *,
     original_length: float,
     interpolated: tuple[float, float] = (0.75, 1.25),
     kept: tuple[float, float] = (2.0, 16.0),
 ) -> tuple[Tensor, float]:
-    """DyPE on YaRN (Issachar et al., arXiv 2510.20766), as in the authors' code, three ranges by turns in
+    """DyPE on YaRN (Issachar et al., arXiv 2510.20766), as in the authors' code: three ranges by the turns made in
     ``original_length``.
 
-    Below ``interpolated`` θ / factor, above it :func:`ntk_scaling`, and above ``kept`` θ itself, with ramps within both;
-    these bounds are multiplied by t², so that towards t = 0 all of θ is kept. Ends of a ramp are rounded outwards to
-    whole indices. Below some 2% of t the authors' ramp from past the last frequency turns over, and takes the far end
-    for the near one; here it stays.
+    Below ``interpolated`` θ / factor, above it :func:`ntk_scaling`, above ``kept`` θ itself, with ramps within both;
+    the bounds are multiplied by t², so that towards t = 0 all of θ is kept. Ends of a ramp are rounded outwards to
+    whole indices. Where all frequencies are on one side of a ramp, as they are close to t = 0, the authors' turns over
+    and takes them for those of the other side; here they stay.
 
     Args:
-        factor: of the length beyond that of the training, at least 1.
-        time: t of the diffusion, from 1 (noise) to 0.
+        factor: of the length beyond that of the training; up to 1 theta stays as it is.
+        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
 
     Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length)
-    _check_time(time)
+    share = _check_time(theta, time) ** 2
     if factor <= 1:
         return theta, 1.0
-    share = time**2
     scaled = theta / factor
-    for faster, turns in ((ntk_scaling(theta, factor)[0], interpolated), (theta, kept)):
-        ramp = _ramp_down(theta, original_length, (share * turns[1], share * turns[0]))
+    for faster, turns in ((_stretch(theta, factor), interpolated), (theta, kept)):
+        ramp = _ramp_down(theta, original_length, turns, share)
         scaled = scaled * (1 - ramp) + faster * ramp
     return scaled, 0.1 * math.log(factor) + 1
 
 
-def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float]) -> Tensor:
-    """From 1 at the index that makes the first number of turns in the length, to 0 at that of the second."""
+def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
+    """From 1 at the index that makes the second number of turns in the length, times share, to 0 at that of the first."""
     num = theta.shape[-1]
-    if min(turns) == 0:
-        return torch.ones_like(theta)
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
     step = (first - last) / max(num - 1, 1)
-    low, high = ((first - math.log(2 * math.pi * n / length)) / step for n in turns)
+    low, high = ((first - math.log(2 * math.pi * n / length) - share.log()) / step for n in turns[::-1])
     high = high.ceil().clamp_max(num)
     low = low.floor().clamp_min(0).minimum(high)
     index = torch.arange(num, device=theta.device)
-    wide = torch.where(high > low, high - low, 0.001)
-    return 1 - ((index - low) / wide).clamp(0, 1).to(theta.dtype)
+    return 1 - ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
 
 
-def _check_time(time: float) -> None:
+def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
+    """NTK-aware; nothing is looked at."""
+    num = theta.shape[-1]
+    if num < 2:
+        raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
+    return theta * factor ** -(torch.arange(num, dtype=theta.dtype, device=theta.device) / (num - 1))
+
+
+def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
+    """As float64 on theta's device."""
+    if isinstance(time, Tensor):
+        if time.ndim:
+            raise ValueError(f"time: expected one number, got {tuple(time.shape)}")
+        return time.to(theta.device, torch.float64)
     if not 0 <= time <= 1:
         raise ValueError(f"time: expected that of the diffusion, from 1 (noise) to 0, got {time}")
+    return torch.full((), time, dtype=torch.float64, device=theta.device)
 
 
 def _check_positive(**numbers: float) -> None:
