@@ -18,11 +18,19 @@ from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
 from .functional import cosine, rotate
 from .norm import Norm
+from .positions.grid import Grid
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone", "copy_together"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
+
+
+def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Values into tensors, in one launch for those of a dtype and device."""
+    if pairs:
+        targets, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(values), non_blocking=True)
 
 
 def check_alone(norm: Norm | None, out: Any = None) -> None:
@@ -123,6 +131,8 @@ class FrequencyModule(nn.Module):
             elif name in ("amplitude", "trained_amplitude"):
                 gain = torch.ones((), dtype=torch.float64) if self.gain is None else self.gain
                 values = gain.expand(1, self.num_channels)
+            elif name.startswith("places_"):
+                values = torch.arange(self.get_buffer(name).shape[0])
             elif name == "ratio":
                 values = torch.ones_like(self._initial_frequencies("omega"))
             else:
@@ -139,6 +149,8 @@ class FrequencyModule(nn.Module):
         return phase if self.phase_groups > 1 else phase[0]
 
     def _dtype(self, name: str) -> torch.dtype:
+        if name.startswith("places_"):
+            return torch.float64
         return self.phase_dtype if name == "phase" else self.dtype
 
     def reset_parameters(self) -> None:
@@ -190,17 +202,18 @@ class FrequencyModule(nn.Module):
         fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
         if fixed is not None:
             return fixed
-        learned = self._lay() if "theta" in self._parameters else self.omega
         ratio = self._buffers.get("ratio")
-        return learned if ratio is None else learned * ratio
+        return self._learned() if ratio is None else self._learned() * ratio
+
+    def _learned(self) -> Tensor:
+        return self._lay() if "theta" in self._parameters else self.omega
 
     def _lay(self) -> Tensor:
         """omega from theta."""
         raise NotImplementedError  # of the modules that learn one
 
-    @torch.no_grad()
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
-        """Other frequencies from now on: those trained times ``ratio``; and other amplitudes. In place, by two small
+        """Other frequencies from now on: those trained times ``ratio``; and other amplitudes. In place, by a few small
         operators, with no wait for the device.
 
         Nothing is compiled or captured again for other values, but the first call of a module adds buffers that a
@@ -214,8 +227,15 @@ class FrequencyModule(nn.Module):
         Raises:
             ValueError: a shape that does not fit.
         """
-        omega = self.get_omega()
-        for name, value, shape in (("ratio", ratio, omega.shape), ("amplitude", amplitude, (1, self.num_channels))):
+        copy_together(self.adjusted(ratio, amplitude))
+
+    @torch.no_grad()
+    def adjusted(
+        self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What :meth:`adjust` copies: buffers, and the values that they are to hold."""
+        trained = self.trained()
+        for name, value, shape in (("ratio", ratio, trained.shape), ("amplitude", amplitude, (1, self.num_channels))):
             if isinstance(value, Tensor):
                 try:
                     value.expand(shape)
@@ -223,26 +243,75 @@ class FrequencyModule(nn.Module):
                     raise ValueError(
                         f"{name}: expected a tensor that broadcasts to {tuple(shape)}, got {tuple(value.shape)}"
                     ) from None
-        self._make_adjustable(omega.device)
-        fixed, factor = self._buffers.get("omega"), 1.0 if ratio is None else ratio
-        if fixed is None:
-            self.ratio.copy_(factor) if isinstance(factor, Tensor) else self.ratio.fill_(factor)
-        else:
-            torch.mul(self.trained_omega, factor, out=fixed)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        factor: Any = 1.0 if ratio is None else ratio
         gain: Any = 1.0 if amplitude is None else amplitude
-        torch.mul(self.trained_amplitude, gain, out=self.amplitude)
+        fixed = self._buffers.get("omega")
+        if fixed is None:
+            found = [(self.ratio, torch.ones_like(self.ratio) * factor)]
+        else:
+            found = [(fixed, trained * factor)]
+        return [*found, (self.amplitude, self.trained_amplitude * gain)]
 
-    def _make_adjustable(self, device: torch.device) -> None:
-        if "trained_amplitude" in self._buffers:
+    def trained(self) -> Tensor:
+        """omega (H or 1, C, K) without what :meth:`adjust` does to it, which can be done from now on."""
+        self._make_adjustable()
+        return self.trained_omega if "trained_omega" in self._buffers else self._learned()
+
+    def _make_adjustable(self) -> None:
+        device = self._learned().device
+        fixed = "omega" in self._buffers
+        names = ("omega", "trained_omega") if fixed else ("ratio",)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in (*names, "amplitude", "trained_amplitude"):
+                own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
+                if own is not None and own.dtype == self.dtype:
+                    continue
+                whole = own is None and now is not None and now.dtype == self.dtype  # else cast by FSDP1 or DDP
+                value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
+                self.register_buffer(name, value, persistent=False)
+
+    def set_places(self, axis: int, places: Tensor | None) -> None:
+        """Index i of an axis of grids is at ``places[i]`` from now on; None: where the grid has it, again.
+
+        In place where there were as many before, so that nothing is compiled or captured again; with no wait for the
+        device. Of grids that the module is called with: coordinates say themselves where tokens are. A grid becomes a
+        table of coordinates at each call, see :meth:`lrpe_md.Grid.along`.
+
+        Args:
+            axis: 0 is the slowest, of videos time.
+            places: numbers (n,), at least as many as a grid has on this axis.
+
+        Raises:
+            ValueError: an axis or a shape that does not fit.
+        """
+        if not 0 <= axis < self.num_axes:
+            raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")
+        name = f"places_{axis}"
+        if places is None:
+            self._buffers.pop(name, None)
             return
-        with torch.inference_mode(False):
-            if "omega" in self._buffers:
-                self.register_buffer("trained_omega", self.omega.clone(), persistent=False)
-            else:
-                self.register_buffer("ratio", self._initial("ratio", device), persistent=False)
-            if "amplitude" not in self._buffers:
-                self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
-            self.register_buffer("trained_amplitude", self.amplitude.clone(), persistent=False)
+        if not isinstance(places, Tensor) or places.ndim != 1 or places.is_complex():
+            found = tuple(places.shape) if isinstance(places, Tensor) else type(places).__name__
+            raise ValueError(f"places: expected a tensor of numbers (n,), or None, got {found}")
+        own = self._buffers.get(name)
+        with torch.inference_mode(False), torch.no_grad():
+            if own is None or own.shape != places.shape:
+                own = torch.empty(places.shape, dtype=torch.float64, device=next(iter(self._owned().values())).device)
+                self.register_buffer(name, own, persistent=False)
+            own.copy_(places, non_blocking=True)
+
+    def locate(self, positions: Any) -> Any:
+        """Positions, of grids with what :meth:`set_places` says."""
+        if type(positions) is tuple:
+            return tuple(self.locate(each) for each in positions)
+        if not self.moved or not isinstance(positions, Grid):
+            return positions
+        return positions.along({axis: self.get_buffer(f"places_{axis}") for axis in self.moved})
+
+    @property
+    def moved(self) -> list[int]:
+        """Axes of which :meth:`set_places` says where they are."""
+        return [axis for axis in range(self.num_axes) if f"places_{axis}" in self._buffers]
 
     def forward(
         self,
@@ -348,6 +417,7 @@ class FrequencyModule(nn.Module):
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
+        positions = self.locate(positions) if len(self._buffers) > 1 else positions
         if self.map == "cosine":
             return cosine(
                 *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,

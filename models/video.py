@@ -312,10 +312,14 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if keep is not None:
             x = self._keep(x, shape, keep)
         x = self._begin(x)
+        stack = EncodingStack(self.encoding)
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
-            return x, Layout(where, block=places if self.causal else None)
+            located = stack.locate(where)
+            return x, Layout(where if self.causal else located, block=places if self.causal else None)
+        if stack.locate(grid) is not grid:
+            raise ValueError("places: expected None with space_time='factorised', whose grids have an axis or two")
         grid = _as_grid("space_time='factorised'", grid)
         # Relative positions within a frame do not depend on its time, nor those along time on the place.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))

@@ -202,7 +202,7 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """From 1 at the index that makes the second number of turns in the length, times share, to 0 at that of the first."""
+    """From 1 at the index that makes the second number of turns, times share, in the length to 0 at the first's."""
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
