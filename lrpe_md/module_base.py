@@ -30,7 +30,8 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Values into tensors, in one launch for those of a dtype and device."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(targets), list(values), non_blocking=True)
+        together: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        together(list(targets), list(values), non_blocking=True)
 
 
 def check_alone(norm: Norm | None, out: Any = None) -> None:
@@ -246,11 +247,8 @@ class FrequencyModule(nn.Module):
         factor: Any = 1.0 if ratio is None else ratio
         gain: Any = 1.0 if amplitude is None else amplitude
         fixed = self._buffers.get("omega")
-        if fixed is None:
-            found = [(self.ratio, torch.ones_like(self.ratio) * factor)]
-        else:
-            found = [(fixed, trained * factor)]
-        return [*found, (self.amplitude, self.trained_amplitude * gain)]
+        frequencies = (self.ratio, torch.ones_like(self.ratio) * factor) if fixed is None else (fixed, trained * factor)
+        return [frequencies, (self.amplitude, self.trained_amplitude * gain)]
 
     def trained(self) -> Tensor:
         """omega (H or 1, C, K) without what :meth:`adjust` does to it, which can be done from now on."""

@@ -274,7 +274,7 @@ def run_part(
         ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
     if target is not None:
         given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
-        read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+        read: dict[str, Tensor | None] = {name: t for name, t in given.items() if isinstance(t, Tensor)}
         direct = boundary.is_direct((*xs, *read.values(), *target.tensors))
         _check_target(target, xs, read, ys[0].shape[3], direct)
         ys = list(write(target, ys))

@@ -103,7 +103,7 @@ class Rows(NamedTuple):
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
     angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
-    outs: Sequence[Tensor | None] = ()  # what is written; allocated where there are none
+    outs: Sequence[Any] = ()  # what is written, tensors; allocated where there are none, or None
     start: Tensor | None = None  # (1,) or (B,): the token of each of outs where they begin
 
 

@@ -247,7 +247,8 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context) 
         return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)
     found = []
     if before is None and prefix:
-        found.append(_attend_window(attn, *(t[:, :, :prefix] for t in (q, k, v)), context, (0, None)))
+        first_q, first_k, first_v = (t[:, :, :prefix] for t in (q, k, v))
+        found.append(_attend_window(attn, first_q, first_k, first_v, context, (0, None)))
     for i in range(new):
         last = frames - new + i + 1
         first, end = max(0, last - window), q.shape[2] - (new - i - 1) * size
@@ -299,6 +300,7 @@ def _attend_window(
         if isinstance(grid, Grid):
             where = replace(grid, shape=(frames[0], *grid.shape[1:]), start=0, length=None)
             if frames[1] is not None:
+                assert size is not None
                 where = replace(where, start=where.total - frames[1] * size), where
         q, k = encoding(q, k, positions=where)
     return attend(attn, q, k, v, mask, False)
