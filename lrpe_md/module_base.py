@@ -70,6 +70,7 @@ class FrequencyModule(nn.Module):
     phase_range: tuple[float, float] | None = None
     describes = True  # describe() says all of what it does to q and k
     takes_norm = True  # of q and k, in forward
+    moved: tuple[int, ...] = ()  # axes of which set_places says where they are
 
     def __init__(
         self,
@@ -287,6 +288,7 @@ class FrequencyModule(nn.Module):
         name = f"places_{axis}"
         if places is None:
             self._buffers.pop(name, None)
+            self.moved = tuple(own for own in self.moved if own != axis)
             return
         if not isinstance(places, Tensor) or places.ndim != 1 or places.is_complex():
             found = tuple(places.shape) if isinstance(places, Tensor) else type(places).__name__
@@ -297,6 +299,7 @@ class FrequencyModule(nn.Module):
                 own = torch.empty(places.shape, dtype=torch.float64, device=next(iter(self._owned().values())).device)
                 self.register_buffer(name, own, persistent=False)
             own.copy_(places, non_blocking=True)
+        self.moved = tuple(sorted({*self.moved, axis}))
 
     def locate(self, positions: Any) -> Any:
         """Positions, of grids with what :meth:`set_places` says."""
@@ -305,11 +308,6 @@ class FrequencyModule(nn.Module):
         if not self.moved or not isinstance(positions, Grid):
             return positions
         return positions.along({axis: self.get_buffer(f"places_{axis}") for axis in self.moved})
-
-    @property
-    def moved(self) -> list[int]:
-        """Axes of which :meth:`set_places` says where they are."""
-        return [axis for axis in range(self.num_axes) if f"places_{axis}" in self._buffers]
 
     def forward(
         self,
@@ -415,7 +413,7 @@ class FrequencyModule(nn.Module):
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
-        positions = self.locate(positions) if len(self._buffers) > 1 else positions
+        positions = self.locate(positions) if self.moved else positions
         if self.map == "cosine":
             return cosine(
                 *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,

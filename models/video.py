@@ -316,8 +316,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
-            located = stack.locate(where)
-            return x, Layout(where if self.causal else located, block=places if self.causal else None)
+            if self.causal and isinstance(where, Grid):  # of the frames that a window holds
+                return x, Layout(where, block=places)
+            return x, Layout(stack.locate(where), block=places if self.causal else None)
         if stack.locate(grid) is not grid:
             raise ValueError("places: expected None with space_time='factorised', whose grids have an axis or two")
         grid = _as_grid("space_time='factorised'", grid)

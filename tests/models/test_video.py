@@ -12,10 +12,12 @@ timm = pytest.importorskip("timm")
 from lrpe_md.models.video import LrpeVideoTransformer, inflate  # noqa: E402
 from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
 
-from lrpe_md import preset  # noqa: E402
+from lrpe_md import Coordinates, preset  # noqa: E402
+from lrpe_md.integrations import set_places  # noqa: E402
 from lrpe_md.integrations.attention import Context  # noqa: E402
 from lrpe_md.integrations.encoding import EncodingStack  # noqa: E402
 from lrpe_md.integrations.timm import LrpeAttention, adapt  # noqa: E402
+from lrpe_md.positions import relative_times  # noqa: E402
 
 TINY = {
     "img_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 1, "embed_dim": 96, "depth": 2, "num_heads": 2,
@@ -533,9 +535,10 @@ def test_errors_of_causal_frames():
         model.stream(x)
 
 
-def recompute(model, x, window):
+def recompute(model, x, window, times=None):
     """Tokens of each frame and of the prefix, frame by frame: keys of all frames that it sees, encoded anew at where
-    they are in its window, from features that are kept, not from keys."""
+    they are in its window, or at the times that a function of their number gives, from features that are kept, not from
+    keys."""
     size, prefix = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.num_prefix_tokens
     tokens, _ = model._embed(x)
     places = size[1] * size[2]
@@ -550,7 +553,11 @@ def recompute(model, x, window):
             attn = block.attn
             qkv = attn.qkv(normed).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
             q, k, v = attn.q_norm(qkv[0]), attn.k_norm(qkv[1]), qkv[2]
-            q, k = EncodingStack(model.encoding)[i](q, k, positions=model.positions((len(seen) - 1, *size[1:])))
+            where = model.positions((len(seen) - 1, *size[1:]))
+            if times is not None:
+                axes = torch.tensor(times(len(seen) - 1)), torch.arange(size[1]), torch.arange(size[2])
+                where = Coordinates(torch.cartesian_prod(*(axis.double() for axis in axes)), prefix)
+            q, k = EncodingStack(model.encoding)[i](q, k, positions=where)
             weights = (q @ k.transpose(-2, -1) * attn.scale).softmax(-1)
             out = attn.proj(attn.norm((weights @ v)[:, :, seen_tokens - own.shape[1] :].transpose(1, 2).flatten(2)))
             own = own + block.ls1(out)
@@ -621,3 +628,60 @@ def test_a_stream_in_a_full_window_compiles_once():
         counts.append(counter.frame_count)
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 8 :])
     assert counts[-1] == counts[1] <= 2  # a number of frames, then any
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize("name", ["rotate", "cosine-split", "registers", "no prefix"])
+def test_a_stream_beyond_its_horizon(name, horizon):
+    """All frames are kept; those further back than the horizon share time 0 (eq. 3 of arXiv 2511.20649)."""
+    model, x = causal(name, attention="softmax"), video(6, 8, 12).double()
+    plain = model.forward_features(x)
+    expected = recompute(model, x, 9, lambda frames: [max(j - max(frames - horizon, 0), 0) for j in range(frames)])
+    state, found = None, []
+    for seen, piece in enumerate(x.split(1, 2)):
+        set_places(model, 0, relative_times(seen + 1, horizon))
+        tokens, state = model.stream(piece, state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    assert (expected - plain).abs().max() > 1e-6
+    set_places(model, 0, None)
+    torch.testing.assert_close(model.forward_features(x), plain)
+
+
+@torch.no_grad()
+def test_a_cut_in_a_window():
+    """The newest frame jumps ahead in time, those before it stay (eq. 4)."""
+    model, x = causal("registers", attention="softmax", window=3), video(5, 8, 12).double()
+    expected = recompute(model, x, 3, lambda frames: [[0], [0, 1], [0, 1, 9]][frames - 1] if frames else [])
+    set_places(model, 0, torch.tensor([0, 1, 9]))
+    state, found = None, []
+    for piece in x.split((2, 1, 2), 2):
+        tokens, state = model.stream(piece, state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    torch.testing.assert_close(model.forward_features(x), expected)
+
+
+@torch.no_grad()
+def test_places_of_whole_videos():
+    """Without causality, too; not where an axis is taken apart, or tokens are dropped."""
+    model, x = build(encoding="rotate").double(), video(4).double()
+    wanted = model.forward_features(x)
+    set_places(model, 0, torch.arange(4) + 7)
+    shifted = model.forward_features(x)
+    set_places(model, 0, torch.arange(4) * 2)
+    assert (model.forward_features(x) - wanted).abs().max() > 1e-6
+    grid = model.positions((4, 2, 2))
+    moved = grid.offset((7, 0, 0))
+    model.positions = lambda *_: moved
+    set_places(model, 0, None)
+    torch.testing.assert_close(model.forward_features(x), shifted)
+    apart = build(encoding="rotate", space_time="factorised")
+    set_places(apart, 0, torch.arange(4))
+    with pytest.raises(ValueError, match="places: expected None with space_time='factorised'"):
+        apart(video(4))
+    dropped = build(encoding="rotate")
+    set_places(dropped, 0, torch.arange(4))
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], since tokens are in a table"):
+        dropped.forward_features(video(4), keep=torch.tensor([0, 5]))
