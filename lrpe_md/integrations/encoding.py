@@ -302,8 +302,8 @@ class EncodingStack:
             return positions
         if not isinstance(positions, Grid):
             raise ValueError(
-                f"places: expected None for axes {list(first.moved)}, since tokens are in a table of positions: text with "
-                "positions of its own, an image behind it, or dropped tokens"
+                f"places: expected None for axes {list(first.moved)}, since tokens are in a table of positions: text "
+                "with positions of its own, an image behind it, or dropped tokens"
             )
         return first.locate(positions)
 
