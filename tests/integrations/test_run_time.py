@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +172,43 @@ def test_dype_of_flux(time):
     assert (after - before).abs().max() > 1e-3
     set_scaling(adapted, None)
     assert torch.equal(call(adapted), before)
+
+
+@torch.no_grad()
+def test_dype_in_a_pipeline():
+    """WanPipeline calls us back between two steps: each has the frequencies of its own time."""
+    model = adapt_rotary(wan())
+    pipe = diffusers().WanPipeline(
+        None, None, None, diffusers().FlowMatchEulerDiscreteScheduler(), transformer=model
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    seen = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs["timestep"][0].item() / 1000, model.rope.rotation.omega.clone())),
+        with_kwargs=True,
+    )
+
+    def scale(time):
+        set_scaling(model, (None, partial(dype_ntk_scaling, factor=2.0, time=time), None))
+
+    def follow(pipe, step, timestep, tensors):
+        scale(pipe.scheduler.sigmas[step + 1])
+        return tensors
+
+    scale(1.0)
+    pipe(
+        prompt_embeds=WAN_TEXT, negative_prompt_embeds=WAN_TEXT, height=32, width=32, num_frames=5,
+        num_inference_steps=3, output_type="latent", callback_on_step_end=follow,
+    )  # fmt: skip
+    assert len({time for time, _ in seen}) == 3
+    trained = preset("wan", 32).omega
+    rows = trained[0, :, 1] != 0
+    for time, omega in seen:
+        dim = 2 * int(rows.sum())
+        base = 1e4 * (2.0 ** (dim / (dim - 2))) ** (2 * time**2)
+        expected = trained.clone()
+        expected[0, rows, 1] = torch.tensor(series(dim, base), dtype=torch.float64)
+        torch.testing.assert_close(omega, expected, rtol=1e-6, atol=0)
 
 
 # --- models.dit ------------------------------------------------------------------------------------------------------
@@ -517,3 +556,20 @@ def test_buffers_that_were_cast():
         call_wan(model)
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     torch.testing.assert_close(call_wan(model), wanted, **BOUND)
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    """docs/runtime.md from top to bottom."""
+    diffusers()
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 7
+    space = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, "docs/runtime.md", "exec"), space)
+    assert "True [(1, 3, 13, 64)]" in capsys.readouterr().out
+    assert space["cache"][0, :, 17].any()
+    assert space["cache"][1, :, 300].any()
+    assert not space["cache"][:, :, 301:].any()
