@@ -11,7 +11,6 @@ from .engine.linear_call import Description, LinearOptions, NormalizerName, Stat
 from .engine.linear_dispatch import run_encoded
 from .engine.linear_validate import Given, as_state, check_eps, check_normalizer
 from .functional_linear import linear_attention
-from .module_base import FrequencyModule
 
 __all__ = ["LinearAttention", "attend_with"]
 
@@ -97,7 +96,7 @@ def attend_with(
 ) -> Any:
     """What a :class:`LinearAttention` of this encoding gives: for a backbone that holds the encoding itself."""
     call: Any = encoding
-    positions = call.locate(positions) if isinstance(encoding, FrequencyModule) else positions
+    positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
         options = LinearOptions(
             None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,

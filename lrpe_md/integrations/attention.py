@@ -217,7 +217,7 @@ class Carried:
         return self.before[len(self.after)] if self.before else None
 
 
-def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
     """Softmax attention of raw q, k, v (B, H, N, D) in which tokens see their frame and those before it.
 
     Frames have ``context.block`` tokens each, behind the prefix, which sees itself and is seen by all. What is carried
@@ -230,6 +230,10 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context) 
     assert size is not None
     if context.attn_mask is not None:
         raise ValueError("attn_mask: expected None where frames see earlier ones alone, got a mask")
+    if is_causal:
+        raise ValueError(
+            "is_causal: expected False where frames see earlier ones alone, which is causal between them, got True"
+        )
     before = None if context.carried is None else context.carried.take()
     prefix = grid.prefix
     new = (q.shape[2] - (prefix if before is None else 0)) // size
@@ -239,7 +243,10 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context) 
     frames = (k.shape[2] - prefix) // size
     if context.carried is not None:
         kept = frames if window is None else min(frames, window - 1)
-        context.carried.after.append(tuple(_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v)))
+        parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))
+        # Not as a part of something larger, a projection or frames that are dropped, which it would keep alive.
+        whole = before is not None and kept == frames
+        context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
     if not isinstance(grid, Grid) and (window is not None or before is not None):
         raise ValueError("window: expected None where places are dropped, whose frames have a table of positions")
     if window is None or frames <= window:

@@ -106,7 +106,7 @@ class LrpeAttention(Attention):
                 block=context.block, carried=context.carried,
             )  # fmt: skip
         elif frames:
-            x = attend_frames(self, q, k, v, context)
+            x = attend_frames(self, q, k, v, context, is_causal)
         else:
             if encoding is not None:
                 q, k = encode(encoding, q, k, positions, is_causal, norm)

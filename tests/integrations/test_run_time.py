@@ -355,7 +355,7 @@ def test_prepared_steps_are_copies():
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_on_a_gpu(backend):
-    """CUDA itself says whether anything waits; and a captured graph reads what was changed."""
+    """CUDA itself says whether anything waits."""
     model = adapt_rotary(wan()).cuda()
     x, text = WAN_X.cuda(), WAN_TEXT.cuda()
     call = torch.compile(model, backend=backend)
@@ -381,6 +381,31 @@ def test_on_a_gpu(backend):
     set_scaling(eager, (None, *(partial(dype_yarn_scaling, factor=2.0, time=time, original_length=64),) * 2))
     set_places(eager, 0, times)
     torch.testing.assert_close(found, eager(x, step, text, return_dict=False)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_captured_graph_reads_what_changed():
+    model = dit(num_axes=3, patch_size=(1, 2, 2)).cuda()
+    x, t = torch.randn(1, 3, 9, 4, 6, device="cuda"), torch.tensor([0.4], device="cuda")
+    set_scaling(model, lambda theta: (theta, 1.0))
+    set_places(model, 0, torch.arange(9.0, device="cuda"))
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            model(x, t)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x, t)
+    found = []
+    for factor, horizon in ((2.0, 9), (4.0, 5), (1.0, 9)):
+        set_scaling(model, partial(dype_ntk_scaling, factor=factor, time=torch.tensor(0.9, device="cuda")))
+        set_places(model, 0, relative_times(9, horizon, device="cuda"))
+        graph.replay()
+        found.append(y.clone())
+        torch.testing.assert_close(found[-1], model(x, t), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[0], found[1])
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------

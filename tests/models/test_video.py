@@ -517,6 +517,8 @@ def test_errors_of_causal_frames():
         softmax.stream(x[:1], state)
     with pytest.raises(ValueError, match="attn_mask: expected None where frames"):
         softmax.forward_features(x, torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="is_causal: expected False where frames"):
+        softmax.forward_features(x, is_causal=True)
     softmax.window = 1
     with pytest.raises(ValueError, match="window: expected None where places are dropped"):
         softmax.forward_features(x, keep=torch.tensor([0, 1]))
@@ -580,6 +582,8 @@ def test_a_moving_window_is_recomputing_it(name, window):
             tokens, state = model.stream(piece, state)
             found.append(tokens)
             held = min(state.num_frames, window - 1)
+            kept = [t for pair in state.layers for t in pair]
+            assert all(t.untyped_storage().nbytes() == t.numel() * 8 for t in kept), "a part of something larger"
             assert all(t.shape[2] == model.num_prefix_tokens + held * 6 for pair in state.layers for t in pair)
         torch.testing.assert_close(torch.cat(found, 1), expected)
 

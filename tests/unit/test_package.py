@@ -27,7 +27,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "presets": {"frequencies", "positions"},
-    "module_base": {"engine", "frequencies", "functional", "norm"},
+    "module_base": {"engine", "frequencies", "functional", "norm", "positions"},
     "modules_linear": {"engine", "functional_linear"},
     "modules": {"checks", "engine", "frequencies", "module_base", "norm", "positions", "presets", "xpos"},
     "xpos": {"checks", "engine", "positions", "reference"},
