@@ -20,7 +20,7 @@ from .functional import cosine, rotate
 from .norm import Norm
 from .positions.grid import Grid
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone", "copy_together"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
@@ -34,12 +34,10 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
         together(list(targets), list(values), non_blocking=True)
 
 
-def check_alone(norm: Norm | None, out: Any = None) -> None:
-    """Linear attention takes neither."""
+def check_unwritten(out: Any) -> None:
+    """Of linear attention."""
     if out is not None:
         raise ValueError("out: expected None with attend, which is given q and k as they are, and writes neither")
-    if norm is not None:
-        raise ValueError("norm: expected None with attend, which is given q and k as they are; normalise them before")
 
 
 class FrequencyModule(nn.Module):
@@ -330,8 +328,8 @@ class FrequencyModule(nn.Module):
             inverse: rotate by -Θ; for the cosine map there is none.
             norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
             out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`.
-            attend: return ``attend(self.describe(), *xs)`` instead. So linear attention takes the frequencies within
-                the module's hooks, in which FSDP gathers them.
+            attend: return ``attend(self.describe(), *xs)`` instead, the description with ``norm``. So linear attention
+                takes the frequencies within the module's hooks, in which FSDP gathers them.
 
         Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
 
@@ -339,8 +337,8 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
-            check_alone(norm, out)
-            return attend(self.describe(), *xs)
+            check_unwritten(out)
+            return attend(self.describe()._replace(norm=norm), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start

@@ -13,7 +13,7 @@ from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_alone
+from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_unwritten
 from .norm import Norm
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
@@ -266,8 +266,8 @@ class Rotate1d(RotateMd):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
-            check_alone(norm, out)
-            return attend(self.describe(), *xs)
+            check_unwritten(out)
+            return attend(self.describe()._replace(norm=norm), *xs)
         same: Any = {
             "offset": offset, "cu_seqlens": cu_seqlens, "positions": positions, "inverse": inverse, "norm": norm,
             "out_start": out_start,

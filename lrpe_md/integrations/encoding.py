@@ -15,8 +15,9 @@ from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
 from ..functional import cosine, rotate
-from ..module_base import FrequencyModule, check_alone, copy_together
+from ..module_base import FrequencyModule, check_unwritten, copy_together
 from ..modules import CosineMd, PresetMd, RotateMd
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
@@ -46,9 +47,13 @@ class Activation(nn.Module):
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
-    def forward(self, *xs: Tensor, positions: Any = None, attend: Callable[..., Any] | None = None) -> Any:
+    def forward(
+        self, *xs: Tensor, positions: Any = None, norm: Norm | None = None, attend: Callable[..., Any] | None = None
+    ) -> Any:
         if attend is not None:
-            return attend(self.describe(), *xs)
+            return attend(self.describe()._replace(norm=norm), *xs)
+        if norm is not None:
+            raise ValueError("norm: expected None without attend, since no map takes it; normalise q and k before")
         return tuple(activate(x, self.act, self.dim) for x in xs)
 
     def extra_repr(self) -> str:
@@ -335,6 +340,7 @@ class Stretched(nn.Module):
     ratio: Tensor
     amplitude: Tensor
     describes = True
+    takes_norm = True
 
     def __init__(self, frequencies: CosineMd | RotateMd | PresetMd) -> None:
         super().__init__()
@@ -366,17 +372,18 @@ class Stretched(nn.Module):
         k: Tensor,
         *,
         positions: Any,
+        norm: Norm | None = None,
         out: Any = None,
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         own: Any = self.describe()
         if attend is not None:
-            check_alone(None, out)
-            return attend(own, q, k)
+            check_unwritten(out)
+            return attend(own._replace(norm=norm), q, k)
         options: dict[str, Any] = {
             "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
-            "amplitude": own.amplitude, "impl": own.impl, "out": out, "out_start": out_start,
+            "amplitude": own.amplitude, "impl": own.impl, "norm": norm, "out": out, "out_start": out_start,
         }  # fmt: skip
         if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
