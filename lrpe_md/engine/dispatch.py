@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -157,16 +158,21 @@ def _run_into(
 
 def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
     number = len(phase) if phase is not None and phase.ndim == 3 else groups
-    read = {**call.tables._asdict(), **call.weights._asdict(), "phase": phase}
-    _check_target(target, xs, read, number * call.spec.out_dim(xs[0].shape[3]), direct)
+    read, names = (*call.tables, *call.weights, phase), (*Tables._fields, *Weights._fields, "phase")
+    _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
 def _check_target(
-    target: Target, xs: tuple[Tensor, ...], read: dict[str, Tensor | None], width: int, direct: bool
+    target: Target,
+    xs: tuple[Tensor, ...],
+    read: Sequence[Tensor | None],
+    names: Sequence[str],
+    width: int,
+    direct: bool,
 ) -> None:
-    if not direct and sharding.is_sharded(*xs, *read.values(), *target.tensors):
+    if not direct and sharding.is_sharded(*xs, *read, *target.tensors):
         raise ValueError("out: expected None with DTensors, whose outputs are sharded as they are")
-    check_target(target, xs, read, width, direct)
+    check_target(target, xs, read, names, width, direct)
 
 
 def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
@@ -274,9 +280,9 @@ def run_part(
         ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
     if target is not None:
         given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
-        read: dict[str, Tensor | None] = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+        read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
         direct = boundary.is_direct((*xs, *read.values(), *target.tensors))
-        _check_target(target, xs, read, ys[0].shape[3], direct)
+        _check_target(target, xs, [*read.values()], [*read], ys[0].shape[3], direct)
         ys = list(write(target, ys))
     return tuple(ys) if len(xs) == 2 else ys[0]
 

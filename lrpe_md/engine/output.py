@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ def take_target(out: Any, start: Any, number: int) -> Target | None:
         if start is not None:
             raise ValueError("out_start: expected None without out, in which it is a place")
         return None
+    if type(out) is tuple and len(out) == number and all(t is None or type(t) is Tensor for t in out):
+        return Target(out, None if start is None else _check_start(start))
     outs = (out,) if isinstance(out, Tensor) else out
     kinds = {type(t) for t in outs if t is not None} if isinstance(outs, (tuple, list)) else {type(outs)}
     if not isinstance(outs, (tuple, list)) or not all(issubclass(kind, Tensor) for kind in kinds):
@@ -73,45 +75,93 @@ def _check_start(start: Any) -> Tensor:
         raise ValueError(
             f"out_start: expected int32 or int64 of shape (), (1,) or (B,), got {start.dtype} {tuple(start.shape)}"
         )
-    return start.reshape(-1)
+    return start if start.ndim == 1 else start.reshape(1)
 
 
 def check_target(
-    target: Target, xs: Sequence[Tensor], others: Mapping[str, Tensor | None], width: int, direct: bool
+    target: Target, xs: Sequence[Tensor], read: Sequence[Tensor | None], names: Sequence[str], width: int, direct: bool
 ) -> None:
-    """Before anything is written. others: what else is read; width: channels of an output; direct: the tensors are
-    plain, with memory."""
-    batch, _, num_tokens, _ = xs[0].shape
+    """Before anything is written.
+
+    read, names: what else is read; width: channels of an output; direct: the tensors are plain, with memory. What
+    shapes, strides and dtypes say is checked once for calls of these, and remembered.
+    """
     start = target.start
     if transforming():
         raise ValueError("out: expected None under a torch.func transform or with dual numbers, which write nothing")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *others.values())):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *read)):
         raise ValueError(
             "out: expected no gradient to be recorded, since what is written has none; call under torch.no_grad() or "
             "torch.inference_mode(), or leave out out"
         )
-    if start is not None and (start.shape[0] not in (1, batch) or start.device != xs[0].device):
+    if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):
         raise ValueError(
-            f"out_start: expected one place, or one for each of {batch} samples, on {xs[0].device}, got "
+            f"out_start: expected one place, or one for each of {xs[0].shape[0]} samples, on {xs[0].device}, got "
             f"{tuple(start.shape)} on {start.device}"
         )
-    for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
-        if out is not None:
-            name = "out" if len(xs) == 1 else f"out[{i}]"
-            _check_out(name, out, x, (batch, x.shape[1], num_tokens, width), start is not None)
     if not direct:
+        _check_outs(target, xs, width, False)
         return
-    names = ("q", "k") if len(xs) == 2 else ("x",)
-    read = [*zip(names, xs, strict=True), *others.items(), ("out_start", start)]
-    for i, out in enumerate(target.outs):
+    others = [*xs, *read] if start is None else [*xs, *read, start]
+    for out in target.outs:
+        if out is None:
+            continue
+        if out.requires_grad or out.is_nested or out.layout is not torch.strided:
+            _check_outs(target, xs, width, True)
+        others.append(out)
+    key = width, len(xs), start is None, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in others]
+    reaches = _remembered.get(key)
+    if reaches is None or any(t is not None and t.device != xs[0].device for t in target.outs):
+        _check_outs(target, xs, width, True)
+        if len(_remembered) >= 4096:
+            _remembered.clear()
+        reaches = [None if t is None else (_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
+        _remembered[key] = reaches
+    if not xs[0].is_meta:  # which has no memory
+        _check_apart(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
+
+
+_remembered: dict[Any, list[int | None]] = {}  # bytes from the first element of each tensor to the end of its last
+
+
+def _check_apart(
+    target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
+) -> None:
+    """tensors: what is read, then the outputs that there are."""
+    places = [None if t is None else t.data_ptr() for t in tensors]
+    number = sum(t is not None for t in target.outs)
+    first = len(tensors) - number
+    for i in range(first, len(tensors)):
+        out: Any = tensors[i]
+        low: Any = places[i]
+        end = low + reaches[i]
+        for j in range(i):
+            place: Any = places[j]
+            if place is None or place >= end or place + reaches[j] <= low:
+                continue
+            other: Any = tensors[j]
+            if _may_overlap(out, other):
+                name = _name_of(target, i - first)
+                read = _name_of(target, j - first) if j >= first else [*names, "out_start"][j]
+                raise ValueError(f"{name}: expected memory apart from that of {read}, with which it overlaps")
+
+
+def _name_of(target: Target, number: int) -> str:
+    """Of the outputs that there are."""
+    given = [i for i, t in enumerate(target.outs) if t is not None]
+    return "out" if len(target.outs) == 1 else f"out[{given[number]}]"
+
+
+def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
+    """What does not depend on where they are in memory."""
+    batch, _, num_tokens, _ = xs[0].shape
+    for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
         name = "out" if len(xs) == 1 else f"out[{i}]"
-        if _overlaps_itself(out.shape, out.stride()):
+        _check_out(name, out, x, (batch, x.shape[1], num_tokens, width), target.start is not None)
+        if direct and _overlaps_itself(out.shape, out.stride()):
             raise ValueError(f"{name}: expected memory of its own for each element, got strides {out.stride()}")
-        for other, t in (*read, *((f"out[{j}]", target.outs[j]) for j in range(i))):
-            if t is not None and _may_overlap(out, t):
-                raise ValueError(f"{name}: expected memory apart from that of {other}, with which it overlaps")
 
 
 def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed: bool) -> None:

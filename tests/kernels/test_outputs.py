@@ -247,3 +247,19 @@ def test_autograd_sees_that_a_cache_was_written():
 def test_the_documented_name_has_none():
     with pytest.raises(TypeError):
         lrpe_rotate_1d(K, torch.rand(8), out=K.clone())
+
+
+def test_shapes_alone_are_remembered():
+    """Where memory is, and whether a gradient is asked for, is looked at each time."""
+    memory = torch.zeros(2, 2, 9, 16)
+    x, out = memory[:, :, :3], memory[:, :, 3:6]
+    options = {"omega": torch.rand(1, 8, 1), "positions": Grid((3,)), "impl": "triton"}
+    for _ in range(2):
+        rotate(x, out=out, **options)
+        with pytest.raises(ValueError, match="out: expected memory apart from that of x"):
+            rotate(x, out=memory[:, :, 2:5], **options)
+        with pytest.raises(ValueError, match="out: expected a tensor that requires no gradient"):
+            rotate(x, out=torch.zeros_like(memory)[:, :, 3:6].requires_grad_(), **options)
+    meta = torch.empty(2, 2, 3, 16, device="meta")
+    options = {"omega": torch.rand(1, 8, 1, device="meta"), "positions": Grid((3,))}
+    assert rotate(meta, out=torch.empty_like(meta), **options).is_meta
