@@ -315,10 +315,11 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         stack = EncodingStack(self.encoding)
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
+            if self.causal and keep is None:  # where frames are depends on the window that holds them
+                return x, Layout(grid, block=places)
+            grid = stack.locate(grid)
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
-            if self.causal and isinstance(where, Grid):  # of the frames that a window holds
-                return x, Layout(where, block=places)
-            return x, Layout(stack.locate(where), block=places if self.causal else None)
+            return x, Layout(where, block=places if self.causal else None)
         if stack.locate(grid) is not grid:
             raise ValueError("places: expected None with space_time='factorised', whose grids have an axis or two")
         grid = _as_grid("space_time='factorised'", grid)

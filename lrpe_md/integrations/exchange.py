@@ -195,6 +195,10 @@ class PresetRotate(Exact, PresetMd):
         super().__init__(preset, learnable=False, device=device, impl=impl)
 
     def at(self, positions: Grid | Coordinates) -> Rotary:
+        if self.moved and not isinstance(positions, Grid):
+            raise ValueError(
+                f"places: expected None for axes {list(self.moved)} of a model that is given coordinates; change those"
+            )
         amplitude: Any = self.amplitude if "trained_amplitude" in self._buffers else self.preset.amplitude
         return Rotary(self.get_omega(), self.locate(positions), self.pairs, amplitude, self.impl)
 

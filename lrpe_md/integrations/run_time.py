@@ -8,9 +8,8 @@
     set_scaling(model, None)                                                  # as trained
     set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
 
-Models are those of ``adapt_rotary`` (with ``_scaling`` for vision and video; language models take their scaling from
-their configuration) and those with encodings of ours: ``adapt``, ``models.vit``, ``models.video``, ``models.dit``,
-``models.lm``.
+Models are those of ``adapt_rotary``, but for language models, which scale by their configuration, and those with
+encodings of ours: ``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``.
 """
 
 from __future__ import annotations
@@ -84,11 +83,7 @@ def prepare_scaling(model: nn.Module, scaling: Scalings) -> Scaled:
             own = _by_axis(path, scaling, 1)
             pairs += module.rescaled(own[0])
             continue
-        if isinstance(module, Exact) and not isinstance(module, PresetRotate):
-            raise ValueError(
-                f"{path}: expected no language model, which scales by its configuration, got {type(module).__name__}; "
-                "set rope_parameters there"
-            )
+        _check_kind(path, module)
         pairs += module.adjusted(*_scale(path, module, _by_axis(path, scaling, module.num_axes)))
     return Scaled(pairs)
 
@@ -106,6 +101,7 @@ def set_places(model: nn.Module, axis: int, places: Tensor | None) -> None:
     if not modules:
         raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
     for path, module in modules:
+        _check_kind(path, module)
         if not 0 <= axis < module.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
     for _, module in modules:
@@ -123,6 +119,14 @@ def _find(model: nn.Module) -> Iterator[tuple[str, Any]]:
         )
     inside = {id(module.frequencies) for module in found.values() if isinstance(module, Stretched)}
     return ((path or type(model).__name__, module) for path, module in found.items() if id(module) not in inside)
+
+
+def _check_kind(path: str, module: nn.Module) -> None:
+    if isinstance(module, Exact) and not isinstance(module, PresetRotate):
+        raise ValueError(
+            f"{path}: expected images or videos, got {type(module).__name__} of a language model, which scales by its "
+            "configuration: set rope_parameters there"
+        )
 
 
 def _by_axis(path: str, scaling: Scalings, num_axes: int) -> list[Scaling | None]:

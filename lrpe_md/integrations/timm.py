@@ -331,6 +331,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
         grid = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference, x.device)
+        grid = EncodingStack(self.encoding).locate(grid)
         if kept is None:
             return x, grid
         table = grid.take(kept)

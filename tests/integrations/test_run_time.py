@@ -172,6 +172,9 @@ def test_dype_of_flux(time):
     assert (after - before).abs().max() > 1e-3
     set_scaling(adapted, None)
     assert torch.equal(call(adapted), before)
+    set_places(adapted, 1, torch.arange(8.0))
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[1\] of a model that is given coordinates"):
+        call(adapted)
 
 
 @torch.no_grad()
@@ -556,6 +559,34 @@ def test_errors():
         Grid((2, 3)).along({1: torch.zeros(1, 2)})
     with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1, got"):
         Grid((2, 3)).along({2: torch.zeros(3)})
+
+
+def test_adapted_language_models_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = adapt_rotary(transformers.LlamaModel(config))
+    for call in (lambda: set_scaling(model, None), lambda: set_places(model, 0, torch.arange(3.0))):
+        with pytest.raises(ValueError, match=r"rotary_emb.rotation: expected images or videos, got .*rope_parameters"):
+            call()
+
+
+@torch.no_grad()
+def test_images():
+    """timm's ViT, and tokens of it that are dropped."""
+    timm = pytest.importorskip("timm")
+    from lrpe_md import adapt
+
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0, depth=2, patch_drop_rate=0.5)
+    model, x = adapt(vit, "rotate").eval(), torch.randn(1, 3, 64, 64)
+    plain = model.forward_features(x)
+    set_places(model, 1, torch.tensor([0.0, 1.0, 2.0, 9.0]))
+    found = model.forward_features(x)
+    assert (found - plain).abs().max() > 1e-3
+    set_places(model, 1, torch.arange(4.0))
+    torch.testing.assert_close(model.forward_features(x), plain, **BOUND)
+    assert model.train()(x).isfinite().all()
 
 
 @torch.no_grad()

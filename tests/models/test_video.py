@@ -669,7 +669,7 @@ def test_a_cut_in_a_window():
 
 @torch.no_grad()
 def test_places_of_whole_videos():
-    """Without causality, too; not where an axis is taken apart, or tokens are dropped."""
+    """Without causality, too, and where tokens are dropped; not where an axis is taken apart."""
     model, x = build(encoding="rotate").double(), video(4).double()
     wanted = model.forward_features(x)
     set_places(model, 0, torch.arange(4) + 7)
@@ -685,7 +685,10 @@ def test_places_of_whole_videos():
     set_places(apart, 0, torch.arange(4))
     with pytest.raises(ValueError, match="places: expected None with space_time='factorised'"):
         apart(video(4))
-    dropped = build(encoding="rotate")
-    set_places(dropped, 0, torch.arange(4))
-    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], since tokens are in a table"):
-        dropped.forward_features(video(4), keep=torch.tensor([0, 5]))
+    model = build(encoding="rotate").double()
+    keep, places = torch.tensor([0, 5, 6, 13]), torch.tensor([0, 1, 8, 9])
+    set_places(model, 0, places)
+    found = model.forward_features(x, keep=keep)
+    set_places(model, 0, None)
+    model.positions = lambda *_: Coordinates(torch.cartesian_prod(places, torch.arange(2), torch.arange(2)).double(), 1)
+    torch.testing.assert_close(found, model.forward_features(x, keep=keep))
