@@ -3,7 +3,10 @@
 import importlib
 from typing import Any
 
-_PLACES = {"adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange"}
+_PLACES = {
+    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

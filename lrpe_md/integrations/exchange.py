@@ -73,7 +73,7 @@ class Rotary:
         omega: Tensor,
         positions: Grid | Coordinates,
         pairs: Pairs,
-        amplitude: float = 1.0,
+        amplitude: float | Tensor = 1.0,
         impl: Impl = "auto",
         rotary_dim: int | None = None,
         norm: Norm | None = None,
@@ -124,7 +124,10 @@ class Rotary:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Rotary:
         """On another device: accelerate asks for it where a model is spread over several."""
         positions = self.positions if isinstance(self.positions, Grid) else self.positions.to(device)
-        return self.at(positions, self.omega.to(device, non_blocking=non_blocking))
+        moved = self.at(positions, self.omega.to(device, non_blocking=non_blocking))
+        if isinstance(self.amplitude, Tensor):
+            moved.amplitude = self.amplitude.to(device, non_blocking=non_blocking)
+        return moved
 
 
 class Exact(FrequencyModule):
@@ -133,6 +136,11 @@ class Exact(FrequencyModule):
     def get_omega(self) -> Tensor:
         omega = super().get_omega()
         if omega.dtype != self.dtype:
+            if "trained_omega" in self._buffers:
+                raise ValueError(
+                    f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
+                    "frequencies were changed; change them again"
+                )
             self.omega = omega = self._initial("omega", omega.device)
         return omega
 
@@ -187,8 +195,12 @@ class PresetRotate(Exact, PresetMd):
         super().__init__(preset, learnable=False, device=device, impl=impl)
 
     def at(self, positions: Grid | Coordinates) -> Rotary:
-        amplitude: Any = self.preset.amplitude
-        return Rotary(self.get_omega(), positions, self.pairs, amplitude, self.impl)
+        if self.moved and not isinstance(positions, Grid):
+            raise ValueError(
+                f"places: expected None for axes {list(self.moved)} of a model that is given coordinates; change those"
+            )
+        amplitude: Any = self.amplitude if "trained_amplitude" in self._buffers else self.preset.amplitude
+        return Rotary(self.get_omega(), self.locate(positions), self.pairs, amplitude, self.impl)
 
 
 class Adapted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import compiled, counters, linear, linear_scaling, my_shapes, norm, operators, report, training, tune
+from . import compiled, counters, decode, linear, linear_scaling, my_shapes, norm, operators, report, training, tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("my-shapes")(my_shapes.main)
@@ -13,6 +13,7 @@ app.command("linear")(linear.main)
 app.command("linear-scaling")(linear_scaling.main)
 app.command("compiled")(compiled.main)
 app.command("norm")(norm.main)
+app.command("decode")(decode.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)
 app.command("tune")(tune.main)
