@@ -47,7 +47,7 @@ LIBRARIES = {  # the adapters of each, and what they take
     "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
     "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
     "transformers": (
-        (".transformers", ".transformers_text"),
+        (".transformers",),
         "transformers' Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and language models (Llama, Mistral, Qwen, GLM, Cohere, ..)",
     ),
 }
@@ -85,10 +85,16 @@ class Rotary:
         self.impl: Impl = impl
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(
-            q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
+        q, k = self.encode(q, k)
+        return q, k
+
+    def encode(self, *xs: Tensor) -> Sequence[Tensor]:
+        """q and k, or one of them."""
+        ys = rotate(
+            *xs, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
             amplitude=self.amplitude, norm=self.norm, impl=self.impl,
         )  # fmt: skip
+        return (ys,) if isinstance(ys, Tensor) else ys
 
     def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The same for q and k (B, N, H, D)."""
