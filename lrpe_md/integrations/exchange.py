@@ -35,8 +35,8 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "found_series", "install",
-    "parts", "restore", "restore_rotary", "with_series",
+    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply", "found_series",
+    "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
 torch.fx.wrap("rotate")  # one step of a traced graph
@@ -213,6 +213,23 @@ class Adapted:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls.__bases__[-1], Adapted):  # as FSDP2 and parametrizations derive theirs
             cls.original = cls.__bases__[-1]
+
+
+@functools.cache
+def adapted_class(base: type[Adapted], original: type) -> Any:
+    """A class of ours, made of ``base``, for objects of ``original``; the same each time."""
+    return type(f"Lrpe{original.__name__}", (base, original), {"__module__": base.__module__})
+
+
+def reduce_adapted(part: Any, base: type[Adapted]) -> Any:
+    """What copies and files keep of a part whose class :func:`adapted_class` made, which has no place to be found at."""
+    _, _, *state = object.__reduce_ex__(part, 2)
+    return (_make_anew, (base, type(part).original), *state)
+
+
+def _make_anew(base: type[Adapted], original: type) -> Any:
+    cls = adapted_class(base, original)
+    return cls.__new__(cls)
 
 
 @dataclass(frozen=True)

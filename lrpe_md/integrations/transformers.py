@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -26,11 +27,11 @@ from torch import Tensor, nn
 from ..engine.validate import Impl
 from ..modules import RotateMd
 from ..positions.coordinates import Coordinates
-from .exchange import Adapted, Exact, Rotary, Step, parts
+from .exchange import Adapted, Exact, Rotary, Step, adapted_class, reduce_adapted
 from .norms import defer_norms
 from .transformers_exceptions import EXCEPTIONS
 from .transformers_flow import find_misuse
-from .transformers_read import Form, Reading, Unknown, by_length, read_function, read_rotary
+from .transformers_read import Form, Misfit, Reading, Unknown, by_length, read_function, read_rotary
 
 __all__ = ["plan", "refusals"]
 
@@ -41,23 +42,28 @@ __all__ = ["plan", "refusals"]
 class AxesRotate(Exact, RotateMd):
     """Our encoding with the frequencies of a model's rotary module, of one axis or several."""
 
-    def __init__(self, reading: Reading, pairs: Any, *, impl: Impl, device: Any) -> None:
+    def __init__(self, reading: Reading, pairs: Any, *, by_function: bool = False, impl: Impl, device: Any) -> None:
         channels, num_axes = reading.omega.shape
         super().__init__(
             2 * channels, num_axes, frequencies=partial(_frequencies, reading.omega), pairs=pairs, impl=impl,
             device=device, dtype=torch.float64,
         )  # fmt: skip
         self.kind, self.layout, self.gain_of_all = reading.kind, reading.layout, reading.amplitude
+        self.by_function = by_function
 
     def at(self, coords: Tensor, omega: Tensor | None = None, amplitude: float | None = None) -> Rotary:
         omega = self.get_omega() if omega is None else omega
         amplitude = self.gain_of_all if amplitude is None else amplitude
-        cls = Places if self.kind == "table" else Rotary
+        cls = Places if self.kind == "table" else ByFunction if self.by_function else Rotary
         return cls(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
 
 
 def _frequencies(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
     return omega[None]
+
+
+class ByFunction(Rotary):
+    """Where a model has functions of both pairs, and calls one or the other."""
 
 
 class Places(Rotary):
@@ -99,8 +105,7 @@ class AdaptedRope(Adapted):
         return rotary, (rotary if rotation.kind == "table" else None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = object.__reduce_ex__(self, protocol)
-        return (_make_anew, (AdaptedRope, self.original), *state)
+        return reduce_adapted(self, AdaptedRope)
 
 
 def _coordinates(rotation: AxesRotate, position_ids: Tensor) -> Tensor:
@@ -114,18 +119,6 @@ def _coordinates(rotation: AxesRotate, position_ids: Tensor) -> Tensor:
     else:
         coords = position_ids[..., None]
     return coords[0] if coords.shape[0] == 1 else coords
-
-
-@functools.cache
-def adapted_class(base: type, original: type) -> Any:
-    """A class of ours for objects of ``original``; the same each time."""
-    return type(f"Lrpe{original.__name__}", (base, original), {"__module__": __name__})
-
-
-def _make_anew(base: type, original: type) -> Any:
-    """For copies and files, which can't find by name what :func:`adapted_class` makes."""
-    cls = adapted_class(base, original)
-    return cls.__new__(cls)
 
 
 # --- the functions that the attentions call ----------------------------------------------------------------------
@@ -142,11 +135,14 @@ class Call:
         for name, default in form.others:
             if options.get(name, default) is not default and name != "position_ids":
                 raise TypeError(f"{name}: expected {default!r} in a model with our encoding, got another; restore it")
+        if isinstance(rotary, ByFunction):
+            rotary = rotary.at(rotary.positions)
+            rotary.pairs = form.pairs
         if form.reverse:
             rotary = rotary.at(rotary.positions, -rotary.omega)
         shape = form.shape
         if shape == "given":
-            shape = {1: "bhnd", 2: "bnhd"}.get(options.get("unsqueeze_dim", form.unsqueeze_dim))
+            shape = {0: "bhnd", 1: "bhnd", 2: "bnhd"}.get(options.get("unsqueeze_dim", form.unsqueeze_dim))
         elif shape == "bnhd" and xs[0].ndim == 3:
             shape = "nhd"
         if shape is None:
@@ -204,14 +200,24 @@ class Found:
     functions: list[tuple[dict[str, Any], str, Form]]  # where each is looked up, its name
     reason: str | None = None  # why not
 
+    misfit: bool = False  # which is an error, where other parts are taken, too
+
     @property
     def pairs(self) -> Any:
         return self.functions[0][2].pairs
 
+    @property
+    def by_function(self) -> bool:
+        return len({form.pairs for *_, form in self.functions}) > 1
+
 
 def find_ropes(model: nn.Module) -> list[Found]:
     """Every rotary module with ``inv_freq``, in the module that has it."""
-    owners = {path: module for path, module in model.named_modules() if any(map(_is_rope, module._modules.values()))}
+    owners = {
+        path: module
+        for path, module in model.named_modules()
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and next(_own_ropes(module), None)
+    }
     found: list[Found] = []
     for path, owner in owners.items():
         inner = [f"{other}." for other in owners if other.startswith(f"{path}." if path else "") and other != path]
@@ -221,12 +227,20 @@ def find_ropes(model: nn.Module) -> list[Found]:
             if (not path or name == path or name.startswith(f"{path}."))
             and not any(f"{name}.".startswith(other) for other in inner)
         ]
-        for name, rope in owner._modules.items():
-            if _is_rope(rope):
-                found.append(_read(f"{path}.{name}".lstrip("."), rope, owner, users))
+        for name, rope in _own_ropes(owner):
+            found.append(_read(f"{path}.{name}".lstrip("."), name.split(".")[0], rope, owner, users))
     if _is_rope(model):
         raise ValueError("model: expected the model that has the rotary module, got the module alone")
     return found
+
+
+def _own_ropes(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Rotary modules that are attributes of a module, or in a list that is one."""
+    for name, part in owner._modules.items():
+        inner = part._modules if isinstance(part, (nn.ModuleList, nn.ModuleDict)) else {}
+        yield from ((f"{name}.{key}", each) for key, each in inner.items() if _is_rope(each))
+        if _is_rope(part):
+            yield name, part  # pyright: ignore[reportReturnType]
 
 
 def _is_rope(part: Any) -> bool:
@@ -238,7 +252,7 @@ def _is_rope(part: Any) -> bool:
     return "position_ids" in inspect.signature(type(part).forward).parameters
 
 
-def _read(path: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Found:
+def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Found:
     found = Found(path, rope, owner, users, {}, [])
     try:
         reason = next((EXCEPTIONS[c.__name__] for c in (type(rope), type(owner)) if c.__name__ in EXCEPTIONS), None)
@@ -248,7 +262,7 @@ def _read(path: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Fou
         for layer_type in _layer_types(rope):
             reading = found.readings[layer_type] = read_rotary(rope, layer_type)
             if by_length(rope) and (reading.kind != "sequence" or layer_type is not None):
-                raise Unknown(f"expected frequencies that don't depend on the length, got {rope.rope_type!r}")
+                raise Misfit(f"expected frequencies that don't depend on the length, got {rope.rope_type!r}")
         reading = next(iter(found.readings.values()))
         if len({r.layout for r in found.readings.values()} | {r.kind for r in found.readings.values()}) != 2:
             raise Unknown("expected all layer types to be of one layout")
@@ -256,14 +270,14 @@ def _read(path: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Fou
         forms = {(form.pairs, form.gathered) for *_, form in found.functions}
         if not forms:
             raise Unknown("expected a function of q, k, cos and sin that is known, found none")
-        if len({pairs for pairs, _ in forms}) > 1:
+        if len({pairs for pairs, _ in forms}) > 1 and reading.kind == "table":
             raise Unknown("expected its functions to turn the same pairs")
         known = {id(space[name]) for space, name, _ in found.functions}
-        misuse = find_misuse(found.path.split(".")[-1], owner, users, known, reading.kind == "table")
+        misuse = find_misuse(name, owner, users, known, reading.kind == "table")
         if misuse is not None:
             raise Unknown(misuse)
     except Unknown as error:
-        found.reason = str(error)
+        found.reason, found.misfit = str(error), isinstance(error, Misfit)
     return found
 
 
@@ -277,11 +291,11 @@ def _check_sections(rope: Any) -> None:
     if sections is None:
         return
     if len(sections) < 3:
-        raise Unknown(f"expected an mrope_section of time, height and width, got {list(sections)}")
+        raise Misfit(f"expected an mrope_section of time, height and width, got {list(sections)}")
     pairs = len(rope.inv_freq) if getattr(rope, "inv_freq", None) is not None else sum(sections)
     splits = "split" in _names(getattr(type(rope), "recomposition_frequencies", None))
     if splits and (sum(sections) != pairs or min(sections) < 0):
-        raise Unknown(f"expected an mrope_section that sums to head_dim / 2 = {pairs}, got {list(sections)}")
+        raise Misfit(f"expected an mrope_section that sums to head_dim / 2 = {pairs}, got {list(sections)}")
 
 
 def _names(function: Any) -> tuple[str, ...]:
@@ -320,19 +334,39 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     found = find_ropes(model)
     taken = [each for each in found if each.reason is None]
     refused = [each for each in found if each.reason is not None]
-    if refused and not taken:
-        raise ValueError(f"{refused[0].path}: {refused[0].reason}")
+    wrong = [each for each in refused if each.misfit or not taken]
+    if wrong:
+        raise ValueError(f"{wrong[0].path}: {wrong[0].reason}")
     steps: list[Step] = []
     for each in taken:
         device = next(each.rope.buffers()).device
-        made = {key: AxesRotate(reading, each.pairs, impl=impl, device=device) for key, reading in each.readings.items()}
+        options: dict[str, Any] = {"by_function": each.by_function, "impl": impl, "device": device}
+        made = {key: AxesRotate(reading, each.pairs, **options) for key, reading in each.readings.items()}
         rotation: Any = made[None] if None in made else nn.ModuleDict(made)  # pyright: ignore[reportArgumentType]
         steps.append(Step(each.rope, adapted_class(AdaptedRope, type(each.rope)), {"rotation": rotation}))
+    if taken:
+        steps += defer_norms(model, _classes("Attention"), _classes("RMSNorm"))
     for each in taken:
         for space, name, form in each.functions:
             if not hasattr(space[name], "takes_rotary"):
                 space[name] = _exchange(space[name], form)
     return steps
+
+
+NORMED = ("qwen3.Qwen3", "qwen3_moe.Qwen3Moe", "qwen3_vl.Qwen3VLText", "qwen3_vl_moe.Qwen3VLMoeText")
+
+
+def _classes(kind: str) -> list[type]:
+    """Those whose norms of q and k go with the map, as far as the library has them."""
+    found: list[type] = []
+    for name in NORMED:
+        folder, prefix = name.split(".")
+        try:
+            module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+        except ImportError:
+            continue
+        found += [cls] if (cls := getattr(module, prefix + kind, None)) is not None else []
+    return found
 
 
 def refusals(model: nn.Module) -> dict[str, str]:

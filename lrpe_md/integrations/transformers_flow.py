@@ -14,7 +14,6 @@ from torch import nn
 
 __all__ = ["find_misuse"]
 
-GIVEN = ("position_embeddings", "cos", "sin", "freqs_cis", "freqs_ci", "rotary_pos_emb")  # parameters that hold it
 HANDED = (ast.Tuple, ast.List, ast.Dict, ast.Return, ast.Starred, ast.IfExp, ast.DictComp, ast.keyword)
 
 
@@ -76,9 +75,9 @@ class _Method:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in self.held:
                 yield node
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                value = node.func.value
-                if node.func.attr == self.rope and isinstance(value, ast.Name) and value.id == "self":
+            elif isinstance(node, ast.Call):
+                called = node.func.value if isinstance(node.func, ast.Subscript) else node.func  # one of a list
+                if isinstance(called, ast.Attribute) and called.attr == self.rope:
                     yield node
 
     def _follow(self, node: ast.AST) -> ast.AST | None:
@@ -91,7 +90,7 @@ class _Method:
                 self._hold(target)
             return None
         if isinstance(parent, ast.Subscript) and parent.value is node:
-            return None if self._by_layer(parent.slice) or self.reordered else parent
+            return self._follow(parent) if self._by_layer(parent.slice) or self.reordered else parent
         if isinstance(parent, ast.Call):
             return None if parent.func is not node and self._may_take(parent.func) else parent
         if isinstance(parent, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
@@ -103,8 +102,8 @@ class _Method:
             return None
         if isinstance(parent, ast.Attribute):
             call = self.parents.get(parent)
-            allowed = {"to"} | ({"reshape"} if self.reordered else set())
-            return None if parent.attr in allowed and isinstance(call, ast.Call) else parent
+            allowed = {"to", "get"} | ({"reshape"} if self.reordered else set())
+            return self._follow(call) if parent.attr in allowed and isinstance(call, ast.Call) else parent
         if isinstance(parent, (ast.Expr, ast.If, ast.NamedExpr)):
             return None
         return parent

@@ -22,7 +22,7 @@ from ..engine.validate import Pairs
 from ..frequencies.rope_parameters import RULES, rope_frequencies
 from .exchange import found_series
 
-__all__ = ["Form", "Layout", "Reading", "Unknown", "by_length", "read_function", "read_rotary"]
+__all__ = ["Form", "Layout", "Misfit", "Reading", "Unknown", "by_length", "read_function", "read_rotary"]
 
 Layout = Literal["half", "repeat", "single", "complex"]
 LAYOUTS: tuple[Layout, ...] = ("half", "repeat", "single")
@@ -48,6 +48,10 @@ class Reading:
 
 class Unknown(ValueError):
     """Code that is like none that is known; says what is unlike."""
+
+
+class Misfit(Unknown):
+    """Code that is known, with settings that it is not."""
 
 
 # --- rotary modules --------------------------------------------------------------------------------------------
@@ -199,12 +203,13 @@ def _exact(part: Any, layer_type: str | None, buffer: Tensor) -> Tensor | None:
     if layer_type is not None:
         parameters = parameters.get(layer_type) or {}
     candidates: list[Tensor] = []
-    heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None)
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    heads = _attribute(config, "num_attention_heads") or _attribute(config, "num_heads")
+    width = _attribute(config, "hidden_size")
+    head_dim = _attribute(config, "head_dim") or (width // heads if heads and width else None)
     if parameters.get("rope_type", "default") in RULES and head_dim:
         try:
             candidates.append(
-                rope_frequencies(parameters, head_dim, getattr(config, "max_position_embeddings", None))[0]
+                rope_frequencies(parameters, head_dim, _attribute(config, "max_position_embeddings"))[0]
             )
         except (ValueError, TypeError, KeyError):
             pass
@@ -212,6 +217,14 @@ def _exact(part: Any, layer_type: str | None, buffer: Tensor) -> Tensor | None:
         steps = torch.arange(len(buffer), dtype=torch.float64) / len(buffer)
         candidates.append(float(parameters["rope_theta"]) ** -steps)
     return next((theta for theta in candidates if found_series(buffer, theta) is None), None)
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """None also where layers differ in it, which some configurations raise for."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 # --- functions that turn q and k ---------------------------------------------------------------------------------
@@ -290,7 +303,7 @@ def _agrees(function: Callable[..., Any], form: Form, layout: Layout, num_channe
     """With the channels that are rotated alone, and with more, where it takes them."""
     cases: list[tuple[str, dict[str, int]]] = [(form.shape, {})]
     if form.shape == "given":
-        cases = [("bhnd", {"unsqueeze_dim": 1}), ("bnhd", {"unsqueeze_dim": 2})]
+        cases = [("bhnd", {"unsqueeze_dim": 1}), ("bnhd", {"unsqueeze_dim": 2}), ("shared", {"unsqueeze_dim": 0})]
     generator = torch.Generator().manual_seed(0)
     angles = 6 * torch.rand(2, 5, num_channels, generator=generator)
     for shape, options in cases:

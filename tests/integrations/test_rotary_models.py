@@ -21,7 +21,7 @@ from torch import nn
 
 from lrpe_md import Coordinates, Grid, adapt_rotary, preset, rotate
 from lrpe_md.integrations import exchange, restore_rotary
-from lrpe_md.integrations.exchange import Adapted, PresetRotate, Rotary, parts
+from lrpe_md.integrations.exchange import Adapted, Exact, PresetRotate, Rotary, parts
 
 OLDEST = {"timm": "1.0.29", "diffusers": "0.42", "transformers": "5.23"}
 BOUND = 1e-5
@@ -92,7 +92,7 @@ def still(adapted):
     """The same model with all tokens at the origin: what it computes where positions don't count."""
     adapted = copy.deepcopy(adapted)
     for module in adapted.modules():
-        if isinstance(module, PresetRotate):
+        if isinstance(module, Exact):
             module.omega.zero_()
     with torch.no_grad():
         for name, p in adapted.named_parameters():
@@ -700,7 +700,9 @@ def test_frequencies_of_a_16_bit_model_are_the_configurations():
 
 
 def rotations(model):
-    return [m.omega for m in adapt_rotary(model).modules() if isinstance(m, PresetRotate)]
+    found = [m.omega for m in adapt_rotary(model).modules() if isinstance(m, Exact)]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("name", QWENS)
