@@ -44,11 +44,11 @@ torch.fx.wrap("rotate")  # one step of a traced graph
 Model = TypeVar("Model", bound=nn.Module)
 
 LIBRARIES = {  # the adapters of each, and what they take
-    "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
+    "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek"),
     "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
     "transformers": (
         (".transformers",),
-        "transformers' Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and language models (Llama, Mistral, Qwen, GLM, Cohere, ..)",
+        "transformers' models whose rotary module and functions are like known ones (Llama, Qwen, Gemma, ..)",
     ),
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..norm import Norm, NormName
 from .exchange import Adapted, Rotary, Step, adapted_class, parts, reduce_adapted
 
-__all__ = ["DeferredNorm", "NormedAttention", "defer_norms", "join_norms", "norm_of", "takes_norm"]
+__all__ = ["DeferredNorm", "NormedAttention", "defer_norms", "join_norms", "norm_of", "normal_source", "takes_norm"]
 
 
 class _Own(NamedTuple):
@@ -146,12 +146,13 @@ def _is_one_of(part: Any, classes: Sequence[type]) -> bool:
 
 
 @cache
-def normal_source(cls: type) -> str | None:
-    """The source of a class' forward without comments, docstring and annotations; its own name, where there is none."""
+def normal_source(cls: type, name: str = "forward") -> str:
+    """The source of a method without decorators, comments, docstring and annotations; where there is none, a name of
+    this class alone."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))  # pyright: ignore
-    except (OSError, TypeError, SyntaxError):
-        return None
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, name)))))
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        return f"{cls.__module__}.{cls.__qualname__}.{name}"
     function: Any = tree.body[0]
     function.returns, function.decorator_list = None, []
     for argument in (*function.args.args, *function.args.kwonlyargs, function.args.vararg, function.args.kwarg):

@@ -106,7 +106,7 @@ def _shrink(default: Any) -> dict[str, Any]:
                 kwargs[name] = layers
     parameters = values.get("rope_parameters")
     if isinstance(parameters, dict):
-        kwargs["rope_parameters"] = _sections(parameters, kwargs.get("head_dim") or 16)
+        kwargs["rope_parameters"] = {**_sections(parameters, kwargs.get("head_dim") or 16)}
     return kwargs
 
 
