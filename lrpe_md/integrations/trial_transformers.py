@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from .extras import require
@@ -42,7 +43,14 @@ SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
     "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2, "num_register_tokens": 2,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {}  # of a type
+OWN: dict[str, dict[str, Any]] = {  # of a type
+    "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8}, "esm": {"vocab_size": 64, "position_embedding_type": "rotary"},
+    "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
+}  # fmt: skip
 
 
 def rotary_types() -> list[str]:
@@ -92,7 +100,7 @@ def _shrink(default: Any) -> dict[str, Any]:
     for name, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             kwargs[name] = {**_shrink(value), "model_type": value.model_type}
-        elif mapped.get(name, name) == name and name in SMALL and value is not None:
+        elif mapped.get(name, name) == name and name in SMALL and (value is not None or name == "head_dim"):
             kwargs[name] = _same_kind(value, SMALL[name])
     heads, groups = kwargs.get("num_attention_heads"), values.get("num_key_value_heads")
     if groups is not None and groups == values.get("num_attention_heads"):
@@ -106,14 +114,22 @@ def _shrink(default: Any) -> dict[str, Any]:
                 kwargs[name] = layers
     parameters = values.get("rope_parameters")
     if isinstance(parameters, dict):
-        kwargs["rope_parameters"] = {**_sections(parameters, kwargs.get("head_dim") or 16)}
+        kwargs["rope_parameters"] = _sections(parameters, kwargs.get("head_dim") or 16, _has_sections(type(default)))
     return kwargs
 
 
-def _sections(parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    found = {k: _sections(v, head_dim) if isinstance(v, dict) else v for k, v in parameters.items()}
-    sections = found.get("mrope_section")
-    if sections:
+def _has_sections(config_class: Any) -> bool:
+    try:
+        module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        return "mrope_section" in inspect.getsource(module)
+    except (ImportError, OSError):
+        return False
+
+
+def _sections(parameters: dict[str, Any], head_dim: int, has_sections: bool) -> dict[str, Any]:
+    nested = any(isinstance(value, dict) for value in parameters.values())
+    found = {k: _sections(v, head_dim, has_sections) if isinstance(v, dict) else v for k, v in parameters.items()}
+    if has_sections and not nested:
         pairs = int(head_dim * found.get("partial_rotary_factor", 1.0)) // 2
         small = pairs * 3 // 8
         found["mrope_section"] = [pairs - 2 * small, small, small]
@@ -159,23 +175,38 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 def inputs(model: Any) -> dict[str, Any]:
     """By the names in its forward."""
-    names = inspect.signature(model.forward).parameters
+    names, config = inspect.signature(model.forward).parameters, model.config
     generator = torch.Generator().manual_seed(2)
     given: dict[str, Any] = {}
-    main = model.main_input_name
-    if "input_ids" in names and main in ("input_ids", "pixel_values") and "image_grid_thw" not in names or main == "input_ids":
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    patch = getattr(config, "patch_size", 4)
+    if "input_ids" in names:
         given["input_ids"] = torch.randint(5, 20, (2, 9), generator=generator)
         if "decoder_input_ids" in names:
             given["decoder_input_ids"] = torch.randint(5, 20, (2, 7), generator=generator)
-    elif "grid_thw" in names:
-        config = model.config
-        width = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
-        given["hidden_states" if "hidden_states" in names else main] = torch.randn(32, width, generator=generator)
-        given["grid_thw"] = torch.tensor([[1, 4, 6], [1, 2, 4]])
+    elif "grid_thw" in names or "image_grid_thw" in names:
+        first = "hidden_states" if "hidden_states" in names else "pixel_values"
+        width = channels * (getattr(config, "temporal_patch_size", None) or 1) * patch**2
+        given[first] = torch.randn(32, width, generator=generator)
+        given["grid_thw" if "grid_thw" in names else "image_grid_thw"] = torch.tensor([[1, 4, 6], [1, 2, 4]])
+    elif "pixel_position_ids" in names:
+        given["pixel_values"] = torch.rand(2, 36, channels * patch**2, generator=generator)
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6))
+        given["pixel_position_ids"] = places.expand(2, -1, -1)
+        given["padding_positions"] = torch.zeros(2, 36, dtype=torch.bool)
+        given = {name: value for name, value in given.items() if name in names}
     elif "pixel_values" in names:
-        size = getattr(model.config, "image_size", 16)
-        size = size if isinstance(size, int) else size[0]
-        given["pixel_values"] = torch.randn(2, getattr(model.config, "num_channels", 3), size, size, generator=generator)
+        size = getattr(config, "image_size", None) or 16
+        height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+        given["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
+    elif "pixel_values_videos" in names:
+        size, frames = getattr(config, "image_size", 16) or 16, getattr(config, "frames_per_clip", 4) or 4
+        given["pixel_values_videos"] = torch.randn(2, frames, channels, size, size, generator=generator)
+    elif "input_features" in names:
+        bins = next((n for k in ("num_mel_bins", "feature_size", "input_feat_size") if (n := getattr(config, k, 0))), 64)
+        given["input_features"] = torch.randn(2, 32, bins, generator=generator)
+    elif "input_values" in names:
+        given["input_values"] = torch.randn(2, 1, 4096, generator=generator)
     if "use_cache" in names:
         given["use_cache"] = False
     return given
