@@ -10,6 +10,7 @@ from .engine.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear_call import LinearOptions, MapOrNone, NormalizerName, Sides, State
 from .engine.linear_dispatch import run_linear
 from .engine.linear_validate import Given, as_state
+from .norm import Norm
 
 __all__ = ["linear_attention"]
 
@@ -31,6 +32,7 @@ def linear_attention(
     rotary_dim: int | slice | None = None,
     amplitude: float | Tensor | None = None,
     order: Order = "cos_sin",
+    norm: Norm | None = None,
     normalizer: NormalizerName = "unrotated",
     gate: Tensor | None = None,
     is_causal: bool = False,
@@ -41,7 +43,7 @@ def linear_attention(
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Any:
-    """Linear attention with positions: o_n = q̂_n · (Σ_m β_m k̂_m v_mᵀ) / z_n, q̂ the map of q̄ = act(q), k̂ alike.
+    """Linear attention with positions: o_n = q̂_n · (Σ_m β_m k̂_m v_mᵀ) / z_n, q̂ the map of q̄ = act(norm(q)), k̂ alike.
 
     The cost grows with the tokens, not with their square, and q̂ and k̂ are never in memory.
 
@@ -59,6 +61,8 @@ def linear_attention(
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
             of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are
             not needed; with ``block`` a grid's prefix and suffix count.
+        norm: a :class:`Norm` of q and k: over a head's channels in the same pass, over all heads' in one before it,
+            whose result has q's dtype. Not with softmax over the sequence.
         normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the
             activation must be; no gradient passes the bound. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps.
             "none": 1; put a norm behind it.
@@ -81,8 +85,9 @@ def linear_attention(
         (B, H_q, N_q, D_v) in q's dtype (also under autocast) and memory order, or (o, (S, Σ)). Sums are float32, or
         float64 where q is. A row that sees nothing is 0.
 
-    Differentiable with respect to q, k, v, gate, omega, phase and state: fused, deterministic, in first-order reverse
-    mode; other derivatives, and those of coordinates and amplitude, are the reference's, as for :func:`lrpe_md.cosine`.
+    Differentiable with respect to q, k, v, gate, omega, phase, state and the norm's weight and bias: fused,
+    deterministic, in first-order reverse mode; other derivatives, and those of coordinates and amplitude, are the
+    reference's, as for :func:`lrpe_md.cosine`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
@@ -94,4 +99,4 @@ def linear_attention(
         map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl
     )  # fmt: skip
     given = Given(q, k, v, gate, cu_seqlens, as_state(state))
-    return run_linear(options, given, Sides(omega, positions, phase, amplitude))
+    return run_linear(options, given, Sides(omega, positions, phase, amplitude), norm)

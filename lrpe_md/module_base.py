@@ -19,16 +19,10 @@ from .frequencies.series import geometric_theta
 from .functional import cosine, rotate
 from .norm import Norm
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_alone"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
-
-
-def check_alone(norm: Norm | None) -> None:
-    """Linear attention takes none."""
-    if norm is not None:
-        raise ValueError("norm: expected None with attend, which is given q and k as they are; normalise them before")
 
 
 class FrequencyModule(nn.Module):
@@ -206,8 +200,8 @@ class FrequencyModule(nn.Module):
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ; for the cosine map there is none.
             norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
-            attend: return ``attend(self.describe(), *xs)`` instead. So linear attention takes the frequencies within
-                the module's hooks, in which FSDP gathers them.
+            attend: return ``attend(self.describe(), *xs)`` instead, the description with ``norm``. So linear attention
+                takes the frequencies within the module's hooks, in which FSDP gathers them.
 
         Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
 
@@ -215,8 +209,7 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
-            check_alone(norm)
-            return attend(self.describe(), *xs)
+            return attend(self.describe()._replace(norm=norm), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm)
             return encode_qkv(again, xs, qkv, num_key_heads)

@@ -13,7 +13,7 @@ from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_alone
+from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
 from .norm import Norm
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
@@ -262,8 +262,7 @@ class Rotate1d(RotateMd):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
-            check_alone(norm)
-            return attend(self.describe(), *xs)
+            return attend(self.describe()._replace(norm=norm), *xs)
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm

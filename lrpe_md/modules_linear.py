@@ -11,6 +11,7 @@ from .engine.linear_call import Description, LinearOptions, NormalizerName, Stat
 from .engine.linear_dispatch import run_encoded
 from .engine.linear_validate import Given, as_state, check_eps, check_normalizer
 from .functional_linear import linear_attention
+from .norm import Norm
 
 __all__ = ["LinearAttention", "attend_with"]
 
@@ -25,6 +26,7 @@ class LinearAttention(nn.Module):
             ``scale_base``, is called as
             ``encoding(q, k, positions=positions)`` and gives q̂ and k̂, which are then in memory; with "unrotated"
             its ``act`` and ``dim`` (default: none) say what q̄ and k̄ are, and all but the encoding runs in plain torch.
+            A norm comes before such an encoding, in plain torch.
         normalizer, eps: see :func:`lrpe_md.linear_attention`.
 
     Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v).
@@ -60,17 +62,18 @@ class LinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: State | tuple[Tensor] | None = None,
         return_state: bool = False,
+        norm: Norm | None = None,
     ) -> Any:
         """o (B, H_q, N, D_v) in q's dtype, or (o, state); the arguments are those of :func:`lrpe_md.linear_attention`.
 
-        Differentiable with respect to q, k, v, gate, state and what the encoding learns.
+        Differentiable with respect to q, k, v, gate, state, the norm's weights and what the encoding learns.
 
         Raises:
             ValueError, TypeError: what does not fit, before anything is launched.
         """
         return attend_with(
             self.encoding, q, k, v, positions, normalizer=self.normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=self.eps,
+            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=self.eps, norm=norm,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -93,6 +96,7 @@ def attend_with(
     state: State | tuple[Tensor] | None = None,
     return_state: bool = False,
     eps: float = 1e-6,
+    norm: Norm | None = None,
 ) -> Any:
     """What a :class:`LinearAttention` of this encoding gives: for a backbone that holds the encoding itself."""
     call: Any = encoding
@@ -101,9 +105,10 @@ def attend_with(
             None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
             is_causal=is_causal, block=block, eps=eps, return_state=return_state,
         )  # fmt: skip
-        return run_encoded(options, Given(q, k, v, gate, cu_seqlens, as_state(state)), call, positions)
+        return run_encoded(options, Given(q, k, v, gate, cu_seqlens, as_state(state)), call, positions, norm)
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
+        own = own if norm is None else own._replace(norm=norm)
         return linear_attention(
             q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
             cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=eps, **own._asdict(),

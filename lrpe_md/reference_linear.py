@@ -1,6 +1,6 @@
 """The specification of linear attention, in torch alone: any float dtype, differentiable to any order.
 
-    q̄ = act(q), q̂ = map(q̄), k alike                S = Σ_m β_m k̂_m v_mᵀ                 o_n = q̂_n S / z_n
+    q̄ = act(norm(q)), q̂ = map(q̄), k alike                S = Σ_m β_m k̂_m v_mᵀ                 o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 where |z| < eps    "none" 1
     the sums are over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to n's own ("block")
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from .reference import Spec, activate, activate_and_map, no_autocast
+from .reference import NO_SCALES, Scales, Spec, activate, activate_and_map, no_autocast, normalise
 
 __all__ = [
     "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "product",
@@ -159,12 +159,15 @@ def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor
 # --- features -----------------------------------------------------------------------------------------------------
 
 
-def form_features(spec: Spec, x: Tensor, angles: Angles | None) -> Features:
-    """x̄ and x̂ of q or k (B, H, N, D), in at least float32. angles: None for the map "none"."""
+def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales = NO_SCALES) -> Features:
+    """x̄ and x̂ of q or k (B, H, N, D), in at least float32. angles: None for the map "none"; scales: of the norm."""
     if angles is not None:
-        return Features(*activate_and_map(spec, x, *angles))
+        return Features(*activate_and_map(spec, x, *angles, scales))
     with no_autocast(x):
-        x_bar = activate(x.to(torch.promote_types(x.dtype, torch.float32)), spec.act, spec.dim or None)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if spec.norm != "none":
+            x = normalise(spec, x, scales)
+        x_bar = activate(x, spec.act, spec.dim or None)
     return Features(x_bar, x_bar)
 
 
@@ -194,6 +197,7 @@ def attend(
     *,
     q_angles: Angles | None = None,
     k_angles: Angles | None = None,
+    scales: tuple[Scales, Scales] = (NO_SCALES, NO_SCALES),
     gate: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: Sequence[Tensor] = (),
@@ -205,6 +209,7 @@ def attend(
     Args:
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v). N_q ≠ N_k with mask "full" alone.
         q_angles, k_angles: None for the map "none".
+        scales: of q's norm and of k's.
         gate: β (B, H_k or 1, N_k), float or bool; 0 takes a token out, whatever it holds, and has no gradient itself.
         cu_seqlens: (num_seqs + 1,), from 0 to N: B is 1, and each sequence sees itself alone; not with mask "block".
         state: what is summed before the first token: (S, Σ), or (S,) with normalizer "none"; S (B, H_k, Ê, D_v),
@@ -214,7 +219,8 @@ def attend(
     """
     with no_autocast(q):
         k, v = take_out(gate, k, v)
-        q_features, k_features = form_features(spec, q, q_angles), form_features(spec, k, k_angles)
+        q_features = form_features(spec, q, q_angles, scales[0])
+        k_features = form_features(spec, k, k_angles, scales[1])
         return attend_encoded(
             attention, q_features, k_features, v, gate=gate, cu_seqlens=cu_seqlens, state=state, ends=ends,
             operands=operands, dtype=q.dtype,

@@ -23,6 +23,7 @@ from .engine import linear_boundary
 from .engine.call import Layout, Tables
 from .engine.linear_call import LinearOptions, Operands, Sides
 from .engine.linear_validate import Given, validate_linear
+from .engine.norms import take_norm
 from .engine.validate import Positions
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
@@ -147,16 +148,7 @@ class Inputs:
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
         """With these weights instead of the inputs' own, in their order."""
-        case = self.case
-        if case.norm == "none":
-            return None
-        named = dict(zip(self.weights, weights or self.weights.values(), strict=True))
-
-        def pair(name: str) -> Any:
-            found = tuple(t for key, t in named.items() if key.startswith(name))
-            return found[0] if len(found) == 1 else found or None
-
-        return Norm(case.norm, pair("weight"), pair("bias"), case.eps, case.norm_over, case.offset)
+        return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same inputs with every floating-point tensor in another dtype."""
@@ -173,6 +165,18 @@ class Inputs:
         xs, grads = [*map(cast, self.xs)], [*map(cast, self.grads)]
         weights = {name: cast(t) for name, t in self.weights.items()}
         return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude, weights)
+
+
+def _make_norm(case: Case, own: dict[str, Tensor], weights: Sequence[Tensor] | None) -> Norm | None:
+    if case.norm == "none":
+        return None
+    named = dict(zip(own, weights or own.values(), strict=True))
+
+    def pair(name: str) -> Any:
+        found = tuple(t for key, t in named.items() if key.startswith(name))
+        return found[0] if len(found) == 1 else found or None
+
+    return Norm(case.norm, pair("weight"), pair("bias"), case.eps, case.norm_over, case.offset)
 
 
 def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
@@ -381,8 +385,9 @@ def check(
 ) -> list[Violation]:
     """Run a case by ``impl`` and say where it leaves the budget.
 
-    The gradients of ω and φ have few entries, each a sum: where the RMS of one draw leaves the budget, that of five
-    draws together decides. The reference's own error is by luck below half of its mean in one draw of some hundred.
+    The gradients of ω and φ and of a norm have few entries, each a sum: where the RMS of one draw leaves the budget by
+    up to half, or there are fewer than 32, that of five draws together decides. The reference's own error is by luck
+    below half of its mean in one draw of some hundred, of 16 numbers below a third.
     """
     return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -390,7 +395,9 @@ def check(
 def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: float) -> list[Violation]:
     draw = draw_from(case.seed)
     found = _violations(draw, case, ulps)
-    if found and all(v.name in _SUMS and v.rms <= 1.5 * v.rms_budget for v in found):
+    if found and all(
+        v.name in _SUMS and (v.rms <= 1.5 * v.rms_budget or draw[v.name][0].numel() < _FEW) for v in found
+    ):
         draws = [draw] + [draw_from(case.seed + i) for i in range(1, 5)]
         pooled = {
             name: tuple(torch.cat([d[name][i].flatten() for d in draws]) for i in range(3)) for name in draw
@@ -399,6 +406,7 @@ def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: floa
     return found
 
 
+_FEW = 32
 _SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1")
 Draw = dict[str, tuple[Tensor, ...]]
 
@@ -464,6 +472,14 @@ class LinearCase:
     gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: keys and values are NaN where the gate is 0
     gate_heads: int = 1
     mask: Literal["full", "causal", "block"] = "full"
+    norm: Literal["none", "rms", "layer"] = "none"  # this and those below as of Case
+    norm_over: Literal["head", "heads"] = "head"
+    norm_weight: Literal["none", "shared", "by_head"] = "shared"
+    norm_groups: int = 1
+    norm_bias: bool = True
+    norm_dtype: torch.dtype | None = None
+    norm_eps: float = 1e-6
+    offset: float = 0.0
     block: int = 0  # for mask "block"
     cu_seqlens: tuple[int, ...] | None = None  # lengths
     state: bool = False
@@ -476,11 +492,13 @@ class LinearCase:
 
     @property
     def encoding(self) -> Case:
-        """Of q's positions and frequencies."""
+        """Of q's positions and frequencies, and the norm."""
         return Case(
             self.map or "cosine", self.shape, self.prefix, self.suffix, coords=self.coords, origin=self.origin,
             masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
-            head_dim=self.head_dim, rotary_dim=self.rotary_dim, base=self.base, seed=self.seed,
+            head_dim=self.head_dim, rotary_dim=self.rotary_dim, base=self.base, seed=self.seed, dtype=self.dtype,
+            norm=self.norm, norm_over=self.norm_over, norm_weight=self.norm_weight, norm_groups=self.norm_groups,
+            norm_bias=self.norm_bias, norm_dtype=self.norm_dtype, eps=self.norm_eps, offset=self.offset,
         )  # fmt: skip
 
     @property
@@ -507,6 +525,11 @@ class LinearInputs:
     grad_state: tuple[Tensor, ...]
     case: LinearCase = field(default_factory=LinearCase)
     amplitude: Tensor | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)  # as of Inputs
+
+    def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
+        """With these weights instead of the inputs' own, in their order."""
+        return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
         """The same inputs with every floating-point tensor in another dtype."""
@@ -514,6 +537,8 @@ class LinearInputs:
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):
                 return tuple(map(cast, t))
+            if isinstance(t, dict):
+                return {name: cast(value) for name, value in t.items()}
             if isinstance(t, Coordinates):
                 return replace(t, coords=cast(t.coords))
             return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
@@ -563,9 +588,11 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     if case.cu_seqlens is not None:
         cu_seqlens = torch.tensor([0, *case.cu_seqlens]).cumsum(0).to(device, torch.int32)
     omega, phase, amplitude = _make_frequencies(case, randn, device)
+    placed = case.map or case.mask == "block" or case.norm_groups > 1
     return LinearInputs(
-        qkv, _strided(grad, case.grad_layout), omega, phase, positions if case.map or case.mask == "block" else None,
-        gate, cu_seqlens, before if case.state else (), after if case.return_state else (), case, amplitude,
+        qkv, _strided(grad, case.grad_layout), omega, phase, positions if placed else None, gate, cu_seqlens,
+        before if case.state else (), after if case.return_state else (), case, amplitude,
+        _make_weights(case.encoding, randn, device),
     )  # fmt: skip
 
 
@@ -585,15 +612,21 @@ def _make_frequencies(
 
 
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
-    """(q, k, v, omega, phase, gate, state) -> (o, state): what the case asks for, at its positions.
+    """(q, k, v, omega, phase, gate, state, weights) -> (o, state): what the case asks for, at its positions.
 
     operands: what the reference rounds both sides of its products to, as the kernels do for inputs of 16 bits.
     """
     case = inputs.case
 
     def forward(
-        qkv: Sequence[Tensor], omega: Any = None, phase: Any = None, gate: Any = None, state: Sequence[Tensor] = ()
+        qkv: Sequence[Tensor],
+        omega: Any = None,
+        phase: Any = None,
+        gate: Any = None,
+        state: Sequence[Tensor] = (),
+        weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        norm = inputs.norm(weights)
         phases = (None, phase) if case.phase == "k" and phase is not None else phase
         options: dict[str, Any] = {
             "map": case.map, "act": case.act, "dim": case.dim, "pairs": case.pairs, "rotary_dim": case.rotary_dim,
@@ -604,12 +637,16 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
             q, k, v = qkv
             given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state))
             sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
-            call = validate_linear(LinearOptions(**options), given, sides)
+            own = LinearOptions(**options)
+            if norm is not None:
+                own, own_weights = take_norm(own, norm, 2)
+                given = given._replace(weights=own_weights)
+            call = validate_linear(own, given, sides)
             return linear_boundary.run_reference(call, Operands(q, k, v, gate, tuple(state)), operands)
         before: Any = tuple(state) or None
         found: Any = linear_attention(
             *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,
-            cu_seqlens=inputs.cu_seqlens, state=before, return_state=case.return_state, **options,
+            cu_seqlens=inputs.cu_seqlens, state=before, return_state=case.return_state, norm=norm, **options,
         )  # fmt: skip
         o, after = found if case.return_state else (found, ())
         return o, tuple(t for t in after if t is not None)
@@ -620,7 +657,8 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
 def run_linear(
     inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Forward and backward: o, dq, dk, dv; dgate of a float gate, domega, dphase; S, sums, dS, dsums of the states."""
+    """Forward and backward: o, dq, dk, dv; dgate of a float gate, domega, dphase; S, sums, dS, dsums of the states;
+    dweight0 and so on of a norm."""
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
     wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
@@ -634,7 +672,8 @@ def run_linear(
     gate = learn("dgate", inputs.gate)
     omega, phase = learn("domega", inputs.omega, frequencies), learn("dphase", inputs.phase, frequencies)
     state = [learn(f"d{name}", t) for name, t in zip(names, inputs.state, strict=False)]
-    o, after = bind_linear(inputs, impl, operands)(qkv, omega, phase, gate, state)
+    weights = [learn(f"d{name}", t) for name, t in inputs.weights.items()]
+    o, after = bind_linear(inputs, impl, operands)(qkv, omega, phase, gate, state, weights)
     after = after[: len(inputs.grad_state)]
     outputs = {"o": o, **dict(zip(names, after, strict=False))}
     grads = [inputs.grad, *inputs.grad_state]

@@ -68,6 +68,7 @@ class DiT(nn.Module):
         absolute: "none", or "sincos", added to the patches.
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
             an RMSNorm behind the attention.
+        keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
         text_encoder: tokens (B, L) → :class:`lrpe_md.models.text.Text`, with its features' ``width``. None: no text.
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
@@ -99,6 +100,7 @@ class DiT(nn.Module):
         absolute: Literal["none", "sincos"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
         normalizer: NormalizerName = "unrotated",
+        keep_encoded: bool = True,
         text_encoder: Any = None,
         text_positions: str | Tokens | None = None,
         image_after: Sequence[int] | None = None,
@@ -144,7 +146,7 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(
             JointBlock(
                 embed_dim, num_heads, mlp_ratio, text=text_encoder is not None, last=i == depth - 1,
-                attention=attention, normalizer=normalizer,
+                attention=attention, normalizer=normalizer, keep_encoded=keep_encoded,
             )
             for i in range(depth)
         )  # fmt: skip

@@ -6,6 +6,7 @@ Shapes: B batch, L text tokens, N tokens (text, then patches), C embed_dim, H he
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lrpe_md import Norm, geometric_theta
 from lrpe_md.engine.linear_call import NormalizerName
-from lrpe_md.integrations.attention import Context, attend_linearly, softmax_attention
+from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
 from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
 
 __all__ = ["JointBlock", "Stream", "TimeEmbedding", "modulate", "modulation"]
@@ -99,9 +100,10 @@ class JointBlock(nn.Module):
         last: bool,
         attention: Literal["softmax", "linear"],
         normalizer: NormalizerName,
+        keep_encoded: bool = True,
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.keep_encoded = attention, keep_encoded
         self.normalizer: NormalizerName = normalizer
         norm = attention == "linear" and normalizer == "none"
         self.image = Stream(embed_dim, num_heads, mlp_ratio, norm=norm)
@@ -123,7 +125,7 @@ class JointBlock(nn.Module):
 
     def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
         """The norms of text and image as one that the encoding takes; None: they come first."""
-        if self.attention == "linear" or not takes_norm(context.encoding):
+        if not takes_norm(context.encoding, self.attention):
             return None
         image = norm_of(self.image.q_norm, self.image.k_norm, dtype)
         if self.text is None or image is None or not length:
@@ -137,8 +139,12 @@ class JointBlock(nn.Module):
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         if self.attention == "linear":
             gate = None if mask is None else mask[:, None]
-            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate)
-        if encoding is not None:
-            q, k = encoding(q, k, positions=positions, **({} if norm is None else {"norm": norm}))
-        mask = None if mask is None else mask[:, None, None]
-        return softmax_attention(q, k, v, scale=self.scale, attn_mask=mask)
+            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate, norm=norm)
+        attend = partial(softmax_attention, scale=self.scale, attn_mask=None if mask is None else mask[:, None, None])
+        if encoding is None:
+            return attend(q, k, v)
+        encode = partial(encoding, positions=positions, **({} if norm is None else {"norm": norm}))
+        if not self.keep_encoded:
+            return attend_encoded(encode, attend, q, k, v)
+        q, k = encode(q, k)
+        return attend(q, k, v)

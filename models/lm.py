@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Grid, list_presets
-from lrpe_md.integrations.attention import softmax_attention
+from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
 from lrpe_md.modules_linear import attend_with
 from lrpe_md.presets.registry import find_scheme
@@ -49,6 +49,7 @@ class LmConfig:
         base: of their geometric series.
         attention: "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
             features may be negative.
+        keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
 
     Raises:
         ValueError: names that are not known, sizes that don't divide.
@@ -66,6 +67,7 @@ class LmConfig:
     learnable: bool = False
     base: float = 10000.0
     attention: Literal["softmax", "linear"] = "softmax"
+    keep_encoded: bool = True
 
     def __post_init__(self) -> None:
         encodings = ENCODINGS if self.scheme is None else (self.encoding,)
@@ -148,7 +150,7 @@ class LmAttention(nn.Module):
     def __init__(self, config: LmConfig, encoding: nn.Module | None) -> None:
         super().__init__()
         self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.linear = config.attention == "linear"
+        self.linear, self.keep_encoded = config.attention == "linear", config.keep_encoded
         self.encoding: Any = encoding
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
         self.norm = nn.RMSNorm(config.dim, eps=1e-6) if self.linear else nn.Identity()
@@ -161,11 +163,20 @@ class LmAttention(nn.Module):
         return self.proj(self.norm(x.transpose(1, 2).flatten(2)))
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
-        q, k = self.encoding(q, k, positions=context.positions)
+        encode = partial(self.encoding, positions=context.positions)
         if layer:
+            q, k = encode(q, k)
             return self._cached(q, k, v, context, *layer)
-        k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))
-        return softmax_attention(q, k, v, scale=self.head_dim**-0.5, is_causal=True)
+        attend = partial(softmax_attention, scale=self.head_dim**-0.5, is_causal=True)
+        repeat = partial(torch.repeat_interleave, repeats=self.heads // self.groups, dim=1)
+
+        def encode_and_repeat(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = encode(q, k)
+            return q, repeat(k)
+
+        if self.keep_encoded:
+            return attend(*encode_and_repeat(q, k), repeat(v))
+        return attend_encoded(encode_and_repeat, attend, q, k, repeat(v))
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
         keys.index_copy_(2, context.rows, k.to(keys.dtype))

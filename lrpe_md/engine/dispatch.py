@@ -22,7 +22,7 @@ from .norms import apply_norm, of_tensor, take_norm
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, unpack_positions
 
-__all__ = ["run", "run_part", "use_triton"]
+__all__ = ["run", "run_checked", "run_part", "use_triton"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
@@ -61,7 +61,7 @@ def run(
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row
         call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
-    ys = _run_checked(call, xs, phase, options.impl, direct)
+    ys = run_checked(call, xs, phase, options.impl, direct)
     return ys[0] if len(xs) == 1 else ys
 
 
@@ -108,18 +108,18 @@ def _add_weights(key: tuple, weights: Weights) -> tuple | None:
     return *key, *(None if t is None else (t.shape, t.dtype, t.device) for t in weights)
 
 
-def _run_checked(
+def run_checked(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
     """A checked call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
     if phase is not None:
         if phase.ndim == 3:
-            each = [_run_checked(call, xs, group, impl, direct) for group in phase.unbind()]
+            each = [run_checked(call, xs, group, impl, direct) for group in phase.unbind()]
             return tuple(map(_join_groups, zip(*each, strict=True)))
         if call.tables.phase is not phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
-        return tuple(_join_groups((y,) * groups) for y in _run_checked(call, xs, phase, impl, direct))
+        return tuple(_join_groups((y,) * groups) for y in run_checked(call, xs, phase, impl, direct))
     if not direct and sharding.is_sharded(*xs, call.tables.omega, phase, *call.weights):
         return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
     if use_triton(impl, xs, call.tables):
@@ -132,7 +132,7 @@ def _run_checked(
 
 def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
     phase = call.tables.phase
-    return _run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
+    return run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
 
 
 # --- q and k apart, and groups of phases -------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _run_apart(
     groups, ys = _count_groups(phase), ()
     for call, (_, phi, x) in zip(calls, each, strict=True):
         direct = boundary.is_direct((x, omega, phi, *call.weights))
-        ys += _run_checked(call, (x,), phi, options.impl, direct, groups)
+        ys += run_checked(call, (x,), phi, options.impl, direct, groups)
     return ys
 
 

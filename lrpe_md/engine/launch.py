@@ -25,8 +25,9 @@ from .plan import Pass, Plan, Work, plan, share_rows
 __all__ = [
     "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
     "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "is_readable", "launches_early",
-    "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare", "prepare_reduction",
-    "recall_launches", "reduce_partial", "reduce_partials", "run", "strides_in_eights",
+    "lay_weight", "limit_registers", "make_readable", "materialise", "num_groups", "order_tensors", "prepare",
+    "prepare_reduction", "recall_launches", "reduce_partial", "reduce_partials", "reduce_weights", "run",
+    "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -129,7 +130,7 @@ def make_readable(call: Call) -> Call:
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout, weights = call.layout, call.weights
     if call.spec.norm != "none":
-        weights = Weights(*(None if t is None else _lay_weight(t) for t in weights))
+        weights = Weights(*(None if t is None else lay_weight(t) for t in weights))
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
         if call.weights.token_groups > 1:
             raise ValueError("norm.weight: expected one for all tokens of a grid of 2^31 tokens or more")
@@ -152,7 +153,7 @@ def make_readable(call: Call) -> Call:
     return Call(call.spec, layout, tables, call.launches, weights)
 
 
-def _lay_weight(t: Tensor) -> Tensor:
+def lay_weight(t: Tensor) -> Tensor:
     """As the kernels read γ and β: (H or 1, P, D), dense."""
     t = materialise(t.detach())
     if t.ndim == 3:
@@ -558,11 +559,27 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
         outs, jobs = outs + found, jobs + more
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
-    programs, variant = _cut_jobs(jobs, _can_launch_early() and rows > 0)  # behind a first pass
+    _reduce(jobs, _can_launch_early() and rows > 0)  # behind a first pass
+    return [out.contiguous() for out in outs]
+
+
+def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Tensor]:
+    """The gradients of the weights where sums of q and of k are apart, as those of one tensor are."""
+    outs: list[Tensor] = []
+    jobs: list[Job] = []
+    for partials, own in ((of_q, weights[:2]), (of_k, weights[2:])):
+        found, more = _weight_jobs(partials, Weights(*own))
+        outs, jobs = outs + found, jobs + more
+    if jobs:
+        _reduce(jobs, False)
+    return [out.contiguous() for out in outs]
+
+
+def _reduce(jobs: list[Job], early: bool) -> None:
+    programs, variant = _cut_jobs(jobs, early)
     packed = tuple((job.source, job.out, pack(job.heads), pack(*job.numbers)) for job in jobs)
     options = {"launch_pdl": True} if variant.early else {}
     reduce_partial_kernel[(programs,)](packed, V=variant, **options)
-    return [out.contiguous() for out in outs]
 
 
 def prepare_reduction(shape: Sequence[int], call: Call, needs: Needs) -> Launch:

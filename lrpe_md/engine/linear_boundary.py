@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from .. import reference, reference_linear
 from ..reference_linear import Angles
 from .boundary import is_plain, transforming
-from .call import Layout, Tables
+from .call import Layout, Tables, Weights
 from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
@@ -35,16 +35,28 @@ def run_kernels(
     """
     q, k, v, gate, state = operands
     omega, phase_q, phase_k = call.q_tables.omega, call.q_tables.phase, call.k_tables.phase
-    learned = (q, k, v, omega, gate, phase_q, phase_k, *state)
+    weights = call.weights
+    learned = (q, k, v, omega, gate, phase_q, phase_k, *weights, *state)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
         phase_k = None if phase_k is phase_q else phase_k
         if torch.compiler.is_compiling():  # Dynamo takes a tensor once
             k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
+            weights = _apart(weights)
         how = _How(call, direct, return_state)
-        o, *after = _Attend.apply(how, gate, omega, phase_q, phase_k, q, k, v, *state)
+        o, *after = _Attend.apply(how, gate, omega, phase_q, phase_k, *weights, q, k, v, *state)
     else:
         o, *after = forward(call, operands, return_state, False, direct)
     return o, tuple(after)
+
+
+def _apart(weights: Weights) -> Weights:
+    """Those of k as tensors of their own."""
+    weight, bias, weight_k, bias_k = weights
+    return Weights(
+        weight, bias,
+        weight_k.view_as(weight_k) if weight_k is not None and weight_k is weight else weight_k,
+        bias_k.view_as(bias_k) if bias_k is not None and bias_k is bias else bias_k,
+    )  # fmt: skip
 
 
 def run_reference(
@@ -59,8 +71,11 @@ def run_reference(
     q_angles = _angles(call, call.q_layout, call.q_tables, omega)
     one_side = call.k_tables is call.q_tables and call.k_layout == call.q_layout
     k_angles = q_angles if one_side else _angles(call, call.k_layout, call.k_tables, omega)
+    scales = (
+        call.q_layout.scales(call.weights, omega.device)[0], call.k_layout.scales(call.weights, omega.device)[1]
+    )  # fmt: skip
     o, after = reference_linear.attend(
-        call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, gate=gate,
+        call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, scales=scales, gate=gate,
         cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), operands=rounded,
     )  # fmt: skip
     return arrange_in_memory(o, memory_order(q)), after
@@ -97,10 +112,12 @@ def _differentiate_reference(
         omega = leaf(omega, needs.omega)
         phase_q = phase_q if phase_q is None else leaf(phase_q, needs.phase_q)
         phase_k = phase_k if phase_k is None else leaf(phase_k, needs.phase_k)
+        weights = Weights(*(None if t is None else leaf(t, needs.norm) for t in call.weights))
         state = tuple(leaf(t, needs.state) for t in state)
         call = call._replace(
             q_tables=call.q_tables._replace(omega=omega, phase=phase_q),
             k_tables=call.k_tables._replace(omega=omega, phase=phase_k),
+            weights=weights,
         )
         o, after = run_reference(call, Operands(q, k, v, gate, state))
         outputs = [o, *after][: len(grads)]
@@ -123,7 +140,8 @@ _lib.define(
 )
 _lib.define(
     "linear_backward(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, Tensor[] saved, "
-    f"{LINEAR_CALL}, bool need_gate, bool need_omega, bool need_phase_q, bool need_phase_k, bool need_state) "
+    f"{LINEAR_CALL}, bool need_gate, bool need_omega, bool need_phase_q, bool need_phase_k, bool need_norm, "
+    "bool need_state) "
     "-> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -228,6 +246,7 @@ def _backward_fake(grads: list[Tensor], *args: Any) -> list[Tensor]:
         (call.q_tables.omega, need.omega),
         (call.q_tables.phase, need.phase_q),
         (call.k_tables.phase, need.phase_k),
+        *((t, need.norm) for t in call.weights),
         *((t, need.state) for t in state),
     ):
         if t is not None and needed:
@@ -246,6 +265,9 @@ torch.library.register_fake("lrpe_md::linear_backward", _backward_fake, lib=_lib
 # --- autograd --------------------------------------------------------------------------------------------
 
 
+_NUM_TABLES = 3 + len(Weights._fields)  # omega and the phases, and the weights
+
+
 class _How(NamedTuple):
     """What the function below takes beside what it differentiates."""
 
@@ -255,17 +277,17 @@ class _How(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """Of gate, omega, phase_q, phase_k, q, k, v and the state. Saves them, and of what the forward formed what the
-    launcher says.
+    """Of gate, omega, phase_q, phase_k, the norm's weights, q, k, v and the state. Saves them, and of what the forward
+    formed what the launcher says.
 
-    gate, omega and the phases are those of the call, given again as what has a gradient; phase_k is None where it is
-    phase_q.
+    gate, omega, the phases and the weights are those of the call, given again as what has a gradient; phase_k is None
+    where it is phase_q.
     """
 
     @staticmethod
     def forward(ctx, how, gate, *tensors):
         call, direct, return_state = how
-        _, _, _, q, k, v, *state = tensors
+        q, k, v, *state = tensors[_NUM_TABLES:]
         state = tuple(state)
         operands = Operands(q, k, v, gate, state)
         # What is kept, and of which size, depends on the sizes: a graph for all sizes forms it again, and so does the
@@ -276,7 +298,7 @@ class _Attend(torch.autograd.Function):
         one_side = call.k_tables is call.q_tables
         one_phase = call.k_tables.phase is call.q_tables.phase
         tables = call.q_tables if one_side else (*call.q_tables, *call.k_tables)
-        ctx.save_for_backward(q, k, v, gate, call.cu_seqlens, *tables, *state, *out[num:])
+        ctx.save_for_backward(q, k, v, gate, call.cu_seqlens, *call.weights, *tables, *state, *out[num:])
         ctx.args = call.attention, call.spec, call.q_layout, call.k_layout, call.launches, one_side, one_phase, direct
         ctx.num_states = len(state)
         return tuple(out[:num])
@@ -285,16 +307,18 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, *grads):
         attention, spec, q_layout, k_layout, launches, one_side, one_phase, direct = ctx.args
         q, k, v, gate, cu_seqlens, *rest = ctx.saved_tensors
+        weights, rest = Weights(*rest[: len(Weights._fields)]), rest[len(Weights._fields) :]
         size = len(Tables._fields)
         q_tables = k_tables = Tables(*rest[:size])
         if not one_side:
             k_tables, rest = Tables(*rest[size : 2 * size]), rest[size:]
         state, saved = tuple(rest[size : size + ctx.num_states]), rest[size + ctx.num_states :]
-        call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches)
+        call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights)
         operands = Operands(q, k, v, gate, state)
-        _, need_gate, need_omega, need_phase_q, need_phase_k, _, _, _, *need_state = ctx.needs_input_grad
+        _, need_gate, need_omega, need_phase_q, need_phase_k, *need = ctx.needs_input_grad
         need_phase_k = need_phase_q if one_phase else need_phase_k
-        needs = LinearNeeds(need_gate, need_omega, need_phase_q, need_phase_k, any(need_state))
+        need_norm, need_state = any(need[: len(weights)]), any(need[len(weights) + 3 :])
+        needs = LinearNeeds(need_gate, need_omega, need_phase_q, need_phase_k, need_norm, need_state)
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
             found = _differentiate_reference(call, operands, grads, needs, create_graph=True)
@@ -306,7 +330,8 @@ class _Attend(torch.autograd.Function):
         dq, dk, dv, *others = found
         others = iter(others)
         dgate, domega, dphase_q, dphase_k = (next(others) if needed else None for needed in needs[:4])
+        dweights = [next(others) if needs.norm and t is not None else None for t in weights]
         if one_phase and dphase_q is not None and dphase_k is not None:
             dphase_q, dphase_k = dphase_q + dphase_k, None
         dstate = [next(others) if needs.state else None for _ in state]
-        return None, dgate, domega, dphase_q, dphase_k, dq, dk, dv, *dstate
+        return None, dgate, domega, dphase_q, dphase_k, *dweights, dq, dk, dv, *dstate

@@ -7,8 +7,23 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from ..norm import Norm
 from ..reference_linear import Attention
-from .call import Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, declare, take_fields
+from .call import (
+    NO_WEIGHTS,
+    Act,
+    Impl,
+    Layout,
+    NormOptions,
+    Options,
+    Order,
+    Pairs,
+    Spec,
+    Tables,
+    Weights,
+    declare,
+    take_fields,
+)
 
 __all__ = [
     "LINEAR_CALL", "Description", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone",
@@ -35,12 +50,13 @@ class LinearOptions(NamedTuple):
     eps: float = 1e-6
     return_state: bool = False
     impl: Impl = "auto"
+    norm: NormOptions | None = None
 
     @property
     def encoding(self) -> Options:
-        """Those of the map and the activation."""
+        """Those of the map, the activation and the norm."""
         name: Any = self.map or "none"
-        return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl)
+        return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl, self.norm)
 
 
 class Description(NamedTuple):
@@ -56,6 +72,7 @@ class Description(NamedTuple):
     amplitude: float | Tensor | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
+    norm: Norm | None = None  # that the encoding was called with
 
 
 class Sides(NamedTuple):
@@ -79,6 +96,7 @@ class LinearCall(NamedTuple):
     cu_seqlens: Tensor | None = None  # (num_seqs + 1,) int32
     # What was prepared for calls of the same sizes, dtypes and devices.
     launches: dict[Hashable, Any] | None = None
+    weights: Weights = NO_WEIGHTS
 
 
 class Operands(NamedTuple):
@@ -98,6 +116,7 @@ class LinearNeeds(NamedTuple):
     omega: bool = False  # of q and of k, summed
     phase_q: bool = False  # what q leaves, and
     phase_k: bool = False  # what k does, also where they share a phase
+    norm: bool = False  # all of γ and β that there are
     state: bool = False  # S and Σ
 
 
@@ -114,14 +133,17 @@ def ends_of(layout: Layout) -> tuple[int, int]:
 LINEAR_CALL = ", ".join(
     [
         declare(Attention, "SymInt"), declare(Spec), declare(Layout, "SymInt", "q_"), declare(Layout, "SymInt", "k_"),
-        declare(Tables, prefix="q_"), declare(Tables, prefix="k_"), "Tensor? cu_seqlens", "bool one_side",
+        declare(Tables, prefix="q_"), declare(Tables, prefix="k_"), declare(Weights), "Tensor? cu_seqlens",
+        "bool one_side",
     ]
 )  # fmt: skip
 
 
 def flatten_linear(call: LinearCall) -> tuple[Any, ...]:
     """A call as arguments of an operator: those of ``LINEAR_CALL``."""
-    parts = (call.attention, call.spec, call.q_layout, call.k_layout, call.q_tables, call.k_tables)
+    parts = (
+        call.attention, call.spec, call.q_layout, call.k_layout, call.q_tables, call.k_tables, call.weights
+    )  # fmt: skip
     values = tuple(list(value) if isinstance(value, tuple) else value for part in parts for value in part)
     return *values, call.cu_seqlens, call.k_tables is call.q_tables and call.k_layout == call.q_layout
 
@@ -129,12 +151,13 @@ def flatten_linear(call: LinearCall) -> tuple[Any, ...]:
 def unflatten_linear(args: Sequence[Any]) -> tuple[LinearCall, tuple[Any, ...]]:
     """The inverse of :func:`flatten_linear`, and the arguments behind."""
     values = iter(args)
-    kinds: Any = (Attention, Spec, Layout, Layout, Tables, Tables)
-    attention, spec, q_layout, k_layout, q_tables, k_tables = (take_fields(kind, values) for kind in kinds)
+    kinds: Any = (Attention, Spec, Layout, Layout, Tables, Tables, Weights)
+    attention, spec, q_layout, k_layout, q_tables, k_tables, weights = (take_fields(kind, values) for kind in kinds)
     cu_seqlens, one_side = next(values), next(values)
     if one_side:
         k_layout, k_tables = q_layout, q_tables
-    return LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens), tuple(values)
+    call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, None, weights)
+    return call, tuple(values)
 
 
 # --- the memo ------------------------------------------------------------------------------------------------

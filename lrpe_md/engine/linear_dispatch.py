@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..norm import Norm
 from ..positions.grid import Grid
 from ..reference import activate, no_autocast
 from ..reference_linear import Features, attend_encoded, take_out
 from . import boundary, linear_boundary
-from .call import Tables, remember, remembered
-from .dispatch import use_triton
+from .call import NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights, remember, remembered
+from .dispatch import run_checked, use_triton
 from .linear_call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
 from .linear_plan import fits_kernels
 from .linear_validate import (
@@ -24,17 +25,22 @@ from .linear_validate import (
     no_frequencies,
     validate_linear,
 )  # fmt: skip
+from .norms import apply_norm, of_tensor, take_norm
 from .sharding import is_sharded
+from .validate import check_input
 
 __all__ = ["run_encoded", "run_linear"]
 
 
-def run_linear(options: LinearOptions, given: Given, sides: Sides) -> Any:
+def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | None = None) -> Any:
     """What :func:`lrpe_md.linear_attention` does: o, or o and the state."""
-    q, k, v, gate, cu_seqlens, state = given
+    if norm is not None:
+        options, weights = take_norm(options, norm, 2)
+        given = given._replace(weights=weights)
+    q, k, v, gate, cu_seqlens, state, weights = given
     omega, positions, phase, amplitude = sides
     one_phase = type(phase) is not tuple
-    tensors = (q, k, v, gate, cu_seqlens, omega, *((phase,) if one_phase else phase), *state)
+    tensors = (q, k, v, gate, cu_seqlens, omega, *((phase,) if one_phase else phase), *state, *weights)
     direct = boundary.is_direct(tensors)
     key = _call_key(options, given, sides) if direct and one_phase else None
     known = None if key is None else remembered.get(key)
@@ -51,7 +57,7 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides) -> Any:
         omega = no_frequencies(q) if omega is None else omega
         gain: Any = amplitude
         tables = Tables(omega, phase, None, origin, None, None, gain)
-        call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches)
+        call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches, weights)
     o, after = _run_checked(call, Operands(q, k, v, gate, state), options.impl, options.return_state, direct)
     return (o, pack_state(after)) if options.return_state else o
 
@@ -61,15 +67,18 @@ def _run_checked(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A checked call on the path that ``impl`` and the inputs ask for."""
     q_tables, k_tables, inputs = call.q_tables, call.k_tables, (operands.q,)
-    if not direct and is_sharded(*operands[:4], *operands.state, q_tables.omega, q_tables.phase):
+    if not direct and is_sharded(*operands[:4], *operands.state, q_tables.omega, q_tables.phase, *call.weights):
         from . import linear_sharding
 
         def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
             tables = (*call.q_tables[:2], *call.k_tables[:2])
-            direct = boundary.is_direct((*operands[:4], *operands.state, *tables))
+            direct = boundary.is_direct((*operands[:4], *operands.state, *tables, *call.weights))
             return _run_checked(call, operands, impl, return_state, direct)
 
         return linear_sharding.run_shards(run, call, operands, return_state)
+    if call.spec.norm_over == "heads":
+        call, operands = _normalise_heads(call, operands, impl, direct)
+        inputs = (operands.q,)
     if call.spec.dim == -2:
         operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
         call = call._replace(spec=call.spec._replace(act="none", dim=0))
@@ -96,13 +105,42 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     return fits and q.dtype != torch.float64
 
 
-def run_encoded(options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any) -> Any:
+def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
+    """A norm over all heads, which no program of linear attention has, in front of it: a pass of its own.
+
+    Tokens that a gate takes out are zeros before, so that nothing of them gets to the other heads or the weights.
+    """
+    k, v = take_out(operands.gate, operands.k, operands.v)
+    spec, weights = call.spec, call.weights
+    alone = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
+    tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
+
+    def normalise(layout: Layout, own: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
+        layout = layout._replace(sizes=(layout.num_grid_tokens,))
+        return run_checked(Call(alone, layout, tables, None, own), xs, None, impl, direct)
+
+    if call.q_layout == call.k_layout:
+        q, k = normalise(call.q_layout, weights, operands.q, k)
+    else:
+        (q,) = normalise(call.q_layout, of_tensor(weights, 0), operands.q)
+        (k,) = normalise(call.k_layout, of_tensor(weights, 1), k)
+    spec = spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
+    return call._replace(spec=spec, weights=NO_WEIGHTS), operands._replace(q=q, k=k, v=v)
+
+
+def run_encoded(
+    options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any, norm: Norm | None = None
+) -> Any:
     """Linear attention of q̂ and k̂ as an encoding of another make forms them: ``encoding(q, k, positions=positions)``.
 
-    With normalizer "unrotated", whose q̄ and k̄ no operator takes beside them, by the reference.
+    With normalizer "unrotated", whose q̄ and k̄ no operator takes beside them, by the reference. A norm is taken first,
+    in plain torch.
     """
     check_gate(given.gate, given.k)
     k, v = take_out(given.gate, given.k, given.v)  # before the encoding, through which NaN would pass
+    if norm is not None:
+        q, k = _normalise_first(options, given.q, k, norm, positions)
+        given = given._replace(q=q)
     q_hat, k_hat = encoding(given.q, k, positions=positions)
     plain, encoded = options._replace(map=None, act="none", dim=None), given._replace(q=q_hat, k=k_hat, v=v)
     sides = Sides(positions=positions)
@@ -124,6 +162,18 @@ def run_encoded(options: LinearOptions, given: Given, encoding: Callable[..., An
             gate=given.gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), dtype=given.q.dtype,
         )  # fmt: skip
     return (o, pack_state(after)) if options.return_state else o
+
+
+def _normalise_first(
+    options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_input("q", q, q)
+    check_input("k", k, q, other_length=True)
+    if is_sharded(q, k):
+        raise ValueError("norm: expected None with DTensors and an encoding that can't describe(); normalise before")
+    options, weights = take_norm(options, norm, 2)
+    q_norm, k_norm = apply_norm(options, weights, (q, k), positions)
+    return q_norm.to(q.dtype), k_norm.to(k.dtype)
 
 
 def pack_state(tensors: tuple[Tensor, ...]) -> State:
@@ -153,15 +203,15 @@ def _call_key(options: LinearOptions, given: Given, sides: Sides) -> tuple | Non
             origin.device,
         )  # fmt: skip
     for option in options:
-        if not (option is None or type(option) in (str, int, bool, float)):
+        if not (option is None or type(option) in (str, int, bool, float, NormOptions)):
             return None
     if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
-    q, k, v, gate, cu_seqlens, state = given
+    q, k, v, gate, cu_seqlens, state, weights = given
     if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
         return None
     shapes = []
-    for t in (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *state):
+    for t in (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *weights, *state):
         if t is None:
             shapes.append(None)
         elif isinstance(t, Tensor) and not t.is_nested and t.layout is torch.strided:

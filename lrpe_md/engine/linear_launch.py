@@ -15,18 +15,22 @@ from triton.runtime.errors import OutOfResources
 from ..positions.grid import affine_on
 from ..reference import ACTIVATIONS, split_pairs
 from . import kernels
-from .call import Call, Layout, Needs, Spec, Tables, Variant
+from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .kernels.signature import pack
 from .launch import (
     INTERPRETING,
+    Partials,
+    Sums,
     count_grid,
     count_tables,
     current_device,
     has_ptx,
+    lay_weight,
     limit_registers,
     make_readable,
     materialise,
     reduce_partial,
+    reduce_weights,
     strides_in_eights,
 )
 from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
@@ -180,6 +184,7 @@ class Work:
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
+        self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -230,7 +235,10 @@ class Work:
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
             turned_products=causal or tile.block_n < 64, alone=causal and sizes.repeats == 1,
-            keeps_zero=_keeps_zero(spec.act),
+            has_weight=self.weights.weight is not None, has_bias=self.weights.bias is not None,
+            weight_by_head=any(t is not None and t.shape[0] > 1 for t in self.weights),
+            token_groups=self.call.weights.token_groups, need_dweight=self.needs.norm,
+            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) is not
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
@@ -257,8 +265,27 @@ class Work:
             self.known[key] = found
         return found
 
-    def flatten(self, side: Call, variant: Variant) -> tuple:
-        """Tables and numbers of q or of k, as the kernels take them."""
+    def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
+        """What the kernels take of k's side. partial: for sums of the gradients of the norm's weights."""
+        weights, layout = self.weights, self.call.k_layout
+        return self._flatten(self.k_side, variant), self._flatten_norm(
+            weights.weight_k, weights.bias_k, partial, layout
+        )
+
+    def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
+        """The same of q's side."""
+        weights, layout = self.weights, self.call.q_layout
+        return self._flatten(self.q_side, variant), self._flatten_norm(weights.weight, weights.bias, partial, layout)
+
+    def _flatten_norm(
+        self, weight: Tensor | None, bias: Tensor | None, partial: Tensor | None, layout: Layout
+    ) -> tuple | None:  # fmt: skip
+        if self.call.spec.norm == "none":
+            return None
+        return weight, bias, partial, pack(layout.start - layout.prefix, layout.num_grid_tokens)
+
+    def _flatten(self, side: Call, variant: Variant) -> tuple:
+        """Tables and numbers of q or of k."""
         if side.spec.map == "none":
             return ()
         key = "numbers", side is self.q_side
@@ -412,7 +439,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
             described = work.describe(LinearPass.FORWARD, work.k_side, [o])
             variant, _ = described
             tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
-            sides = (work.flatten(side, variant) for side in work.sides)
+            sides = (work.flatten_queries(variant), work.flatten_keys(variant))
             counts = pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
             args = (*tensors, gate_with_strides(work.gate), *sides, counts, eps)
             start(kernels.linear_forward_kernel, sizes.rows, args, described)
@@ -447,7 +474,7 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
     states = torch.empty(count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten(work.k_side, variant), states, pieces.numbers, pack(sizes.groups, count, sizes.batch),
+        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, count, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_state_kernel, sizes.rows * count, args, described)
     return scan_states(work, states, pieces, state, return_last)
@@ -494,7 +521,7 @@ def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
     described = work.describe(LinearPass.OUTPUT, work.q_side, [o])
     variant, _ = described
     args = (
-        with_strides(work.q, variant), with_strides(o, variant), work.flatten(work.q_side, variant), seen,
+        with_strides(work.q, variant), with_strides(o, variant), work.flatten_queries(variant), seen,
         pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -506,7 +533,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     variant, _ = described
     args = (
         *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
-        tuple(work.flatten(side, variant) for side in work.sides), seen or (None, None), pieces.numbers,
+        (work.flatten_queries(variant), work.flatten_keys(variant)), seen or (None, None), pieces.numbers,
         work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -593,12 +620,14 @@ class Grads(NamedTuple):
     dgate: Tensor | None
     q_partial: Tensor | None  # (rows, B H_k J C) float64, sums for dω and dφ
     k_partial: Tensor | None
+    q_weights: Tensor | None  # (H B rows, kinds P D) float64, sums for dγ and dβ
+    k_weights: Tensor | None
 
 
 def backward(
     call: LinearCall, grads: Sequence[Tensor], operands: Operands, saved: Sequence[Tensor], needs: LinearNeeds
 ) -> list[Tensor]:
-    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, dS and dΣ, in this order.
+    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, the norm's weights, dS and dΣ, in this order.
 
     grads: of o, or of o, S and Σ.
     """
@@ -619,7 +648,8 @@ def backward(
     if needs.gate:
         dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
     dq, dk, dv = (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
-    outs = Grads(dq, dk, dv, dgate, q_partial, k_partial)
+    q_weights, k_weights = _allocate_weight_sums(work, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
+    outs = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
     with current_device(work.q):
         if one_pass:
             last: list[Tensor] = []
@@ -632,7 +662,21 @@ def backward(
         if dgate is not None and gate is not None:
             found.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
         found += reduce_partials(work, outs)
+        found += reduce_weight_sums(work, outs)
     return found + last
+
+
+def _allocate_weight_sums(
+    work: Work, q_rows: int, k_rows: int, one_pass: bool
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Rows: of a head's programs, head by head."""
+    if not work.needs.norm:
+        return None, None
+    q_rows *= work.sizes.repeats if one_pass else 1
+    given, groups = work.weights, work.call.weights.token_groups
+    width = ((given.weight is not None) + (given.bias is not None)) * groups * work.sizes.head_dim
+    sums = torch.empty(q_rows + k_rows, width, dtype=torch.float64, device=work.device)
+    return sums[:q_rows], sums[q_rows:]
 
 
 def differentiate_one_pass(work: Work, grads: Grads) -> None:
@@ -643,7 +687,7 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
-        tuple(work.flatten(side, variant) for side in work.sides), grads.q_partial,
+        (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant, grads.k_weights)), grads.q_partial,
         pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_backward_kernel, sizes.rows, args, described)
@@ -663,8 +707,9 @@ def differentiate(
         pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
     )  # fmt: skip
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)), work.flatten(work.q_side, variant), seen,
-        dstates, grads.q_partial, pieces.numbers, work.counts(pieces), eps,
+        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)),
+        work.flatten_queries(variant, grads.q_weights), seen, dstates, grads.q_partial, pieces.numbers,
+        work.counts(pieces), eps,
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
     sum_query_states(work, seen, None, dstates, pieces)
@@ -675,8 +720,8 @@ def differentiate(
     variant, _ = described
     args = (
         *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), work.flatten(work.k_side, variant), dseen,
-        grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), work.flatten_keys(variant, grads.k_weights),
+        dseen, grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
     return last
@@ -688,7 +733,7 @@ def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Ten
     described = work.describe(LinearPass.QUERY_STATE, work.q_side)
     variant, _ = described
     args = (
-        with_strides(work.q, variant), with_strides(work.do, variant), work.flatten(work.q_side, variant), seen, scales,
+        with_strides(work.q, variant), with_strides(work.do, variant), work.flatten_queries(variant), seen, scales,
         dstates, pieces.numbers, work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
@@ -709,7 +754,7 @@ def differentiate_causal(
         dstates = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
     described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
     variant, _ = described
-    sides = tuple(work.flatten(side, variant) for side in work.sides)
+    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
     tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
     args = (
         tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
@@ -725,7 +770,7 @@ def differentiate_causal(
         LinearPass.CAUSAL_KEYS, work.k_side, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
     )
     variant, _ = described
-    sides = tuple(work.flatten(side, variant) for side in work.sides)
+    sides = (work.flatten_queries(variant), work.flatten_keys(variant, grads.k_weights))
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
@@ -756,3 +801,17 @@ def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
     if needs.phase_k:
         found += reduce(k_part, k_tables, Needs(phase=True))
     return found
+
+
+def reduce_weight_sums(work: Work, grads: Grads) -> list[Tensor]:
+    """dγ and dβ of q, then of k, where they are needed."""
+    q_sums, k_sums = grads.q_weights, grads.k_weights
+    if q_sums is None or k_sums is None:
+        return []
+    by_head = any(t is not None and t.shape[0] > 1 for t in work.weights)
+    heads = work.sizes.groups * work.sizes.repeats, work.sizes.groups
+    parts = [
+        Partials(None, sums, Sums(counts=(len(sums), len(sums) // count if by_head else 0)))
+        for sums, count in zip((q_sums, k_sums), heads, strict=True)
+    ]
+    return reduce_weights(*parts, work.call.weights)

@@ -15,20 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Layout, Tables
+from .call import Layout, Tables, Weights
 from .linear_call import LinearCall, Operands
 from .linear_validate import check_edges
 from .memory import strides_in_memory
+from .norms import of_tensor
 from .sharding import (
     BATCH,
     HEADS,
     TOKENS,
     check_cut,
+    check_mesh,
     check_placements,
     count_ranks,
     is_sharded,
     local_part,
     local_positions,
+    local_weights,
     take_local,
 )  # fmt: skip
 
@@ -53,6 +56,7 @@ def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: boo
     q, k, v, gate, state = operands
     placed: Any = (q, k, v)
     check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
+    check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
     _check(call, *placed)
     local = _localize(call, q, k)
     _check_local_blocks(call, local, q)
@@ -241,10 +245,15 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
         k_tables = k_tables._replace(
             omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
         )  # fmt: skip
+    in_rows = call.spec.map != "none"  # without a map a shard keeps prefix and suffix
+    of_q = local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
+    of_k = local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
+    weight_k, bias_k = (None if t is None else _share_gradient(t, k, apart) for t in of_k[:2])
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
         q_layout=q_layout, k_layout=k_layout, q_tables=q_tables, k_tables=k_tables, launches=None,
         cu_seqlens=cu_seqlens.to_local() if is_sharded(cu_seqlens) else cu_seqlens,
+        weights=Weights(of_q.weight, of_q.bias, weight_k, bias_k),
     )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from ..checks import check_dense
 from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
-from .call import Layout, Spec, Tables
+from .call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
+from .norms import check_weights
 from .validate import check_act, check_impl, check_input, locate, validate
 
 __all__ = [
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     gate: Tensor | None = None
     cu_seqlens: Tensor | None = None
     state: tuple[Tensor, ...] = ()  # S, or S and Σ
+    weights: Weights = NO_WEIGHTS
 
 
 def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> LinearCall:
@@ -63,8 +65,11 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
     _check_state(given, spec, attention.normalizer)
+    if options.norm is not None:
+        for side in (q_side, k_side):
+            check_weights(options.encoding, given.weights, (q, k), side.layout)
     return LinearCall(
-        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, given.weights
     )  # fmt: skip
 
 
@@ -251,17 +256,27 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
         raise ValueError(f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None")
     omega: Any = sides.omega
     _, positions, phase, amplitude = sides
+    plain = options.encoding._replace(norm=None)
     if type(positions) is not tuple and type(phase) is not tuple:
-        spec, layout, tables, *_ = validate(options.encoding, (q, k), omega, positions, phase, amplitude)
+        spec, layout, tables, *_ = validate(plain, (q, k), omega, positions, phase, amplitude)
         side = _Side(layout, tables)
-        return spec, side, side
+        return _with_norm(options, spec), side, side
     both = _pair("positions", positions), _pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
-        validate(options.encoding, (x,), omega, where, phi, amplitude)
-        for x, where, phi in zip((q, k), *both, strict=True)
+        validate(plain, (x,), omega, where, phi, amplitude) for x, where, phi in zip((q, k), *both, strict=True)
     )
     # One tensor for both sides, where a number was laid out.
-    return spec, _Side(q_layout, q_tables), _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude))
+    return (
+        _with_norm(options, spec), _Side(q_layout, q_tables),
+        _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude)),
+    )  # fmt: skip
+
+
+def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
+    if options.norm is None:
+        return spec
+    kind, over, eps, offset = options.norm
+    return spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
@@ -286,7 +301,7 @@ def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tu
     for name, x in (("q", given.q), ("k", given.k)):
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
-    spec = Spec("none", options.act, options.dim or 0)
+    spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
     tables = Tables(no_frequencies(given.q))
     layouts = []
     for x, where in zip((given.q, given.k), _pair("positions", sides.positions), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..reference import no_autocast, normalise
 from .call import Layout, NormOptions, Options, Spec, Weights
+from .linear_call import LinearOptions
 from .memory import accumulator
 
 __all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
@@ -22,7 +23,10 @@ _FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def take_norm(options: Options, norm: Any, num_tensors: int) -> tuple[Options, Weights]:
+AnyOptions = TypeVar("AnyOptions", Options, LinearOptions)
+
+
+def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
     """The options with those of the norm, and its tensors. What this checks the memo of calls does not see."""
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
@@ -66,7 +70,7 @@ def of_tensor(weights: Weights, i: int) -> Weights:
     return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
 
 
-def check_weights(options: Options, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
+def check_weights(options: Options | LinearOptions, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
     """Shapes, dtypes and devices, against tensors that have been checked."""
     assert options.norm is not None
     over = options.norm.over
@@ -115,7 +119,7 @@ def check_weights(options: Options, weights: Weights, xs: tuple[Tensor, ...], la
 
 
 def apply_norm(
-    options: Options, weights: Weights, xs: tuple[Tensor, ...], positions: Any
+    options: Options | LinearOptions, weights: Weights, xs: tuple[Tensor, ...], positions: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """norm(x) of each, in the dtype of the arithmetic, in plain torch operators."""
     assert options.norm is not None

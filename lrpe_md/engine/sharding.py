@@ -16,10 +16,11 @@ from torch import Tensor
 
 from .call import Call, Layout, Spec, Tables, Weights
 from .memory import strides_in_memory
+from .norms import of_tensor
 
 __all__ = [
-    "BATCH", "HEADS", "TOKENS", "check_cut", "check_placements", "count_ranks", "is_sharded", "local_part",
-    "local_positions", "run_shards", "take_local",
+    "BATCH", "HEADS", "TOKENS", "check_cut", "check_mesh", "check_placements", "count_ranks", "is_sharded",
+    "local_part", "local_positions", "local_weights", "run_shards", "take_local",
 ]  # fmt: skip
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
@@ -53,7 +54,7 @@ def run_shards(
     """
     spec, layout, tables = call.spec, call.layout, call.tables
     check_placements(spec, xs, tables.omega, tables.phase)
-    _check_mesh("norm.weight, norm.bias", call.weights, "x" if len(xs) == 1 else "q", xs[0])
+    check_mesh("norm.weight, norm.bias", call.weights, "x" if len(xs) == 1 else "q", xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
         q, k = xs
@@ -66,7 +67,9 @@ def run_shards(
         check_cut(tables, x)
     x = xs[0]
     local_layout, local_tables = local_positions(layout, tables, x)
-    local = Call(spec, local_layout, local_tables, None, _local_weights(call, xs))
+    of_q, of_k = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
+    weights = (*local_weights(of_q, layout, xs[0])[:2], *local_weights(of_k, layout, xs[-1])[:2])
+    local = Call(spec, local_layout, local_tables, None, Weights(*weights))
     ys = run(local, tuple(x.to_local() for x in xs))
     out = []
     for x, y in zip(xs, ys, strict=True):
@@ -108,10 +111,10 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 f"norm: over='heads' takes the mean over all heads of a token, got {name} with its heads sharded, "
                 f"{tuple(x.placements)}; call {name}.redistribute first, or shard its batch or tokens"
             )
-    _check_mesh("omega, phase", others, names[0], xs[0])
+    check_mesh("omega, phase", others, names[0], xs[0])
 
 
-def _check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
+def check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
     for t in others:
         if is_sharded(t) and t.device_mesh != x.device_mesh:
             raise ValueError(
@@ -143,15 +146,16 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
     return t.redistribute(x.device_mesh, there).to_local(grad_placements=back)
 
 
-def _local_weights(call: Call, xs: tuple[Any, ...]) -> Weights:
-    """Of a norm. Groups of tokens go by the prefix and suffix of a layout, which rows of coordinates don't keep."""
-    if call.weights.token_groups > 1 and not call.layout.sizes and count_ranks(xs[0], TOKENS) > 1:
+def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
+    """γ and β of the norm of one tensor. Groups of tokens go by the prefix and suffix of a layout, which rows of
+    coordinates don't keep."""
+    if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
             "norm.weight: expected one for all tokens where the tokens of Coordinates are sharded, got one a group; "
             "take a Grid, or redistribute x"
         )
     found: list[Tensor | None] = []
-    for t, x in zip(call.weights, (xs[0], xs[0], xs[-1], xs[-1]), strict=True):
+    for t in weights:
         by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
         if by_head:
             local_part(x, HEADS)

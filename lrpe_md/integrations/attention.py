@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..engine.boundary import transforming
 from ..engine.linear_call import NormalizerName, State
 from ..modules_linear import attend_with
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .encoding import Activation
@@ -226,8 +227,12 @@ def attend_linearly(
     is_causal: bool = False,
     block: int | None = None,
     carried: Carried | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """Linear attention of raw q, k, v (B, H, N, D) as a backbone's :class:`Context` says, in v's dtype."""
+    """Linear attention of raw q, k, v (B, H, N, D) as a backbone's :class:`Context` says, in v's dtype.
+
+    norm: of q and k, where it is taken with them.
+    """
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
@@ -235,7 +240,7 @@ def attend_linearly(
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast their norms give float32
     own = NOTHING if encoding is None else encoding
-    attend = partial(attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block)
+    attend = partial(attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm)
     if carried is None:
         return attend(is_causal=bool(is_causal))  # ONNX's older exporter hands it on as a tensor
     o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)

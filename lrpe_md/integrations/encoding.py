@@ -17,6 +17,7 @@ from ..engine.validate import check_act
 from ..functional import cosine, rotate
 from ..module_base import FrequencyModule
 from ..modules import CosineMd, PresetMd, RotateMd
+from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
@@ -46,9 +47,13 @@ class Activation(nn.Module):
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
-    def forward(self, *xs: Tensor, positions: Any = None, attend: Callable[..., Any] | None = None) -> Any:
+    def forward(
+        self, *xs: Tensor, positions: Any = None, norm: Norm | None = None, attend: Callable[..., Any] | None = None
+    ) -> Any:
         if attend is not None:
-            return attend(self.describe(), *xs)
+            return attend(self.describe()._replace(norm=norm), *xs)
+        if norm is not None:
+            raise ValueError("norm: expected None without attend, since no map takes it; normalise q and k before")
         return tuple(activate(x, self.act, self.dim) for x in xs)
 
     def extra_repr(self) -> str:
@@ -319,6 +324,7 @@ class Stretched(nn.Module):
     ratio: Tensor
     amplitude: Tensor
     describes = True
+    takes_norm = True
 
     def __init__(self, frequencies: CosineMd | RotateMd | PresetMd) -> None:
         super().__init__()
@@ -344,13 +350,21 @@ class Stretched(nn.Module):
         gain = self.amplitude if own.amplitude is None else self.amplitude * own.amplitude
         return own._replace(omega=own.omega * self.ratio, amplitude=gain)
 
-    def forward(self, q: Tensor, k: Tensor, *, positions: Any, attend: Callable[..., Any] | None = None) -> Any:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        positions: Any,
+        norm: Norm | None = None,
+        attend: Callable[..., Any] | None = None,
+    ) -> Any:
         own: Any = self.describe()
         if attend is not None:
-            return attend(own, q, k)
+            return attend(own._replace(norm=norm), q, k)
         options: dict[str, Any] = {
             "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
-            "amplitude": own.amplitude, "impl": own.impl,
+            "amplitude": own.amplitude, "impl": own.impl, "norm": norm,
         }  # fmt: skip
         if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)

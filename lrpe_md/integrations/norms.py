@@ -163,6 +163,10 @@ def normal_source(cls: type, name: str = "forward") -> str:
     return ast.unparse(function)
 
 
-def takes_norm(encoding: Any) -> bool:
-    """Whether a module encodes q and k with ``norm=``."""
-    return getattr(encoding, "takes_norm", False) and getattr(encoding, "dim", None) != -2
+def takes_norm(encoding: Any, attention: str = "softmax") -> bool:
+    """Whether a module encodes q and k with ``norm=``, or linear attention takes the norm with what it describes."""
+    if getattr(encoding, "dim", None) == -2:
+        return False
+    if attention == "linear":
+        return encoding is None or getattr(encoding, "describes", False)
+    return getattr(encoding, "takes_norm", False)

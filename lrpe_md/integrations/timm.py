@@ -90,7 +90,7 @@ class LrpeAttention(Attention):
         again = self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv) if again else qkv.permute(2, 0, 3, 1, 4).unbind(0)
         norm = None
-        if self.attention == "softmax" and takes_norm(encoding):
+        if takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)
         if again:
             assert encoding is not None
@@ -102,7 +102,7 @@ class LrpeAttention(Attention):
         if self.attention == "linear":
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
-                block=context.block, carried=context.carried,
+                block=context.block, carried=context.carried, norm=norm,
             )  # fmt: skip
         else:
             if context.block is not None:

@@ -6,6 +6,9 @@ from functools import partial
 import pytest
 import timm
 import torch
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.lm import CausalLm, LmConfig
+from lrpe_md.models.text import TextEncoder, tokenize
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -246,6 +249,40 @@ def test_a_vision_transformer(encoding, how, device):
         found.append([y, *(p.grad for p in model.parameters())])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def make_dit(keep_encoded):
+    model = DiT(
+        embed_dim=32, depth=2, num_heads=2, encoding="rotate", text_encoder=TextEncoder(width=32, depth=1, num_heads=2),
+        encoding_kwargs={"learnable": True}, keep_encoded=keep_encoded,
+    )  # fmt: skip
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)  # a new model's blocks are the identity
+    return model, (torch.randn(2, 3, 8, 8), torch.rand(2), tokenize(["a red square", "one"]))
+
+
+def make_lm(keep_encoded):
+    config = LmConfig(dim=32, depth=2, num_heads=4, num_kv_heads=2, hidden=48, keep_encoded=keep_encoded)
+    return CausalLm(config), (torch.randint(0, 256, (2, 12)),)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("make", [make_dit, make_lm])
+def test_other_backbones(make, how, device):
+    torch.compiler.reset()
+    found, kept = [], []
+    for keep_encoded in (True, False):
+        torch.manual_seed(0)
+        model, args = make(keep_encoded)
+        model, args = model.to(device), tuple(x.to(device) for x in args)
+        forward = torch.compile(model, backend="aot_eager_decomp_partition") if how == "compiled" else model
+        y = forward(*args)
+        kept.append(kept_bytes(lambda *xs, y=y: y, ()))
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert kept[1] < kept[0]
 
 
 def test_one_of_two_ways_to_save_memory(device):

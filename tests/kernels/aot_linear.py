@@ -19,6 +19,7 @@ from lrpe_md.engine import kernels, linear_launch
 from lrpe_md.engine import linear_plan as plans
 from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.engine.norms import take_norm
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -30,6 +31,12 @@ CASES = [
     LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
     LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),
     LinearCase(dtype=BF16, head_dim=128, heads=(2, 2), state=True, origin="by_sample"),
+    LinearCase("rotate", dtype=BF16, head_dim=64, norm="rms", heads=(2, 2)),
+    LinearCase(
+        dtype=BF16, head_dim=64, norm="layer", norm_groups=2, norm_weight="by_head", mask="causal", gate="float"
+    ),
+    LinearCase("rotate", norm="layer", norm_dtype=HALF, rotary_dim=10, norm_groups=3, suffix=1, mask="block", block=5),
+    LinearCase(None, dtype=HALF, head_dim=72, norm="rms", norm_weight="none", act="softmax", dim=-1, mask="causal"),
 ]
 
 
@@ -44,14 +51,21 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
     q, k, v = inputs.qkv
     state = tuple(inputs.state)
     given = Given(q, k, v, inputs.gate, inputs.cu_seqlens, state)
+    norm = inputs.norm()
+    if norm is not None:
+        options, weights = take_norm(options, norm, 2)
+        given = given._replace(weights=weights)
     call = validate_linear(options, given, Sides(inputs.omega, inputs.positions, phases, inputs.amplitude))
     operands = Operands(q, k, v, inputs.gate, state)
     mapped = case.map is not None
-    needs = LinearNeeds(case.gate == "float", mapped, False, mapped and case.phase != "none", case.state)
+    needs = LinearNeeds(
+        case.gate == "float", mapped, False, mapped and case.phase != "none", bool(inputs.weights), case.state
+    )  # fmt: skip
     names = [name for name in kernels.__all__ if name.startswith("linear")]
     saved = {name: getattr(kernels, name) for name in names}
     recorders = {name: aot.Recorder(fn) for name, fn in saved.items()}
     reduce, linear_launch.reduce_partial = linear_launch.reduce_partial, lambda *args: []
+    reduce_weights, linear_launch.reduce_weights = linear_launch.reduce_weights, lambda *args: []
     longest, plans.ONE_PASS = plans.ONE_PASS, 10**6 if one_pass else 0
     try:
         for name, recorder in recorders.items():
@@ -60,6 +74,7 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
         linear_launch.backward(call, [inputs.grad], operands, [], needs)
     finally:
         linear_launch.reduce_partial, plans.ONE_PASS = reduce, longest
+        linear_launch.reduce_weights = reduce_weights
         for name, fn in saved.items():
             setattr(kernels, name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]

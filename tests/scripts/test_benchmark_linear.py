@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lrpe_md.scripts.bench import linear, linear_peers
+from lrpe_md.scripts.bench import linear, linear_measure, linear_peers
 from lrpe_md.scripts.bench.app import app
 from typer.testing import CliRunner
 
@@ -55,7 +55,7 @@ def test_every_implementation_is_a_row(tmp_path):
     done = run("--impl", "lrpe-md;SDPA;unfused", "--out", out, "--commit", "abc")
     assert done.exit_code == 0, done.output
     rows = read(out)
-    assert tuple(rows[0]) == linear.COLUMNS
+    assert tuple(rows[0]) == linear_measure.COLUMNS
     assert not [row for row in rows if row["note"] and row["workload"] not in linear.SANA_WORKLOADS]
     assert all(row["note"].startswith("relative") for row in rows if row["workload"] in linear.SANA_WORKLOADS)
     assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)

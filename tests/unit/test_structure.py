@@ -150,3 +150,9 @@ def test_the_way_of_a_call_is_followed(ours):
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="expected a checkout"):
         counts.Checkout(tmp_path)
+
+
+def test_names_of_files_are_unique():
+    # pytest imports a test by its name alone, and Python a helper of tests by the first of that name.
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert len(set(names)) == len(names)

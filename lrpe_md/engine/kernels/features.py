@@ -1,8 +1,8 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
 A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables; that of q and
-that of k are often the same.
+(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables, often the same
+for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the tokens' place on the grid.
 """
 
 import triton
@@ -18,6 +18,15 @@ from .encode import (
     load_passing,
     store_input_gradients,
     turn_tokens,
+)
+from .norm import (
+    apply_weights,
+    find_token_group,
+    form_weight_gradients,
+    load_weights,
+    normalise_row,
+    normalise_row_backward,
+    store_weight_gradients,
 )
 from .signature import unpack
 from .tiles import first_channel, load_at, move_row, split_pairs, store_at, store_tile, upcast
@@ -58,13 +67,31 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 
 @triton.jit
-def load_side(side, b, h, V: tl.constexpr):
+def load_side(side, b, g, h, V: tl.constexpr):
+    """Of a head of a sample, g by the keys' count: its tables, and h. It is what the functions below take beside the
+    side's pointers, which a function can't return where they may be None."""
+    return load_tables(side, b, g, V=V), h
+
+
+@triton.jit
+def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
+    """The same of a head of q; k_loaded: that of its key head."""
+    if V.one_side:
+        tables, _ = k_loaded
+        return tables, h
+    else:
+        return load_side(side, b, g, h, V=V)
+
+
+@triton.jit
+def load_tables(side, b, h, V: tl.constexpr):
     """Of a head of a sample: its frequencies in registers, and where its amplitudes, positions and marks of what is
-    rotated begin. (A function can't return pointers that may be None.)"""
+    rotated begin."""
     if V.map == "none":
         return 0
     else:
-        p_omega, p_phase, _, _, _, _, _, numbers = side
+        tables, _ = side
+        p_omega, p_phase, _, _, _, _, _, numbers = tables
         _, steps, _ = numbers
         omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack(steps)
         o_c = tl.arange(0, V.block_c)
@@ -126,6 +153,32 @@ def to_tiles(loaded, V: tl.constexpr):
 
 
 @triton.jit
+def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
+    """norm(x) of tokens n0 + o_n, and what its backward takes: x̂, what x was multiplied by, γ and β, the groups."""
+    if V.norm == "none":
+        return x, ()
+    else:
+        weights, group = find_weights(side, n0, o_n, V=V)
+        x_hat, scale = normalise_row(x, V=V)
+        return apply_weights(x_hat, weights, V=V), (x_hat, scale, weights, group)
+
+
+@triton.jit
+def find_weights(side, n0, o_n, V: tl.constexpr):
+    """γ and β of tokens n0 + o_n, and the groups that they are of. Read again for each block: held on to, they would
+    take registers that are spilled for them."""
+    pointers, own = side
+    _, h = own
+    _, norm = pointers
+    p_weight, p_bias, _, numbers = norm
+    group = 0
+    if V.token_groups > 1:
+        first_index, num_grid = unpack(numbers)
+        group = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
+    return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, group, None, V=V), group
+
+
+@triton.jit
 def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
     """x̄ with zeros for the channels, with TOKENS also for the tokens, that are not there."""
     if V.keeps_zero:
@@ -148,11 +201,13 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
     if V.map == "none":
         return 0, 0, 0, 0
     else:
-        pointers, loaded = side
-        _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = pointers
+        pointers, own = side
+        tables, _ = pointers
+        _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = tables
         counts, _, axes = numbers
         num_tokens, first_index, num_grid = unpack(counts)
         grid = unpack(axes)
+        loaded, _ = own
         omega, amplitude, coords, rotated = loaded
         if p_amplitude is not None:
             p_amplitude += amplitude
@@ -207,14 +262,68 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
 
 
 @triton.jit
-def store_row_gradient(row, x, x_bar, dx_bar, o_n, m_n, V: tl.constexpr):
-    """dx of a block of tokens."""
-    dx = activate_row_backward(x, x_bar, dx_bar, V=V)
+def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
+    """dx of a block of tokens; the sums for dγ and dβ with theirs added. x: of :func:`normalise_tokens`."""
+    normed, saved = x
+    dx = activate_row_backward(normed, x_bar, dx_bar, V=V)
+    if V.norm != "none":
+        x_hat, scale, weights, group = saved
+        dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, V=V), group, V=V)
+        dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
     if V.map != "none":
         store_input_gradients(row, dx, o_n, m_n, first_channel(), V=V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
         store_tile(row, dx[i], o_n, m_n, i=i, V=V)
+    return dweights
+
+
+@triton.jit
+def _empty_row(i: tl.constexpr, V: tl.constexpr):
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK: tl.constexpr = V.blocks[i]
+    if V.operand != "same":
+        return tl.zeros([BLOCK_N, BLOCK], dtype=tl.float32)
+    else:
+        return tl.zeros([1, BLOCK], dtype=tl.float64)
+
+
+@triton.jit
+def empty_weight_sums(V: tl.constexpr):
+    """Zeros for dγ and dβ of a program: for each group of tokens tiles (tokens, channels), or in float64 (1, channels),
+    of γ, then of β."""
+    sums = ()
+    if V.need_dweight:
+        for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
+            for i in tl.static_range(len(V.begins)):
+                sums += (_empty_row(i=i, V=V),)
+    return sums
+
+
+@triton.jit
+def add_weight_products(sums, products, group, V: tl.constexpr):
+    """Those of a block of tokens, to the sums of their groups."""
+    added = ()
+    for j in tl.static_range(len(sums)):
+        product = products[j % len(products)]
+        if V.token_groups > 1:
+            product = tl.where(group == j // len(products), product, 0.0)
+        if V.operand != "same":
+            added += (sums[j] + product,)
+        else:
+            added += (sums[j] + tl.sum(product.to(tl.float64), axis=0, keep_dims=True),)
+    return added
+
+
+@triton.jit
+def store_weight_sums(side, row, sums, V: tl.constexpr):
+    """A program's, as a row of the partial sums."""
+    if V.need_dweight:
+        pointers, _ = side
+        _, norm = pointers
+        _, _, p_partial, _ = norm
+        width: tl.constexpr = V.head_dim * V.token_groups * (V.has_weight + V.has_bias)
+        store_weight_gradients(p_partial + tl.cast(row, tl.int64) * width, sums, V=V)
 
 
 @triton.jit

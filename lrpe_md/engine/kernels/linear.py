@@ -14,17 +14,21 @@ import triton.language as tl
 
 from .encode import activate_row, find_channels, weigh_tokens
 from .features import (
+    empty_weight_sums,
     fill_rest,
     load_gate,
     load_row,
     load_side,
+    load_tables,
     load_values,
     locate_tensor,
     map_features,
     map_features_backward,
     multiply,
+    normalise_tokens,
     store_row_gradient,
     store_values,
+    store_weight_sums,
     take_out,
     to_operand,
     to_tiles,
@@ -152,7 +156,7 @@ def counted(x_bar, x_hat, V: tl.constexpr):
 
 @triton.jit
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
-    """Of tokens n0 + o_n: k and k̄ without β, v, β, and what was turned.
+    """Of tokens n0 + o_n: norm(k) and k̄ without β, v, β, and what was turned.
 
     place: sample, head, first token, offsets, and which tokens there are.
     """
@@ -168,12 +172,15 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
         for i in tl.static_range(len(k)):
             kept += (take_out(k[i], beta, V=V),)
         k = kept
+    k = normalise_tokens(k, side, n0, o_n, V=V)
     return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, turned
 
 
 @triton.jit
 def activate_tokens(x, V: tl.constexpr):
-    return activate_row(x, (0, 0), V=V)
+    """x̄ of what :func:`normalise_tokens` gives."""
+    normed, _ = x
+    return activate_row(normed, (0, 0), V=V)
 
 
 @triton.jit
@@ -231,6 +238,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         x_hat = map_features(x_bar, turn_block(side, n0, o_n, V=V), V=V)
         out = sum_products(x_hat, S, V=V)
@@ -315,8 +323,10 @@ def empty_total(V: tl.constexpr):
 def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
     """Σ s_j dΘ and, where there is a phase, Σ dΘ of a block of tokens."""
     if V.need_dangles:
-        pointers, loaded = side
-        _, _, p_coords, p_origin, p_affine, _, _, numbers = pointers
+        pointers, own = side
+        tables, _ = pointers
+        loaded, _ = own
+        _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
         _, _, axes = numbers
         grid = unpack(axes)
         _, _, coords, _ = loaded
@@ -351,13 +361,13 @@ def store_total(p_partial, total, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """dq of tokens begin .. end of a head; dZ and the sums for dω with theirs added.
+    """dq of tokens begin .. end of a head; dZ and the sums for dω, dγ and dβ with theirs added.
 
     tensors: q, do, dq. state: operands S, sums Z. grads: the tiles of dZ, the sums.
     """
     q, do, dq = tensors
     S, Z = state
-    dZ, total = grads
+    dZ, total, dweights = grads
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -366,6 +376,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         turned = turn_block(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
@@ -383,9 +394,9 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
                 dx_bar = add_outer(scale_tokens(dx_bar, scale), dz, Z)
                 if V.need_dangles:
                     dangles *= scale[:, None]
-        store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, side, turned, V=V)
-    return dZ, total
+    return dZ, total, dweights
 
 
 @triton.jit
@@ -402,6 +413,7 @@ def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         turned = turn_block(side, n0, o_n, V=V)
@@ -449,11 +461,12 @@ def add_outer(x, weight, Z):
 
 
 @triton.jit
-def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexpr):
-    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω with theirs added.
+def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
+    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω, and those for dγ and dβ of the norm.
 
     tensors: k, v, dk, dv. gates: β and dβ. state: operands dS, sums dZ.
     """
+    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     k, v, dk, dv = tensors
     gate, dgate = gates
     dS, dZ = state
@@ -488,9 +501,9 @@ def write_key_gradients(tensors, gates, side, state, total, walk, V: tl.constexp
             dx_bar = scale_tokens(dx_bar, weight)
             if V.need_dangles:
                 dangles *= weight[:, None]
-        store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, side, turned, V=V)
-    return total
+    return total, dweights
 
 
 @triton.jit
@@ -516,18 +529,20 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, V=V)), (b, g, 0, M), V=V)
+    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, g, V=V)), (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
-    side = (q_side, load_side(q_side, b, g, V=V))
+    tables = load_tables(q_side, b, g, V=V)
     for r in range(R):
-        write_outputs(q, o, side, S, Z, (b, g * R + r, 0, N), eps, V=V)
+        h = g * R + r
+        side = (q_side, (tables, h))
+        write_outputs(q, o, side, S, Z, (b, h, 0, N), eps, V=V)
 
 
 @kernel
 def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys.
 
-    tensors: q, k, v, do, dq, dk, dv.
+    tensors: q, k, v, do, dq, dk, dv. Sums for the norm's weights: a row for each head of q, or of k, of a sample.
     """
     q, k, v, do, dq, dk, dv = tensors
     G, R, N, M = unpack(sizes)
@@ -536,22 +551,32 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    k_side = (k_side, load_side(k_side, b, g, V=V))
+    k_side = (k_side, load_side(k_side, b, g, g, V=V))
     S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     grads = (empty_sums(V=V), empty_total(V=V))
-    q_side = (q_side, load_side(q_side, b, g, V=V))
+    tables = load_tables(q_side, b, g, V=V)
+    batch = tl.num_programs(0) // G
     for r in range(R):
-        grads = write_query_gradients((q, do, dq), q_side, (S, Z), grads, (b, g * R + r, 0, N), eps, V=V)
+        h = g * R + r
+        side = (q_side, (tables, h))
+        dZ, total = grads
+        own = (dZ, total, empty_weight_sums(V=V))
+        dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), own, (b, h, 0, N), eps, V=V)
+        store_weight_sums(side, h * batch + b, dweights, V=V)
+        grads = (dZ, total)
     dZ, total = grads
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     if V.need_dangles:
         store_total(p_partial + tl.cast(pid, tl.int64) * (J * V.num_channels), total, V=V)
     dS = empty_state(V=V)
     for r in range(R):
-        dS = sum_queries((q, do, None), q_side, Z, dS, (b, g * R + r, 0, N), eps, V=V)
+        h = g * R + r
+        side = (q_side, (tables, h))
+        dS = sum_queries((q, do, None), side, Z, dS, (b, h, 0, N), eps, V=V)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
-    total = write_key_gradients((k, v, dk, dv), gates, k_side, state, empty_total(V=V), (b, g, 0, M), V=V)
+    total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)
+    store_weight_sums(k_side, g * batch + b, dweights, V=V)
     if V.need_dangles:
         row = tl.cast(tl.num_programs(0) + pid, tl.int64)
         store_total(p_partial + row * (J * V.num_channels), total, V=V)
@@ -597,7 +622,7 @@ def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "siz
     """The state of each piece of the tokens: states (P, B G, D_v Ê + sums) float32."""
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
-    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, V=V)), (b, g, begin, end), V=V)
+    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
     p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
     store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V=V)
 
@@ -610,7 +635,7 @@ def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    write_outputs(q, o, (side, load_side(side, b, g, V=V)), S, Z, (b, h, begin, end), eps, V=V)
+    write_outputs(q, o, (side, load_side(side, b, g, h, V=V)), S, Z, (b, h, begin, end), eps, V=V)
 
 
 @triton.jit
@@ -629,9 +654,10 @@ def linear_query_gradient_kernel(
     piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
     g = h // R
     state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    grads = (empty_sums(V=V), empty_total(V=V))
-    side = (side, load_side(side, b, g, V=V))
-    dZ, total = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
+    grads = (empty_sums(V=V), empty_total(V=V), empty_weight_sums(V=V))
+    side = (side, load_side(side, b, g, h, V=V))
+    dZ, total, dweights = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
+    store_weight_sums(side, (h * B + b) * P + piece, dweights, V=V)
     p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
     store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
@@ -650,7 +676,7 @@ def linear_query_state_kernel(
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
-    side = (side, load_side(side, b, g, V=V))
+    side = (side, load_side(side, b, g, h, V=V))
     _table, cut = pieces
     _length, N = unpack(cut)
     if V.causal:
@@ -669,8 +695,9 @@ def linear_key_gradient_kernel(
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    side = (side, load_side(side, b, g, V=V))
-    total = write_key_gradients((k, v, dk, dv), gates, side, state, empty_total(V=V), (b, g, begin, end), V=V)
+    side = (side, load_side(side, b, g, g, V=V))
+    total, dweights = write_key_gradients((k, v, dk, dv), gates, side, state, (b, g, begin, end), V=V)
+    store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = tl.cast(piece, tl.int64) * B * G + b * G + g

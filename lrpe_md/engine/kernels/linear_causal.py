@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from .features import (
+    empty_weight_sums,
     fill_rest,
+    load_query_side,
     load_row,
     load_side,
     load_values,
@@ -17,8 +19,10 @@ from .features import (
     map_features,
     map_features_backward,
     multiply,
+    normalise_tokens,
     store_row_gradient,
     store_values,
+    store_weight_sums,
     to_operand,
     to_tiles,
     turn_block,
@@ -96,8 +100,9 @@ def sum_seen(counts, Z, tri, V: tl.constexpr):
 
 @triton.jit
 def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
-    """Of tokens n0 + o_n: q, q̄, q̂ and what was turned, which is what was for keys where both have one side."""
+    """Of tokens n0 + o_n: norm(q), q̄, q̂ and what was turned, which is what was for keys where both have one side."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+    x = normalise_tokens(x, side, n0, o_n, V=V)
     x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
     turned = k_turned
     if not V.one_side:
@@ -135,8 +140,8 @@ def linear_causal_forward_kernel(
     _piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    k_side = (k_side, load_side(k_side, b, g, V=V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
+    k_side = (k_side, load_side(k_side, b, g, g, V=V))
+    q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     o_n = tl.arange(0, V.block_n)
     tri = see(V=V)
     q_head = locate_tensor(q, b, h, V=V)
@@ -191,9 +196,9 @@ def linear_causal_query_kernel(
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    k_side = (k_side, load_side(k_side, b, g, V=V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
-    total = empty_total(V=V)
+    k_side = (k_side, load_side(k_side, b, g, g, V=V))
+    q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
+    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     dZ = empty_sums(V=V)
     o_n = tl.arange(0, V.block_n)
     tri = see(V=V)
@@ -233,9 +238,10 @@ def linear_causal_query_kernel(
                 if V.need_dangles:
                     dangles *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))
-        store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, o_n, m_n, V=V)
+        dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
         S = add_products(S, v_block, k_hat, V=V)
+    store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
     if p_dstates is not None:
         p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
         store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
@@ -291,9 +297,10 @@ def linear_causal_key_kernel(
     _length, N = unpack(cut)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
-    k_side = (k_side, load_side(k_side, b, g, V=V))
-    q_side = (q_side, k_side[1] if V.one_side else load_side(q_side, b, g, V=V))
-    total = empty_total(V=V)
+    k_side = (k_side, load_side(k_side, b, g, g, V=V))
+    q_own = load_query_side(q_side, k_side[1], b, g, g, V=V)
+    q_tables, _ = q_own
+    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -316,11 +323,14 @@ def linear_causal_key_kernel(
         keys = (k_hat, v_block, turned)
         grads = (dx_hat, dv_block, dcounts, dS, dZ)
         if V.alone:
-            grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G), N), (b, g, n0, o_n, m_n), V=V)
+            place = (b, g, n0, o_n, m_n)
+            grads = add_queries((q, do), (q_side, q_own), keys, grads, (p_scales, (B, G), N), place, V=V)
         else:
             for r in range(R):
-                place = (b, g * R + r, n0, o_n, m_n)
-                grads = add_queries((q, do), q_side, keys, grads, (p_scales, (B, G * R), N), place, V=V)
+                h = g * R + r
+                side = (q_side, (q_tables, h))
+                place = (b, h, n0, o_n, m_n)
+                grads = add_queries((q, do), side, keys, grads, (p_scales, (B, G * R), N), place, V=V)
         dx_hat, dv_block, dcounts, dS, dZ = grads
         store_values(move_tokens(dv_head, n0, V=V), dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
@@ -328,14 +338,17 @@ def linear_causal_key_kernel(
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_tiles(dx_bar, dcounts)
+        if V.need_dweight and V.has_bias:  # later queries count tokens that are not there, too
+            dx_bar = scale_tokens(dx_bar, m_n.to(dx_bar[0].dtype))
         if V.gated:
             if V.need_dgate:
                 store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
             dx_bar = scale_tokens(dx_bar, beta)
             if V.need_dangles:
                 dangles *= beta[:, None]
-        store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, o_n, m_n, V=V)
+        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, k_side, turned, V=V)
+    store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = tl.cast(piece, tl.int64) * B * G + b * G + g
