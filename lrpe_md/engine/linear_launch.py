@@ -810,8 +810,8 @@ def reduce_weight_sums(work: Work, grads: Grads) -> list[Tensor]:
         return []
     by_head = any(t is not None and t.shape[0] > 1 for t in work.weights)
     heads = work.sizes.groups * work.sizes.repeats, work.sizes.groups
-    parts = [
+    of_q, of_k = (
         Partials(None, sums, Sums(counts=(len(sums), len(sums) // count if by_head else 0)))
         for sums, count in zip((q_sums, k_sums), heads, strict=True)
-    ]
-    return reduce_weights(*parts, work.call.weights)
+    )
+    return reduce_weights(of_q, of_k, work.call.weights)
