@@ -44,7 +44,10 @@ torch.fx.wrap("rotate")  # one step of a traced graph
 Model = TypeVar("Model", bound=nn.Module)
 
 LIBRARIES = {  # the adapters of each, and what they take
-    "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek"),
+    "timm": (
+        (".timm_rotary",),
+        "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek",
+    ),
     "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
     "transformers": (
         (".transformers",),
@@ -222,7 +225,7 @@ def adapted_class(base: type[Adapted], original: type) -> Any:
 
 
 def reduce_adapted(part: Any, base: type[Adapted]) -> Any:
-    """What copies and files keep of a part whose class :func:`adapted_class` made, which has no place to be found at."""
+    """What copies and files keep of a part whose class :func:`adapted_class` made, which is found nowhere by name."""
     _, _, *state = object.__reduce_ex__(part, 2)
     return (_make_anew, (base, type(part).original), *state)
 

@@ -31,7 +31,15 @@ from ..positions.grid import Grid
 from ..presets.registry import preset
 from .attention import attend
 from .exchange import (
-    Adapted, PresetRotate, Rotary, Step, adapted_class, found_series, parts, reduce_adapted, with_series,
+    Adapted,
+    PresetRotate,
+    Rotary,
+    Step,
+    adapted_class,
+    found_series,
+    parts,
+    reduce_adapted,
+    with_series,
 )  # fmt: skip
 from .norms import normal_source
 
@@ -241,14 +249,14 @@ def refusals(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, part in parts(model).items():
         name = type(part).__name__
-        if name in REASONS and type(part).__module__.startswith("timm."):
-            if name != "NaFlexVit" or part.rope is not None:
-                found[path or "model"] = REASONS[name]
+        rotary = name != "NaFlexVit" or part.rope is not None
+        if rotary and name in REASONS and type(part).__module__.startswith("timm."):
+            found[path or "model"] = REASONS[name]
     return found
 
 
 REASONS = {
-    "NaFlexVit": "expected images of one size in a batch, got a NaFlexVit, whose padded samples have tables of their own",
+    "NaFlexVit": "expected images of one size in a batch, got a NaFlexVit, whose samples have tables of their own",
     "Gemma4RotaryEmbedding2D": "expected pairs over all channels, got pairs within the channels of each axis",
 }
 

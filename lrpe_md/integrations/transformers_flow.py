@@ -31,7 +31,8 @@ def find_misuse(
         for method, tree in _sources(cls):
             found = _Method(name, method, tree, known, reordered).misuse()
             if found is not None:
-                return f"{cls.__name__}.{method.__name__}: expected cos and sin to go to the functions alone, got {found}"
+                place = f"{cls.__name__}.{method.__name__}"
+                return f"{place}: expected cos and sin to go to the functions alone, got {found}"
     return None
 
 
@@ -131,4 +132,8 @@ class _Method:
         if not isinstance(function, ast.Name):
             return True
         value = self.space.get(function.id)
-        return value is None and function.id not in dir(__builtins__) or function.id == "tuple" or id(value) in self.known
+        return (
+            (value is None and function.id not in dir(__builtins__))
+            or function.id == "tuple"
+            or id(value) in self.known
+        )

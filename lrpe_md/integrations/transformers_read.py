@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -207,12 +208,9 @@ def _exact(part: Any, layer_type: str | None, buffer: Tensor) -> Tensor | None:
     width = _attribute(config, "hidden_size")
     head_dim = _attribute(config, "head_dim") or (width // heads if heads and width else None)
     if parameters.get("rope_type", "default") in RULES and head_dim:
-        try:
-            candidates.append(
-                rope_frequencies(parameters, head_dim, _attribute(config, "max_position_embeddings"))[0]
-            )
-        except (ValueError, TypeError, KeyError):
-            pass
+        length = _attribute(config, "max_position_embeddings")
+        with suppress(ValueError, TypeError, KeyError):
+            candidates.append(rope_frequencies(parameters, head_dim, length)[0])
     if isinstance(parameters.get("rope_theta"), (int, float)):
         steps = torch.arange(len(buffer), dtype=torch.float64) / len(buffer)
         candidates.append(float(parameters["rope_theta"]) ** -steps)

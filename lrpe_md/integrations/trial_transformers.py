@@ -48,9 +48,12 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-    "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8}, "esm": {"vocab_size": 64, "position_embedding_type": "rotary"},
+    "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8},
+    "esm": {"vocab_size": 64, "position_embedding_type": "rotary"},
     "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
 }  # fmt: skip
+
+ROTARY = re.compile(r"[Rr]otary|RoPE|[^p]rope[^r]|Rope")
 
 
 def rotary_types() -> list[str]:
@@ -62,7 +65,7 @@ def _rotary_source(model_type: str) -> bool:
     try:
         model = _model_class(model_type)
         module = inspect.getmodule(model)
-        return module is not None and re.search(r"[Rr]otary|RoPE|[^p]rope[^r]|Rope", inspect.getsource(module)) is not None
+        return module is not None and ROTARY.search(inspect.getsource(module)) is not None
     except Exception:
         return False
 
@@ -203,7 +206,8 @@ def inputs(model: Any) -> dict[str, Any]:
         size, frames = getattr(config, "image_size", 16) or 16, getattr(config, "frames_per_clip", 4) or 4
         given["pixel_values_videos"] = torch.randn(2, frames, channels, size, size, generator=generator)
     elif "input_features" in names:
-        bins = next((n for k in ("num_mel_bins", "feature_size", "input_feat_size") if (n := getattr(config, k, 0))), 64)
+        sizes = (getattr(config, name, 0) for name in ("num_mel_bins", "feature_size", "input_feat_size"))
+        bins = next((n for n in sizes if n), 64)
         given["input_features"] = torch.randn(2, 32, bins, generator=generator)
     elif "input_values" in names:
         given["input_values"] = torch.randn(2, 1, 4096, generator=generator)
