@@ -35,8 +35,8 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply", "found_series",
-    "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
+    "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
+    "find_others", "found_series", "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
 torch.fx.wrap("rotate")  # one step of a traced graph
@@ -316,7 +316,7 @@ def restore(model: nn.Module) -> None:
 # --- a whole model ---------------------------------------------------------------------------------------------
 
 
-def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
+def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Encode q and k with :func:`lrpe_md.rotate` in a built model of timm, diffusers or transformers; returns it.
 
     In place, and in one launch for q and k. Parameters, their names, hooks and optimizers stay as they are: only the
@@ -331,6 +331,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
             - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
               Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
         impl: see :func:`lrpe_md.rotate`.
+        verbose: print what was adapted, and what was left and why.
 
     A part with a rotary encoding that is none of these stays as it is, and a warning names it. What exchanges attention
     processors or functions of the model afterwards (diffusers' IP adapters, Liger) asks for another ``adapt_rotary``.
@@ -360,25 +361,49 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)
-    _warn_of_others(model)
+    others = find_others(model)
+    if verbose:
+        _print_report(model, others)
+    elif others:
+        found = ", ".join(f"{path} ({left.name})" for path, left in others.items())
+        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=2)
     return model
 
 
 _ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")
 
 
-def _warn_of_others(model: nn.Module) -> None:
-    """A warning that names the model's other rotary encodings, which stay as they are."""
-    others: dict[str, str] = {}
+@dataclass(frozen=True)
+class Left:
+    """A rotary part that stays as it is: the name of its class, and why."""
+
+    name: str
+    reason: str
+
+
+def find_others(model: nn.Module) -> dict[str, Left]:
+    """The model's other rotary encodings, which stay as they are."""
+    reasons: dict[str, str] = {}
+    for library in {type(part).__module__.split(".")[0] for part in model.modules()} & LIBRARIES.keys():
+        for adapter in LIBRARIES[library][0]:
+            refusals = getattr(import_module(adapter, __package__), "refusals", None)
+            reasons |= {} if refusals is None else refusals(model)
+    others: dict[str, Left] = {}
     for path, part in model.named_modules():
         name, cls = path.split(".")[-1], type(part)
         inside = any(path.startswith(f"{outer}.") for outer in others)
         known = isinstance(part, (Adapted, nn.Identity)) or cls.__module__.split(".")[0] == "lrpe_md"
         if path and not inside and not known and (_ROTARY_NAME.search(name) or _ROTARY_NAME.search(cls.__name__)):
-            others[path] = cls.__name__
-    if others:
-        found = ", ".join(f"{path} ({name})" for path, name in others.items())
-        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=3)
+            others[path] = Left(cls.__name__, reasons.get(path, "its code is not known"))
+    return others
+
+
+def _print_report(model: nn.Module, others: Mapping[str, Left]) -> None:
+    adapted = {path: part for path, part in parts(model).items() if isinstance(part, Adapted)}
+    for path, part in adapted.items():
+        print(f"adapted: {path or 'model'} ({type(part).original.__name__})")
+    for path, left in others.items():
+        print(f"left: {path} ({left.name}): {left.reason}")
 
 
 def restore_rotary(model: Model) -> Model:

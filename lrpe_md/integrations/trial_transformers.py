@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,10 +16,12 @@ require("transformers")
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-__all__ = ["build", "call", "rotary_types", "try_classes"]
+from .trial import Candidate, Result, differentiate
+
+__all__ = ["build", "call", "candidates", "rotary_types"]
 
 SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_layers": 2,
@@ -148,21 +151,10 @@ def _same_kind(value: Any, small: Any) -> Any:
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
-def call(model: nn.Module, seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor]]:
+def call(model: nn.Module) -> Result:
     """All that a tiny input gives, and all gradients at a random direction."""
-    torch.manual_seed(seed)
-    model.zero_grad(set_to_none=True)
-    outputs = [t for t in _tensors(model(**inputs(model))) if t.requires_grad or t.is_floating_point()]
-    generator = torch.Generator().manual_seed(1)
-    total = sum(
-        (t.real * torch.randn(t.shape, generator=generator)).sum() / t.numel() ** 0.5
-        for t in outputs
-        if t.requires_grad
-    )
-    if isinstance(total, Tensor):
-        total.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return [t.detach() for t in outputs], gradients
+    torch.manual_seed(0)
+    return differentiate(model, list(_tensors(model(**inputs(model)))))
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
@@ -216,6 +208,6 @@ def inputs(model: Any) -> dict[str, Any]:
     return given
 
 
-def try_classes() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+def candidates() -> Iterator[Candidate]:
     for name in rotary_types():
-        yield name, lambda name=name: build(name)
+        yield Candidate(name, partial(build, name), call)
