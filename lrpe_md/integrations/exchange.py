@@ -393,9 +393,18 @@ def find_others(model: nn.Module) -> dict[str, Left]:
         name, cls = path.split(".")[-1], type(part)
         inside = any(path.startswith(f"{outer}.") for outer in others)
         known = isinstance(part, (Adapted, nn.Identity)) or cls.__module__.split(".")[0] == "lrpe_md"
+        known = known or _takes_rotary(cls)
         if path and not inside and not known and (_ROTARY_NAME.search(name) or _ROTARY_NAME.search(cls.__name__)):
             others[path] = Left(cls.__name__, reasons.get(path, "its code is not known"))
     return others
+
+
+def _takes_rotary(cls: type) -> bool:
+    """Whether a method calls an exchanged function: it is given what an adapted part gives."""
+    methods = (inspect.unwrap(m) for base in cls.__mro__ for m in vars(base).values() if inspect.isfunction(m))
+    return any(
+        hasattr(method.__globals__.get(name), "takes_rotary") for method in methods for name in method.__code__.co_names
+    )
 
 
 def _print_report(model: nn.Module, others: Mapping[str, Left]) -> None:

@@ -26,12 +26,24 @@ from torch import Tensor, nn
 
 from ..engine.validate import Impl
 from ..modules import RotateMd
+from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
 from .exchange import Adapted, Exact, Rotary, Step, adapted_class, reduce_adapted
 from .norms import defer_norms
 from .transformers_exceptions import EXCEPTIONS
 from .transformers_flow import find_misuse
-from .transformers_read import Form, Misfit, Reading, Unknown, by_length, read_function, read_rotary
+from .transformers_read import (
+    Form,
+    Misfit,
+    Reading,
+    Unknown,
+    by_length,
+    leaves_prefix,
+    read_function,
+    read_image_rotary,
+    read_rotary,
+)
 
 __all__ = ["plan", "refusals"]
 
@@ -42,19 +54,21 @@ __all__ = ["plan", "refusals"]
 class AxesRotate(Exact, RotateMd):
     """Our encoding with the frequencies of a model's rotary module, of one axis or several."""
 
-    def __init__(self, reading: Reading, pairs: Any, *, by_function: bool = False, impl: Impl, device: Any) -> None:
+    def __init__(
+        self, reading: Reading, pairs: Any, *, by_function: bool = False, moved: bool = False, impl: Impl, device: Any
+    ) -> None:
         channels, num_axes = reading.omega.shape
         super().__init__(
             2 * channels, num_axes, frequencies=partial(_frequencies, reading.omega), pairs=pairs, impl=impl,
             device=device, dtype=torch.float64,
         )  # fmt: skip
         self.kind, self.layout, self.gain_of_all = reading.kind, reading.layout, reading.amplitude
-        self.by_function = by_function
+        self.by_function, self.moved = by_function, moved or reading.kind == "table"
 
     def at(self, coords: Tensor, omega: Tensor | None = None, amplitude: float | None = None) -> Rotary:
         omega = self.get_omega() if omega is None else omega
         amplitude = self.gain_of_all if amplitude is None else amplitude
-        cls = Places if self.kind == "table" else ByFunction if self.by_function else Rotary
+        cls = Places if self.moved else ByFunction if self.by_function else Rotary
         return cls(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
 
 
@@ -67,7 +81,8 @@ class ByFunction(Rotary):
 
 
 class Places(Rotary):
-    """Some towers bring cos and sin (N, ..) into another order of tokens: by shape and by index."""
+    """Some towers bring cos and sin (N, ..) into another order of tokens, by shape and by index; some decoders go on
+    with a part of the tokens of cos and sin (B, N, ..)."""
 
     positions: Coordinates
 
@@ -75,10 +90,49 @@ class Places(Rotary):
         return self._moved(self.positions.coords.reshape(shape))
 
     def __getitem__(self, index: Any) -> Rotary:
-        return self._moved(self.positions.coords[index])
+        coords = self.positions.coords
+        if isinstance(index, tuple) and coords.ndim == 2:  # one sample's for the whole batch
+            return self._moved(coords[None][index][0])
+        return self._moved(coords[index])
 
     def _moved(self, coords: Tensor) -> Rotary:
         return self.at(replace(self.positions, coords=coords))
+
+
+class Patches(Rotary):
+    """Patches of an image, in front of which are tokens that are not rotated, however many."""
+
+    positions: Grid
+
+    def encode(self, *xs: Tensor) -> Sequence[Tensor]:
+        prefix = xs[0].shape[2] - self.positions.num_grid_tokens
+        whole = self if prefix == self.positions.prefix else self.at(replace(self.positions, prefix=prefix))
+        return Rotary.encode(whole, *xs)
+
+
+class AdaptedImageRope(Adapted):
+    """A rotary module that gives :class:`Patches` for the pixels of an image (B, C, H, W)."""
+
+    extras = ("rotation", "augment")
+    rotation: AxesRotate
+    augment: AugmentPositions | None
+    training: bool
+    config: Any
+
+    @torch.no_grad()
+    def forward(self, pixel_values: Tensor) -> Any:
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, pixel_values)
+        shape = tuple(size // self.config.patch_size for size in pixel_values.shape[-2:])
+        positions: Any = Grid(shape).cells("axis")
+        if self.augment is not None and self.training:
+            positions = self.augment(positions, pixel_values.device)
+        rotation = self.rotation
+        rotary = Patches(rotation.get_omega(), positions, rotation.pairs, impl=rotation.impl)
+        return rotary, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, AdaptedImageRope)
 
 
 class AdaptedRope(Adapted):
@@ -102,7 +156,7 @@ class AdaptedRope(Adapted):
         rotary = rotation.at(coords, omega, amplitude)
         if rotation.layout == "complex":
             return rotary
-        return rotary, (rotary if rotation.kind == "table" else None)
+        return rotary, (rotary if rotation.moved else None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_adapted(self, AdaptedRope)
@@ -201,6 +255,7 @@ class Found:
     reason: str | None = None  # why not
 
     misfit: bool = False  # which is an error, where other parts are taken, too
+    sliced: bool = False  # what it gives is cut by tokens on its way
 
     @property
     def pairs(self) -> Any:
@@ -244,12 +299,13 @@ def _own_ropes(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_rope(part: Any) -> bool:
-    """Of transformers, or like it: frequencies and a forward of positions."""
+    """Of transformers, or like it: frequencies and a forward of positions, or of pixels."""
     if not isinstance(part, nn.Module) or isinstance(part, Exact) or type(part).__module__.startswith("diffusers"):
         return False
     if not any(name.endswith("inv_freq") for name in part._buffers):
         return False
-    return "position_ids" in inspect.signature(type(part).forward).parameters
+    names = inspect.signature(type(part).forward).parameters
+    return "position_ids" in names or list(names) == ["self", "pixel_values"]
 
 
 def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Found:
@@ -260,7 +316,7 @@ def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Modu
             raise Unknown(reason)
         _check_sections(rope)
         for layer_type in _layer_types(rope):
-            reading = found.readings[layer_type] = read_rotary(rope, layer_type)
+            reading = found.readings[layer_type] = _read_one(rope, layer_type)
             if by_length(rope) and (reading.kind != "sequence" or layer_type is not None):
                 raise Misfit(f"expected frequencies that don't depend on the length, got {rope.rope_type!r}")
         reading = next(iter(found.readings.values()))
@@ -273,12 +329,25 @@ def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Modu
         if len({pairs for pairs, _ in forms}) > 1 and reading.kind == "table":
             raise Unknown("expected its functions to turn the same pairs")
         known = {id(space[name]) for space, name, _ in found.functions}
-        misuse = find_misuse(name, owner, users, known, reading.kind == "table")
-        if misuse is not None:
+        misuse = find_misuse(name, owner, users, known, "reordered" if reading.kind == "table" else "no")
+        if misuse is not None and reading.kind in ("sequence", "axes", "places"):
+            found.sliced = find_misuse(name, owner, users, known, "sliced") is None
+        if misuse is not None and not found.sliced:
             raise Unknown(misuse)
+        if reading.kind == "image" and not all(
+            leaves_prefix(inspect.unwrap(space[name]), form, len(reading.omega))
+            for space, name, form in found.functions
+        ):
+            raise Unknown("expected a function that leaves tokens in front of the patches alone")
     except Unknown as error:
         found.reason, found.misfit = str(error), isinstance(error, Misfit)
     return found
+
+
+def _read_one(rope: Any, layer_type: str | None) -> Reading:
+    if "pixel_values" in inspect.signature(type(rope).forward).parameters:
+        return read_image_rotary(rope)
+    return read_rotary(rope, layer_type)
 
 
 def _layer_types(rope: Any) -> list[str | None]:
@@ -334,16 +403,25 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     found = find_ropes(model)
     taken = [each for each in found if each.reason is None]
     refused = [each for each in found if each.reason is not None]
+    named = next((EXCEPTIONS[cls] for cls in (type(m).__name__ for m in model.modules()) if cls in EXCEPTIONS), None)
+    if not found and named is not None:
+        raise ValueError(f"model: {named}")
     wrong = [each for each in refused if each.misfit or not taken]
     if wrong:
         raise ValueError(f"{wrong[0].path}: {wrong[0].reason}")
     steps: list[Step] = []
     for each in taken:
         device = next(each.rope.buffers()).device
-        options: dict[str, Any] = {"by_function": each.by_function, "impl": impl, "device": device}
+        options: dict[str, Any] = {
+            "by_function": each.by_function, "moved": each.sliced, "impl": impl, "device": device,
+        }  # fmt: skip
         made = {key: AxesRotate(reading, each.pairs, **options) for key, reading in each.readings.items()}
         rotation: Any = made[None] if None in made else nn.ModuleDict(made)  # pyright: ignore[reportArgumentType]
-        steps.append(Step(each.rope, adapted_class(AdaptedRope, type(each.rope)), {"rotation": rotation}))
+        if None in made and made[None].kind == "image":
+            attributes = {"rotation": rotation, "augment": _read_augmentation(each.rope)}
+            steps.append(Step(each.rope, adapted_class(AdaptedImageRope, type(each.rope)), attributes))
+        else:
+            steps.append(Step(each.rope, adapted_class(AdaptedRope, type(each.rope)), {"rotation": rotation}))
     if taken:
         steps += defer_norms(model, _classes("Attention"), _classes("RMSNorm"))
     for each in taken:
@@ -351,6 +429,14 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
             if not hasattr(space[name], "takes_rotary"):
                 space[name] = _exchange(space[name], form)
     return steps
+
+
+def _read_augmentation(rope: Any) -> AugmentPositions | None:
+    """Random positions in training, as the configuration has them; from a generator of its own, seeded by rank."""
+    draws = {name: getattr(rope.config, f"pos_embed_{name}", None) for name in ("shift", "jitter", "rescale")}
+    if not any(draws.values()):
+        return None
+    return AugmentPositions(**draws, seed=torch.initial_seed()).train(rope.training)
 
 
 NORMED = ("qwen3.Qwen3", "qwen3_moe.Qwen3Moe", "qwen3_vl.Qwen3VLText", "qwen3_vl_moe.Qwen3VLMoeText")

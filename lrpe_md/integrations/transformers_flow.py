@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,19 +17,20 @@ __all__ = ["find_misuse"]
 HANDED = (ast.Tuple, ast.List, ast.Dict, ast.Return, ast.Starred, ast.IfExp, ast.DictComp, ast.keyword)
 
 
-def find_misuse(
-    name: str, owner: nn.Module, users: Sequence[nn.Module], known: set[int], reordered: bool
-) -> str | None:
+Moved = Literal["no", "sliced", "reordered"]
+
+
+def find_misuse(name: str, owner: nn.Module, users: Sequence[nn.Module], known: set[int], moved: Moved) -> str | None:
     """What else than handing it on is done with what ``owner.<name>`` gives; None: nothing.
 
     Args:
         users: modules that may hold it.
         known: ids of the functions that turn q and k.
-        reordered: what is given may be indexed and reshaped.
+        moved: what is given (B, N, ..) may be "sliced" by tokens; (N, ..) may be "reordered", indexed and reshaped.
     """
     for cls in {type(user) for user in users} | {type(owner)}:
         for method, tree in _sources(cls):
-            found = _Method(name, method, tree, known, reordered).misuse()
+            found = _Method(name, method, tree, known, moved).misuse()
             if found is not None:
                 place = f"{cls.__name__}.{method.__name__}"
                 return f"{place}: expected cos and sin to go to the functions alone, got {found}"
@@ -54,8 +55,8 @@ def _sources(cls: type) -> list[tuple[FunctionType, ast.AST]]:
 
 
 class _Method:
-    def __init__(self, rope: str, method: FunctionType, tree: ast.AST, known: set[int], reordered: bool) -> None:
-        self.rope, self.space, self.known, self.reordered = rope, method.__globals__, known, reordered
+    def __init__(self, rope: str, method: FunctionType, tree: ast.AST, known: set[int], moved: Moved) -> None:
+        self.rope, self.space, self.known, self.moved = rope, method.__globals__, known, moved
         self.tree = tree
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         parameters = {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in (*n.args, *n.kwonlyargs)}
@@ -91,19 +92,21 @@ class _Method:
                 self._hold(target)
             return None
         if isinstance(parent, ast.Subscript) and parent.value is node:
-            return self._follow(parent) if self._by_layer(parent.slice) or self.reordered else parent
+            return self._follow(parent) if self._may_index(parent.slice) else parent
         if isinstance(parent, ast.Call):
             return None if parent.func is not node and self._may_take(parent.func) else parent
         if isinstance(parent, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
             return None
         if isinstance(parent, ast.comprehension):
-            if not self.reordered:
+            if self.moved == "no":
                 return parent.iter
-            self._hold(parent.target)
+            of_items = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "items"
+            keyed = of_items and isinstance(parent.target, ast.Tuple)
+            self._hold(parent.target.elts[1] if keyed else parent.target)
             return None
         if isinstance(parent, ast.Attribute):
             call = self.parents.get(parent)
-            allowed = {"to", "get"} | ({"reshape"} if self.reordered else set())
+            allowed = {"to", "get", *{"no": (), "sliced": ("items", "values"), "reordered": ("reshape",)}[self.moved]}
             return self._follow(call) if parent.attr in allowed and isinstance(call, ast.Call) else parent
         if isinstance(parent, (ast.Expr, ast.If, ast.NamedExpr)):
             return None
@@ -118,9 +121,11 @@ class _Method:
         elif isinstance(target, ast.Subscript):
             self._hold(target.value)
 
-    def _by_layer(self, index: ast.expr) -> bool:
-        """By the name of a layer type; no slice, and no mask."""
-        return not isinstance(index, (ast.Slice, ast.Tuple, ast.UnaryOp))
+    def _may_index(self, index: ast.expr) -> bool:
+        """By the name of a layer type, where nothing is moved; [:, tokens, :] where it is sliced."""
+        if self.moved == "sliced" and isinstance(index, ast.Tuple) and len(index.elts) == 3:
+            return all(isinstance(e, ast.Slice) and ast.unparse(e) == ":" for e in index.elts[::2])
+        return self.moved == "reordered" or not isinstance(index, (ast.Slice, ast.Tuple, ast.UnaryOp))
 
     def _may_take(self, function: ast.expr) -> bool:
         """A known function; a module or a method of this one; a name that is local."""

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from ..engine.validate import Pairs
 from ..frequencies.rope_parameters import RULES, rope_frequencies
+from ..positions.grid import Grid
 from .exchange import found_series
 
-__all__ = ["Form", "Layout", "Misfit", "Reading", "Unknown", "by_length", "read_function", "read_rotary"]
+__all__ = ["Form", "Layout", "Misfit", "Reading", "Unknown", "by_length", "leaves_prefix", "read_function",
+    "read_image_rotary", "read_rotary",
+]  # fmt: skip
 
 Layout = Literal["half", "repeat", "single", "complex"]
 LAYOUTS: tuple[Layout, ...] = ("half", "repeat", "single")
@@ -34,14 +37,15 @@ class Reading:
     """What a rotary module gives.
 
     Args:
-        kind: of its ``position_ids``: "sequence" (B, N), "axes" (K, B, N), "table" (N, K), or "places" (B, N, K).
+        kind: of its ``position_ids``: "sequence" (B, N), "axes" (K, B, N), "table" (N, K), or "places" (B, N, K); or
+            "image": it takes pixels, whose patches it lays over [-1, 1] on both axes.
         layout: of its cosines: the pairs twice end to end ("half"), each pair twice in a row ("repeat"), once
             ("single"), or with its sines as complex numbers.
         omega: (C, K), float64.
         amplitude: of all of them.
     """
 
-    kind: Literal["sequence", "axes", "table", "places"]
+    kind: Literal["sequence", "axes", "table", "places", "image"]
     layout: Layout
     omega: Tensor
     amplitude: float
@@ -99,6 +103,33 @@ def read_rotary(part: Any, layer_type: str | None = None) -> Reading:
     return Reading(kind, layout, omega, float(stated) if same else found)
 
 
+def read_image_rotary(part: Any) -> Reading:
+    """What a module with ``forward(pixel_values)`` gives, as DINOv3's does.
+
+    Raises:
+        Unknown: anything else.
+    """
+    buffer, patch = getattr(part, "inv_freq", None), _patch_size(part)
+    if not isinstance(buffer, Tensor) or buffer.ndim != 1 or patch is None:
+        raise Unknown("expected a rotary module with inv_freq of one axis, and one patch_size")
+    probe = _on_cpu(part)
+    series = 2 * torch.pi * probe.inv_freq.detach().double()
+    omega = torch.block_diag(series[:, None], series[:, None])  # rows, then columns
+    for shape in ((3, 5), (4, 2)):
+        given = type(probe).forward(probe, torch.zeros(1, 3, shape[0] * patch, shape[1] * patch))
+        angles = Grid(shape).cells("axis").coordinates(dtype=torch.float64) @ omega.T
+        expected = torch.polar(torch.ones_like(angles), angles).tile(2)
+        found = _complex(given)
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=2e-5):
+            raise Unknown("expected places of patches in [-1, 1] times the frequencies in inv_freq, axis by axis")
+    return Reading("image", "half", omega, 1.0)
+
+
+def _patch_size(part: Any) -> int | None:
+    size = getattr(getattr(part, "config", None), "patch_size", None)
+    return size if isinstance(size, int) else None
+
+
 def by_length(part: Any) -> bool:
     """Whether the frequencies change with the length of the sequence."""
     types = getattr(part, "rope_type", "default")
@@ -139,11 +170,12 @@ def _read_kind(call: Callable[[Tensor], Any]) -> tuple[Any, int]:
         except (RuntimeError, IndexError, TypeError, ValueError):
             return ()
 
-    if shape(3, 2, 5) == (2, 5):
-        return "axes", 3
+    for num_axes in (3, 2):
+        if shape(num_axes, 4, 5) == (4, 5):
+            return "axes", num_axes
     if shape(2, 5) == (2, 5):
         return "sequence", 1
-    if shape(5, 2) == (5,):
+    if shape(5, 2) in ((5,), (1, 5)):
         return "table", 2
     if shape(2, 5, 2) == (2, 5):
         return "places", 2
@@ -326,6 +358,20 @@ def _agrees(function: Callable[..., Any], form: Form, layout: Layout, num_channe
                 if not isinstance(a, Tensor) or a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
                     return False
     return True
+
+
+def leaves_prefix(function: Callable[..., Any], form: Form, num_channels: int) -> bool:
+    """Whether it leaves tokens alone that stand in front of those with angles."""
+    generator = torch.Generator().manual_seed(0)
+    angles = 6 * torch.rand(5, num_channels, generator=generator)
+    xs = [torch.randn(2, 3, 7, 2 * num_channels, generator=generator) for _ in range(form.num_tensors)]
+    expected = [torch.cat([x[:, :, :2], _turn(x[:, :, 2:], angles[None], form)], 2) for x in xs]
+    try:
+        found = function(*xs, *_given(angles, "half"))
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return False
+    found = (found,) if form.num_tensors == 1 else found
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
 
 
 def _given(angles: Tensor, layout: Layout) -> tuple[Tensor, ...]:
