@@ -10,6 +10,7 @@ import csv
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -82,9 +83,10 @@ def try_library(library: str) -> Iterator[Row]:
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what libraries print is no row
             warnings.simplefilter("ignore")
-            yield try_model(library, candidate)
+            row = try_model(library, candidate)
+        yield row
 
 
 def try_model(library: str, candidate: Candidate) -> Row:
@@ -94,7 +96,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
         model = candidate.build()
         stock = candidate.call(model)
     except Exception as error:
-        return row._replace(outcome="untried", reason=_say(error))
+        return row._replace(outcome="untried", reason=f"{type(error).__name__}: {_say(error)}"[:160])
     names = list(model.state_dict())
     try:
         adapt_rotary(model)
@@ -105,7 +107,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
     try:
         found = candidate.call(model)
     except Exception as error:
-        return row._replace(outcome="wrong", reason=_say(error))
+        return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
     left = _left(model)
     same_names = list(model.state_dict()) == names
     again = candidate.call(restore_rotary(model))
@@ -148,7 +150,7 @@ def _say(error: Exception) -> str:
     text = " ".join(str(error).split())
     if text.startswith("model: expected one with a rotary encoding of"):
         return "none of its rotary code is known"
-    return text if isinstance(error, (TypeError, ValueError)) and text else f"{type(error).__name__}: {text}"[:200]
+    return text or type(error).__name__
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
