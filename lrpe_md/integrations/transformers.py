@@ -63,12 +63,12 @@ class AxesRotate(Exact, RotateMd):
             device=device, dtype=torch.float64,
         )  # fmt: skip
         self.kind, self.layout, self.gain_of_all = reading.kind, reading.layout, reading.amplitude
-        self.by_function, self.moved = by_function, moved or reading.kind == "table"
+        self.by_function, self.reordered = by_function, moved or reading.kind == "table"
 
     def at(self, coords: Tensor, omega: Tensor | None = None, amplitude: float | None = None) -> Rotary:
         omega = self.get_omega() if omega is None else omega
         amplitude = self.gain_of_all if amplitude is None else amplitude
-        cls = Places if self.moved else ByFunction if self.by_function else Rotary
+        cls = Places if self.reordered else ByFunction if self.by_function else Rotary
         return cls(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
 
 
@@ -156,7 +156,7 @@ class AdaptedRope(Adapted):
         rotary = rotation.at(coords, omega, amplitude)
         if rotation.layout == "complex":
             return rotary
-        return rotary, (rotary if rotation.moved else None)
+        return rotary, (rotary if rotation.reordered else None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_adapted(self, AdaptedRope)
