@@ -30,10 +30,10 @@ results: $(READY)  ## the pages and plots of docs/results, from scripts/results
 	$(BIN)/python -m scripts.ablate report
 
 docs: $(READY)  ## the documentation as a site, in site/
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 serve: $(READY)  ## the documentation at http://127.0.0.1:8000, built again at every change
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .
