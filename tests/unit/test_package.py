@@ -15,13 +15,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lrpe_md"
 
 LAYERS = {  # a file or folder of ours, and what it may import
+    "_ops": set(),
     "reference": set(),
     "reference_linear": {"reference"},
     "checks": set(),
     "norm": set(),
     "positions": {"checks"},
     "frequencies": {"checks"},
-    "engine": {"checks", "norm", "positions", "reference", "reference_linear"},
+    "engine": {"_ops", "checks", "norm", "positions", "reference", "reference_linear"},
     "functional": {"engine", "norm"},
     "functional_linear": {"engine", "norm"},
     "document": {"engine", "frequencies", "functional", "positions"},
