@@ -111,6 +111,7 @@ def read_sources() -> dict[str, str]:
 def close_package(source: str) -> str:
     """``__init__.py`` without the adapters, and with ``__all__``, which on the Hub is what may be relied on."""
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
+    without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
         raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
     document = ast.parse((PACKAGE / "document.py").read_text(encoding="utf-8"))
