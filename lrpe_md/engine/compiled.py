@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .._ops import ops
 from .call import Call, Needs, Tables, unflatten
 
 __all__ = ["SOURCE", "register"]
@@ -46,8 +47,8 @@ def _register() -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
 
     for op, lower in (
-        (torch.ops.lrpe_md.forward.default, _lower_forward),
-        (torch.ops.lrpe_md.backward.default, _lower_backward),
+        (ops.forward.default, _lower_forward),
+        (ops.backward.default, _lower_backward),
     ):
         register_lowering(op, type_promotion_kind=None)(_or_operator(lower, fallback_handler(op)))
 

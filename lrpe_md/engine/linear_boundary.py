@@ -17,6 +17,7 @@ from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[repor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .. import reference, reference_linear
+from .._ops import add_op_namespace_prefix, ops
 from ..reference_linear import Angles
 from .boundary import is_plain, transforming
 from .call import Layout, Tables, Weights
@@ -132,7 +133,7 @@ def _differentiate_reference(
 
 # --- operators -------------------------------------------------------------------------------------------
 
-_lib = torch.library.Library("lrpe_md", "FRAGMENT")
+_lib = torch.library.Library(ops.name, "FRAGMENT")
 _lib.define(
     f"linear_forward(Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, {LINEAR_CALL}, bool return_state, "
     "bool keep) -> Tensor[]",
@@ -159,7 +160,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     if direct:
         return _launcher().forward(call, operands, return_state, keep)
     q, k, v, gate, state = operands
-    return torch.ops.lrpe_md.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep)
+    return ops.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep)
 
 
 def backward(
@@ -174,9 +175,7 @@ def backward(
     if direct:
         return _launcher().backward(call, grads, operands, saved, needs)
     q, k, v, gate, state = operands
-    return torch.ops.lrpe_md.linear_backward(
-        list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs
-    )
+    return ops.linear_backward(list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs)
 
 
 def _forward_cuda(*args: Any) -> list[Tensor]:
@@ -258,8 +257,8 @@ _lib.impl("linear_forward", _forward_cuda, "CUDA")
 _lib.impl("linear_backward", _backward_cuda, "CUDA")
 _lib.impl("linear_forward", _forward_reference, "CompositeExplicitAutograd")
 _lib.impl("linear_backward", _backward_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("lrpe_md::linear_forward", _forward_fake, lib=_lib)
-torch.library.register_fake("lrpe_md::linear_backward", _backward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("linear_forward"), _forward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("linear_backward"), _backward_fake, lib=_lib)
 
 
 # --- autograd --------------------------------------------------------------------------------------------
