@@ -338,10 +338,11 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     Args:
         model: one with parts of these, itself or anywhere inside:
 
-            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``;
+            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; the encoders of
+              Qwen3-VL and DeepSeek;
             - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
-            - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
-              Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
+            - transformers: language models and vision towers whose rotary module and functions compute what is known,
+              with every length scaling; docs/results/adapted-models.md names them.
         impl: see :func:`lrpe_md.rotate`.
         verbose: print what was adapted, and what was left and why.
 
