@@ -338,7 +338,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     Args:
         model: one with parts of these, itself or anywhere inside:
 
-            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; the encoders of
+            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; encoders of
               Qwen3-VL and DeepSeek;
             - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
             - transformers: language models and vision towers whose rotary module and functions compute what is known,
