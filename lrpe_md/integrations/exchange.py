@@ -280,10 +280,13 @@ def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
 
 
 def parts(model: nn.Module) -> dict[str, Any]:
-    """All modules by name, and the attention processors that some of them have."""
+    """All modules by name, the attention processors that some of them have, and diffusers' rotary objects."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         found[name] = module
+        for attribute, value in vars(module).items():
+            if isinstance(value, Adapted) or type(value).__name__.startswith("Rope"):
+                found[f"{name}.{attribute}".lstrip(".")] = value
         processor = getattr(module, "processor", None)
         if processor is not None:
             found[f"{name}.processor".lstrip(".")] = processor

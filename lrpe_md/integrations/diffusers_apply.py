@@ -1,0 +1,385 @@
+"""How diffusers' attentions turn q and k: read from what their functions compute, and exchanged in their source."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..engine.validate import Impl, Pairs
+from ..functional import rotate
+from ..positions.coordinates import Coordinates
+from .rewrite import ROTARY, Unread, methods_of, rewrite, source_tree
+from .tables import Block, Table, have_same_angles, read_angles, to_tensor
+
+__all__ = ["Form", "count_calls", "exchange_calls", "read_forms"]
+
+Order = Literal["bnhd", "bhnd", "bnd"]
+Style = Literal["both", "spread", "one"]  # (cos, sin) as one argument, as two, or one table
+
+
+class Form(NamedTuple):
+    """How a function turns a tensor.
+
+    Args:
+        axis: of the tokens, in the table.
+        order: of the tensor's dimensions.
+        pairs: of its channels.
+        by_sample: the table's first dimension may be the batch's.
+        dtype: that it gives for float32.
+    """
+
+    axis: int
+    order: Order
+    pairs: Pairs
+    by_sample: bool
+    dtype: torch.dtype
+
+
+Forms = dict[tuple[str, str, int], Form]  # by the tables' kind, layout, and number of leading dimensions
+
+
+# --- what a function computes ------------------------------------------------------------------------------------
+
+LEADS: tuple[tuple[str, int], ...] = (
+    ("n", 0), ("1n", 1), ("bn", 1), ("n1", 0), ("1n1", 1), ("bn1", 1), ("11n", 2), ("b1n", 2),
+)  # fmt: skip
+KINDS: tuple[tuple[str, str, Style], ...] = (
+    ("real", "repeat", "both"), ("real", "half", "both"), ("real", "single", "both"),
+    ("real", "repeat", "spread"), ("real", "half", "spread"), ("real", "single", "spread"),
+    ("complex", "single", "one"), ("matrix", "single", "one"), ("angle", "repeat", "one"), ("angle", "single", "one"),
+    ("angle", "half", "one"),
+)  # fmt: skip
+SIZES = {"b": 2, "n": 5, "h": 3, "1": 1}
+
+
+def read_forms(function: Callable[..., Any], num_tensors: int, options: tuple[tuple[str, Any], ...]) -> Forms:
+    """Each way to turn tensors by tables that a function has, as one of the known.
+
+    Args:
+        num_tensors: that come first.
+        options: arguments behind the tables.
+    """
+    forms: Forms = {}
+    wrong: set[tuple[str, str, int]] = set()
+    for kind, layout, style in KINDS:
+        for lead, axis in LEADS:
+            for order in ("bnhd", "bhnd", "bnd"):
+                for pairs in ("interleaved", "half"):
+                    dtype = _agrees(function, num_tensors, dict(options), (kind, layout, style, lead), order, pairs)
+                    if dtype is None:
+                        continue
+                    key = (kind, layout, len(lead))
+                    by_sample = lead.startswith("b")
+                    found, known = Form(axis, order, pairs, by_sample, dtype), forms.get(key)
+                    if known is not None and known._replace(by_sample=by_sample) != found:
+                        wrong.add(key)
+                    forms[key] = found._replace(by_sample=by_sample or (known is not None and known.by_sample))
+    return {key: form for key, form in forms.items() if key not in wrong}
+
+
+def _agrees(
+    function: Callable[..., Any], num: int, options: dict[str, Any], tables: tuple[str, str, str, str], order: str,
+    pairs: str,
+) -> torch.dtype | None:  # fmt: skip
+    kind, layout, style, lead = tables
+    generator = torch.Generator().manual_seed(0)
+    coords = 6 * torch.rand(*(SIZES[size] for size in lead), 1, generator=generator, dtype=torch.float64)
+    omega = torch.rand(4, 1, generator=generator, dtype=torch.float64)
+    block = Block(coords, omega, layout == "repeat", (), ())
+    blocks = [block, block] if layout == "half" else [block]
+    if kind == "real":
+        given: list[Any] = [Table(blocks, "cos", torch.float32), Table(blocks, "sin", torch.float32)]
+        given = given if style == "spread" else [tuple(given)]
+    else:
+        dtype = torch.complex64 if kind == "complex" else torch.float32
+        given = [Table(blocks, kind, dtype)]  # pyright: ignore[reportArgumentType]
+    xs = [torch.randn(*(SIZES.get(size, 8) for size in order), generator=generator) for _ in range(num)]
+    angles = (coords * omega[:, 0]).flatten(0, -2) if "b" not in lead else (coords * omega[:, 0]).reshape(2, 5, 4)
+    expected = [_turn(x, angles, order, pairs) for x in xs]
+    try:
+        found = function(*(x.clone() for x in xs), *to_tensor(given), **options)
+    except Exception:
+        return None
+    found = found if num > 1 else (found,)
+    if not isinstance(found, tuple) or len(found) != num or not all(isinstance(y, Tensor) for y in found):
+        return None
+    dtype = found[0].dtype
+    if not dtype.is_floating_point or any(y.shape != x.shape for x, y in zip(xs, found, strict=True)):
+        return None
+    bound = max(1e-5, 2 * torch.finfo(dtype).eps)
+    close = all(torch.allclose(y.float(), z, rtol=bound, atol=bound) for y, z in zip(found, expected, strict=True))
+    return dtype if close else None
+
+
+def _turn(x: Tensor, angles: Tensor, order: str, pairs: str) -> Tensor:
+    angles = angles if angles.ndim == 3 else angles[None]
+    if order != "bnd":
+        angles = angles[:, :, None] if order == "bnhd" else angles[:, None]
+    a, b = x.chunk(2, -1) if pairs == "half" else (x[..., 0::2], x[..., 1::2])
+    cos, sin = angles.cos().float(), angles.sin().float()
+    a, b = a * cos - b * sin, b * cos + a * sin
+    return torch.cat([a, b], -1) if pairs == "half" else torch.stack([a, b], -1).flatten(-2)
+
+
+# --- what takes its place -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a function that turns q and k: with tables it is ours, with tensors the library's."""
+
+    forms: Forms
+    num_tensors: int
+    impl: Impl = "auto"
+
+    def one(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """``function(x, tables, ..)``, or ``function(q, k, tables, ..)``."""
+        xs, rest = args[: self.num_tensors], args[self.num_tensors :]
+        ours = self._encode(xs, rest)
+        if ours is None:
+            return function(*xs, *to_tensor(rest), **to_tensor(options))
+        return ours[0] if self.num_tensors == 1 else tuple(ours)
+
+    def two(self, function: Callable[..., Any], q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
+        """``function(q, tables, ..), function(k, tables, ..)``."""
+        ours = self._encode((q, k), rest)
+        if ours is None:
+            rest, options = to_tensor(rest), to_tensor(options)
+            return function(q, *rest, **options), function(k, *rest, **options)
+        return ours
+
+    def _encode(self, xs: Sequence[Tensor], rest: Sequence[Any]) -> Sequence[Tensor] | None:
+        table = _find(rest)
+        if table is None:
+            return None
+        kind = "real" if table.part == "cos" else table.part
+        angles = read_angles(table)
+        if angles is None:
+            return None
+        form = self.forms.get((kind, angles.layout, angles.coords.ndim - 1))
+        if form is None:
+            return None
+        coords = _of_tokens(angles.coords, form)
+        if coords is None or any(x.shape[-1] != 2 * angles.omega.shape[0] for x in xs):
+            return None
+        return _encode(xs, coords, angles.omega, form, self.impl)
+
+
+def _find(rest: Sequence[Any]) -> Table | None:
+    """The table of cosines, or the one that there is; None: these are tensors, or not of the same angles."""
+    if not rest:
+        return None
+    first = rest[0]
+    if isinstance(first, (tuple, list)) and len(first) == 2:
+        cos, sin = first
+    elif isinstance(first, Table) and first.part == "cos" and len(rest) > 1:
+        cos, sin = rest[0], rest[1]
+    else:
+        return first if isinstance(first, Table) and first.part in ("complex", "matrix", "angle") else None
+    if not isinstance(cos, Table) or not isinstance(sin, Table) or (cos.part, sin.part) != ("cos", "sin"):
+        return None
+    return cos if have_same_angles(cos, sin) else None
+
+
+def _of_tokens(coords: Tensor, form: Form) -> Tensor | None:
+    """(N, K), or (B, N, K)."""
+    lead, axis = coords.shape[:-1], form.axis
+    by_sample = axis > 0 and lead[0] != 1
+    if any(lead[i] != 1 for i in range(len(lead)) if i != axis and not (i == 0 and by_sample)):
+        return None
+    if by_sample and not form.by_sample:
+        return None
+    shape = (lead[axis], coords.shape[-1])
+    coords = coords.reshape(lead[0], *shape) if by_sample else coords.reshape(shape)
+    return coords if coords.dtype == torch.float32 else coords.float()
+
+
+def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
+    omega, order = omega[None].double(), form.order
+    if order == "bnd":  # all heads at once: pairs are neighbours
+        width = _head_dim(xs[0].shape[-1])
+        omega = omega.reshape(-1, width // 2, omega.shape[-1])
+        xs = [x.unflatten(-1, (-1, width)) for x in xs]
+    given = [x if order == "bhnd" else x.transpose(1, 2) for x in xs]
+    ys = rotate(*given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, impl=impl)
+    ys = (ys,) if isinstance(ys, Tensor) else ys
+    ys = [y if order == "bhnd" else y.transpose(1, 2) for y in ys]
+    ys = [y.flatten(2) for y in ys] if order == "bnd" else ys
+    return [y.to(form.dtype) for y in ys] if form.dtype != torch.float32 else ys
+
+
+def _head_dim(width: int) -> int:
+    """The largest even divisor of at most 128."""
+    return next((size for size in range(128, 1, -2) if width % size == 0), width)
+
+
+# --- in the source --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def exchange_calls(cls: type, impl: Impl = "auto") -> dict[str, Any]:
+    """A class' methods in which functions that turn q and k are called, with those calls exchanged.
+
+    Raises:
+        Unread: the source of such a method can't be read or exchanged.
+    """
+    found: dict[str, Any] = {}
+    for name, value in methods_of(cls):
+        if (name.startswith("__") and name != "__call__") or isinstance(value, (staticmethod, classmethod)):
+            continue
+        plain: Any = inspect.unwrap(value)
+        if not any(ROTARY.search(each) for each in _names_in(plain.__code__)):
+            continue
+        tree = source_tree(plain)
+        change = _Calls(cls, plain, tree, impl)
+        tree.body = change.block(tree.body)
+        if change.names:
+            found[name] = rewrite(value, tree, change.names, decorated=True)
+    return found
+
+
+def _names_in(code: Any) -> list[str]:
+    inner = [c for c in code.co_consts if hasattr(c, "co_names")]
+    return [*code.co_names, *(c.co_name for c in inner), *(name for c in inner for name in _names_in(c))]
+
+
+class _Calls:
+    def __init__(self, cls: type, function: FunctionType, tree: ast.FunctionDef, impl: Impl) -> None:
+        self.cls, self.space, self.impl = cls, function.__globals__, impl
+        self.package = function.__module__.rsplit(".", 1)[0]
+        self.local = self._local_functions(tree)
+        self.names: dict[str, Any] = {}
+
+    def _local_functions(self, tree: ast.FunctionDef) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module("." * node.level + (node.module or ""), self.package)
+                found.update({a.asname or a.name: getattr(module, a.name, None) for a in node.names})
+            elif isinstance(node, ast.FunctionDef) and node is not tree:
+                found[node.name] = self._make(node)
+        return found
+
+    def _make(self, node: ast.FunctionDef) -> Any:
+        """A function that is defined inside another; None where it needs the other's names."""
+        node = copy.deepcopy(node)
+        for each in ast.walk(node):
+            if isinstance(each, ast.arg):
+                each.annotation = None
+        node.returns = None
+        space: dict[str, Any] = {}
+        try:
+            exec(compile(ast.fix_missing_locations(ast.Module([node], [])), "<rotary>", "exec"), self.space, space)
+        except Exception:
+            return None
+        return space[node.name]
+
+    def _resolve(self, called: ast.expr) -> Any:
+        if isinstance(called, ast.Name):
+            return self.local[called.id] if called.id in self.local else self.space.get(called.id)
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self":
+            found = inspect.getattr_static(self.cls, called.attr, None)
+            return found.__func__ if isinstance(found, staticmethod) else None
+        return None
+
+    def read(self, node: ast.AST) -> tuple[str, Call] | None:
+        """The name of what takes the place of a call, where it is one of a known function."""
+        if not isinstance(node, ast.Call) or not ROTARY.search(ast.unparse(node.func)):
+            return None
+        function = self._resolve(node.func)
+        if not isinstance(inspect.unwrap(function) if callable(function) else None, FunctionType):
+            return None
+        try:
+            options = tuple(sorted((str(kw.arg), ast.literal_eval(kw.value)) for kw in node.keywords))
+        except ValueError:
+            return None
+        for num in (1, 2):
+            forms = _read_forms(function, num, options)
+            if forms:
+                name = f"_lrpe_{'_'.join(ast.unparse(node.func).split('.'))}_{num}_{len(self.names)}"
+                call = Call(forms, num, self.impl)
+                self.names[name] = call
+                return name, call
+        return None
+
+    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        made: list[ast.stmt] = []
+        at = 0
+        while at < len(statements):
+            here, there = statements[at], statements[at + 1] if at + 1 < len(statements) else None
+            joined = None if there is None else self._join(here, there)
+            if joined is not None:
+                made.append(joined)
+                at += 2
+                continue
+            for name in ("body", "orelse", "finalbody"):
+                inner = getattr(here, name, None)
+                if inner and not isinstance(here, ast.FunctionDef):
+                    setattr(here, name, self.block(inner))
+            made.append(_Single(self).visit(here) if not hasattr(here, "body") else here)
+            at += 1
+        return made
+
+    def _join(self, a: ast.stmt, b: ast.stmt) -> ast.stmt | None:
+        """``q = f(q, ..)`` and ``k = f(k, ..)`` as one."""
+        if not all(isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.value, ast.Call) for s in (a, b)):
+            return None
+        first, second = a.value, b.value  # pyright: ignore[reportAttributeAccessIssue]
+        rest = [[ast.dump(n) for n in (c.func, *c.args[1:], *c.keywords)] for c in (first, second)]
+        written = {n.id for n in ast.walk(a.targets[0]) if isinstance(n, ast.Name)}  # pyright: ignore
+        read = {n.id for n in ast.walk(second) if isinstance(n, ast.Name)}
+        if not first.args or rest[0] != rest[1] or written & read:
+            return None
+        found = self.read(first)
+        if found is None or found[1].num_tensors != 1:
+            return None
+        value = _call(found[0], "two", first.func, [first.args[0], second.args[0], *first.args[1:]], first.keywords)
+        target = ast.Tuple([a.targets[0], b.targets[0]], ast.Store())  # pyright: ignore[reportAttributeAccessIssue]
+        return ast.copy_location(ast.Assign([target], value), a)
+
+
+class _Single(ast.NodeTransformer):
+    def __init__(self, calls: _Calls) -> None:
+        self.calls = calls
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        found = self.calls.read(node)
+        if found is None:
+            return node
+        return ast.copy_location(_call(found[0], "one", node.func, node.args, node.keywords), node)
+
+
+def _call(name: str, way: str, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), way, ast.Load()), [function, *args], keywords)
+
+
+@functools.cache
+def _known(code: Any, num: int, options: Any) -> dict[str, Forms]:
+    return {}
+
+
+def _read_forms(function: Callable[..., Any], num: int, options: tuple[tuple[str, Any], ...]) -> Forms:
+    """Read once for each code."""
+    held = _known(inspect.unwrap(function).__code__, num, options)
+    if "forms" not in held:
+        with torch.no_grad():
+            held["forms"] = read_forms(function, num, options)
+    return held["forms"]
+
+
+def count_calls(methods: dict[str, Any]) -> int:
+    return len(methods)

@@ -1,0 +1,159 @@
+"""The source of a library's functions with some calls exchanged, for one object and not for the library."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from .tables import einsum, of_series, outer, times
+
+__all__ = ["Unread", "methods_of", "rewrite", "rewrite_tables", "source_tree"]
+
+ROTARY = re.compile(r"rot|rope|freqs", re.IGNORECASE)
+SERIES = "get_1d_rotary_pos_embed"
+
+
+class Unread(ValueError):
+    """Source that can't be read or exchanged; says why."""
+
+
+def source_tree(function: FunctionType) -> ast.FunctionDef:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise Unread(f"{function.__qualname__}: expected a function with a source") from error
+    found = tree.body[0]
+    if not isinstance(found, ast.FunctionDef):
+        raise Unread(f"{function.__qualname__}: expected a plain function")
+    ast.increment_lineno(found, function.__code__.co_firstlineno - 1)
+    return found
+
+
+def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """A class' own methods and those that it inherits, as they are in the classes' bodies; the library's alone."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("torch", "builtins", "lrpe_md", "typing", "abc"):
+            continue
+        for name, value in vars(base).items():
+            plain = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or _is_wrapped(value) else None
+            if name not in seen and isinstance(plain, FunctionType):
+                yield name, value
+            seen.add(name)
+
+
+def _is_wrapped(value: Any) -> bool:
+    return isinstance(value, (staticmethod, classmethod))
+
+
+def rewrite(
+    function: FunctionType, tree: ast.FunctionDef, names: dict[str, Any], decorated: bool = False
+) -> FunctionType:
+    """A function of a changed tree, in the space of the original; ``names`` are what the changes call.
+
+    Raises:
+        Unread: it is a closure, or calls ``super()``.
+    """
+    code = inspect.unwrap(function).__code__
+    if code.co_freevars:
+        raise Unread(f"{function.__qualname__}: expected a function without a closure or super()")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+    defaults = tree.args.defaults
+    tree.args.defaults = [ast.Constant(None) for _ in defaults]
+    tree.args.kw_defaults = [None if d is None else ast.Constant(None) for d in tree.args.kw_defaults]
+    if not decorated:
+        tree.decorator_list = []
+    made = f"_make_{tree.name.strip('_')}"
+    factory: Any = ast.parse(f"def {made}({', '.join(names)}):\n    return {tree.name}").body[0]
+    factory.body.insert(0, tree)
+    module = ast.fix_missing_locations(ast.Module([factory], []))
+    space: dict[str, Any] = {}
+    exec(compile(module, code.co_filename, "exec"), function.__globals__, space)
+    found = space[made](**names)
+    plain = inspect.unwrap(found)
+    original = inspect.unwrap(function)
+    plain.__defaults__, plain.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    plain.__qualname__, plain.__module__ = original.__qualname__, original.__module__
+    return found
+
+
+# --- rotary modules: tables in place of tensors ----------------------------------------------------------------------
+
+
+class _Tables(ast.NodeTransformer):
+    """Exchanges what makes tables, and the functions that do so."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.space, self.names, self.count = function.__globals__, {}, 0
+
+    def _named(self, name: str, value: Any) -> ast.Name:
+        self.names[f"_lrpe_{name}"] = value
+        self.count += 1
+        return ast.Name(f"_lrpe_{name}", ast.Load())
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        called = node.func
+        if isinstance(called, ast.Attribute) and ast.unparse(called) in ("torch.outer", "torch.einsum"):
+            node.func = self._named(called.attr, {"outer": outer, "einsum": einsum}[called.attr])
+        elif isinstance(called, ast.Name):
+            function = self.space.get(called.id)
+            made = None if function is None else _of_function(function)
+            if made is not None:
+                node.func = self._named(called.id, made)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Mult):
+            self.count -= 1  # a product may be anything
+            return ast.Call(self._named("times", times), [node.left, node.right], [])
+        return node
+
+
+@functools.cache
+def _of_function(function: Any) -> Callable[..., Any] | None:
+    """A library's function that makes tables, with its calls exchanged; None: it makes none."""
+    plain = inspect.unwrap(function) if callable(function) and not isinstance(function, type) else None
+    if not isinstance(plain, FunctionType) or not plain.__module__.startswith("diffusers."):
+        return None
+    if (plain.__module__, plain.__name__) == ("diffusers.models.embeddings", SERIES):
+        return of_series
+    try:
+        tree = source_tree(plain)
+        change = _Tables(plain)
+        change.visit(tree)
+        return rewrite(plain, tree, change.names) if change.count else None
+    except (Unread, RecursionError):
+        return None
+
+
+def rewrite_tables(cls: type) -> dict[str, Any]:
+    """Methods of a rotary module's class that make tables; empty: none does.
+
+    Raises:
+        Unread: a method that can't be exchanged.
+    """
+    found: dict[str, Any] = {}
+    count = 0
+    for name, value in methods_of(cls):
+        if name.startswith("__") and name != "__call__":
+            continue
+        plain: Any = inspect.unwrap(getattr(value, "__func__", value))
+        tree = source_tree(plain)
+        change = _Tables(plain)
+        change.visit(tree)
+        made: Any = rewrite(plain, tree, change.names)
+        count += change.count
+        found[name] = type(value)(made) if _is_wrapped(value) else made
+    return found if count else {}
