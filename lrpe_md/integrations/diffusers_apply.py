@@ -18,10 +18,10 @@ from torch import Tensor
 from ..engine.validate import Impl, Pairs
 from ..functional import rotate
 from ..positions.coordinates import Coordinates
-from .rewrite import ROTARY, Unread, methods_of, rewrite, source_tree
-from .tables import Block, Table, have_same_angles, read_angles, to_tensor
+from .rewrite import ROTARY, methods_of, rewrite, source_tree
+from .tables import Angles, Block, Table, have_same_angles, read_angles, to_tensor
 
-__all__ = ["Form", "count_calls", "exchange_calls", "read_forms"]
+__all__ = ["Form", "exchange_calls", "read_forms"]
 
 Order = Literal["bnhd", "bhnd", "bnd"]
 Style = Literal["both", "spread", "one"]  # (cos, sin) as one argument, as two, or one table
@@ -35,6 +35,7 @@ class Form(NamedTuple):
         order: of the tensor's dimensions.
         pairs: of its channels.
         by_sample: the table's first dimension may be the batch's.
+        partial: channels behind those of the table are left alone.
         dtype: that it gives for float32.
     """
 
@@ -42,10 +43,11 @@ class Form(NamedTuple):
     order: Order
     pairs: Pairs
     by_sample: bool
+    partial: bool
     dtype: torch.dtype
 
 
-Forms = dict[tuple[str, str, int], Form]  # by the tables' kind, layout, and number of leading dimensions
+Forms = dict[tuple[str, str, int], tuple[Form, ...]]  # by the tables' kind, layout, and number of leading dimensions
 
 
 # --- what a function computes ------------------------------------------------------------------------------------
@@ -69,28 +71,27 @@ def read_forms(function: Callable[..., Any], num_tensors: int, options: tuple[tu
         num_tensors: that come first.
         options: arguments behind the tables.
     """
-    forms: Forms = {}
-    wrong: set[tuple[str, str, int]] = set()
+    forms: dict[tuple[str, str, int], dict[Any, Form]] = {}
     for kind, layout, style in KINDS:
         for lead, axis in LEADS:
             for order in ("bnhd", "bhnd", "bnd"):
                 for pairs in ("interleaved", "half"):
-                    dtype = _agrees(function, num_tensors, dict(options), (kind, layout, style, lead), order, pairs)
+                    given = (function, num_tensors, dict(options), (kind, layout, style, lead), order, pairs)
+                    dtype = _agrees(*given)
                     if dtype is None:
                         continue
-                    key = (kind, layout, len(lead))
-                    by_sample = lead.startswith("b")
-                    found, known = Form(axis, order, pairs, by_sample, dtype), forms.get(key)
-                    if known is not None and known._replace(by_sample=by_sample) != found:
-                        wrong.add(key)
-                    forms[key] = found._replace(by_sample=by_sample or (known is not None and known.by_sample))
-    return {key: form for key, form in forms.items() if key not in wrong}
+                    partial = order != "bnd" and _agrees(*given, more=4) is not None
+                    by_axis = forms.setdefault((kind, layout, len(lead)), {})
+                    own = lead.startswith("b") or ((axis, order, pairs) in by_axis and by_axis[axis, order, pairs].by_sample)
+                    by_axis[axis, order, pairs] = Form(axis, order, pairs, own, partial, dtype)
+    return {key: tuple(found.values()) for key, found in forms.items()}
 
 
 def _agrees(
     function: Callable[..., Any], num: int, options: dict[str, Any], tables: tuple[str, str, str, str], order: str,
-    pairs: str,
+    pairs: str, more: int = 0,
 ) -> torch.dtype | None:  # fmt: skip
+    """What it gives for float32, where it turns tensors so; with ``more`` channels than the table has."""
     kind, layout, style, lead = tables
     generator = torch.Generator().manual_seed(0)
     coords = 6 * torch.rand(*(SIZES[size] for size in lead), 1, generator=generator, dtype=torch.float64)
@@ -103,9 +104,9 @@ def _agrees(
     else:
         dtype = torch.complex64 if kind == "complex" else torch.float32
         given = [Table(blocks, kind, dtype)]  # pyright: ignore[reportArgumentType]
-    xs = [torch.randn(*(SIZES.get(size, 8) for size in order), generator=generator) for _ in range(num)]
+    xs = [torch.randn(*(SIZES.get(size, 8 + more) for size in order), generator=generator) for _ in range(num)]
     angles = (coords * omega[:, 0]).flatten(0, -2) if "b" not in lead else (coords * omega[:, 0]).reshape(2, 5, 4)
-    expected = [_turn(x, angles, order, pairs) for x in xs]
+    expected = [torch.cat([_turn(x[..., :8], angles, order, pairs), x[..., 8:]], -1) for x in xs]
     try:
         found = function(*(x.clone() for x in xs), *to_tensor(given), **options)
     except Exception:
@@ -166,13 +167,24 @@ class Call:
         angles = read_angles(table)
         if angles is None:
             return None
-        form = self.forms.get((kind, angles.layout, angles.coords.ndim - 1))
-        if form is None:
+        forms = self.forms.get((kind, angles.layout, angles.coords.ndim - 1), ())
+        fitting = [form for form in forms if _fits(form, xs, angles)]
+        if len({form.order for form in fitting}) != 1:
             return None
-        coords = _of_tokens(angles.coords, form)
-        if coords is None or any(x.shape[-1] != 2 * angles.omega.shape[0] for x in xs):
-            return None
-        return _encode(xs, coords, angles.omega, form, self.impl)
+        return _encode(xs, _of_tokens(angles.coords, fitting[0]), angles.omega, fitting[0], self.impl)
+
+
+def _fits(form: Form, xs: Sequence[Tensor], angles: Angles) -> bool:
+    """Whether these tensors can be of this form."""
+    lead, axis, width = angles.coords.shape[:-1], form.axis, 2 * angles.omega.shape[0]
+    by_sample = axis > 0 and lead[0] != 1
+    if any(lead[i] != 1 for i in range(len(lead)) if i != axis and not (i == 0 and by_sample)):
+        return False
+    if by_sample and not form.by_sample:
+        return False
+    if any(x.ndim != len(form.order) or x.shape[form.order.index("n")] != lead[axis] for x in xs):
+        return False
+    return all(x.shape[-1] == width or (form.partial and x.shape[-1] > width) for x in xs)
 
 
 def _find(rest: Sequence[Any]) -> Table | None:
@@ -191,27 +203,24 @@ def _find(rest: Sequence[Any]) -> Table | None:
     return cos if have_same_angles(cos, sin) else None
 
 
-def _of_tokens(coords: Tensor, form: Form) -> Tensor | None:
+def _of_tokens(coords: Tensor, form: Form) -> Tensor:
     """(N, K), or (B, N, K)."""
     lead, axis = coords.shape[:-1], form.axis
-    by_sample = axis > 0 and lead[0] != 1
-    if any(lead[i] != 1 for i in range(len(lead)) if i != axis and not (i == 0 and by_sample)):
-        return None
-    if by_sample and not form.by_sample:
-        return None
     shape = (lead[axis], coords.shape[-1])
-    coords = coords.reshape(lead[0], *shape) if by_sample else coords.reshape(shape)
+    coords = coords.reshape(lead[0], *shape) if axis > 0 and lead[0] != 1 else coords.reshape(shape)
     return coords if coords.dtype == torch.float32 else coords.float()
 
 
 def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
-    omega, order = omega[None].double(), form.order
+    omega, order, rotary_dim = omega[None], form.order, 2 * omega.shape[0]
     if order == "bnd":  # all heads at once: pairs are neighbours
         width = _head_dim(xs[0].shape[-1])
-        omega = omega.reshape(-1, width // 2, omega.shape[-1])
+        omega, rotary_dim = omega.reshape(-1, width // 2, omega.shape[-1]), width
         xs = [x.unflatten(-1, (-1, width)) for x in xs]
     given = [x if order == "bhnd" else x.transpose(1, 2) for x in xs]
-    ys = rotate(*given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, impl=impl)
+    ys = rotate(
+        *given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim, impl=impl
+    )
     ys = (ys,) if isinstance(ys, Tensor) else ys
     ys = [y if order == "bhnd" else y.transpose(1, 2) for y in ys]
     ys = [y.flatten(2) for y in ys] if order == "bnd" else ys
@@ -379,7 +388,3 @@ def _read_forms(function: Callable[..., Any], num: int, options: tuple[tuple[str
         with torch.no_grad():
             held["forms"] = read_forms(function, num, options)
     return held["forms"]
-
-
-def count_calls(methods: dict[str, Any]) -> int:
-    return len(methods)

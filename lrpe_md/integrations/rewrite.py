@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-from .tables import einsum, of_series, outer, times
+import torch
+from torch import Tensor
 
-__all__ = ["Unread", "methods_of", "rewrite", "rewrite_tables", "source_tree"]
+from .tables import einsum, of_series, outer, times, zeros
+
+__all__ = ["Unread", "methods_of", "rewrite", "Rewritten", "rewrite_tables", "source_tree"]
 
 ROTARY = re.compile(r"rot|rope|freqs", re.IGNORECASE)
 SERIES = "get_1d_rotary_pos_embed"
@@ -104,7 +108,12 @@ class _Tables(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         called = node.func
-        if isinstance(called, ast.Attribute) and ast.unparse(called) in ("torch.outer", "torch.einsum"):
+        if ast.unparse(called) == "torch.zeros":
+            like = next((kw.value.value for kw in node.keywords if kw.arg == "dtype" and _names_dtype(kw.value)), None)
+            if like is not None:
+                self.count -= 1
+                return ast.Call(self._named("zeros", zeros), [like, *node.args], node.keywords)
+        elif isinstance(called, ast.Attribute) and ast.unparse(called) in ("torch.outer", "torch.einsum"):
             node.func = self._named(called.attr, {"outer": outer, "einsum": einsum}[called.attr])
         elif isinstance(called, ast.Name):
             function = self.space.get(called.id)
@@ -116,9 +125,13 @@ class _Tables(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.op, ast.Mult):
-            self.count -= 1  # a product may be anything
+            self.count -= "unsqueeze(-1)" not in ast.unparse(node)  # else a product may be anything
             return ast.Call(self._named("times", times), [node.left, node.right], [])
         return node
+
+
+def _names_dtype(value: ast.expr) -> bool:
+    return isinstance(value, ast.Attribute) and value.attr == "dtype"
 
 
 @functools.cache
@@ -138,9 +151,15 @@ def _of_function(function: Any) -> Callable[..., Any] | None:
         return None
 
 
-def rewrite_tables(cls: type) -> dict[str, Any]:
-    """Methods of a rotary module's class that make tables; empty: none does.
+class Rewritten(NamedTuple):
+    """Methods of a rotary module's class, and whether one of them makes tables."""
 
+    methods: dict[str, Any]
+    makes_tables: bool
+
+
+def rewrite_tables(cls: type) -> Rewritten:
+    """
     Raises:
         Unread: a method that can't be exchanged.
     """
@@ -151,9 +170,30 @@ def rewrite_tables(cls: type) -> dict[str, Any]:
             continue
         plain: Any = inspect.unwrap(getattr(value, "__func__", value))
         tree = source_tree(plain)
+        known = KNOWN.get(_digest(tree))
+        if known is not None:
+            found[name] = known
+            continue
         change = _Tables(plain)
         change.visit(tree)
         made: Any = rewrite(plain, tree, change.names)
         count += change.count
         found[name] = type(value)(made) if _is_wrapped(value) else made
-    return found if count else {}
+    return Rewritten(found, count > 0)
+
+
+# --- methods whose source says less than what they do ------------------------------------------------------------------
+
+
+def _digest(tree: ast.FunctionDef) -> str:
+    """Of a function's source without annotations and docstring."""
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def _rows_of_axes(self: Any, ids: Tensor) -> Any:
+    """Rows of each axis' table by ids (B, N, axes), which the original gathers channel by channel."""
+    tables = [table.to(ids.device)[ids[:, :, axis].long()] for axis, table in enumerate(self.freqs_cis)]
+    return torch.cat(tables, dim=-1)
+
+
+KNOWN: dict[str, Any] = {"6e104c860af53a75": _rows_of_axes}  # Lumina2RotaryPosEmbed._get_freqs_cis

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["Angles", "Block", "Part", "Table", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "times", "to_tensor"]
+__all__ = ["Angles", "Block", "Part", "Table", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "times", "to_tensor", "zeros"]
 
-Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "four", "matrix", "twice"]
+Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "zeros", "four", "matrix", "twice"]
 TAILS: dict[str, tuple[int, ...]] = {"four": (4,), "matrix": (2, 2), "twice": (2,)}
 
 
@@ -58,8 +58,9 @@ class Table:
     Neither a dataclass nor a tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in those.
     """
 
-    def __init__(self, blocks: Sequence[Block], part: Part, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Sequence[Block], part: Part, dtype: torch.dtype, blank: bool = False) -> None:
         self.blocks, self.part, self.dtype = tuple(blocks), part, dtype
+        self.blank = blank  # it may be written into: nothing else has its coordinates
 
     # --- what a tensor says of itself ---
 
@@ -329,7 +330,14 @@ class Table:
     def __sub__(self, other: Any) -> Any:
         return to_tensor(self) - to_tensor(other)
 
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+    def __setitem__(self, index: Any, value: Any) -> None:
+        given = index if isinstance(index, tuple) else (index,)
+        if self.blank and isinstance(value, Table) and sum(_dims_of(each) for each in given) <= len(self.lead):
+            if not all(same_frequencies(a, b) for a, b in zip(self.blocks, value.blocks, strict=True)):
+                raise TypeError("freqs: expected tables of the same frequencies to be joined, got others")
+            for own, other in zip(self.blocks, value.blocks, strict=True):
+                own.coords[given] = other.coords.to(own.coords.dtype)
+            return
         raise TypeError(
             "freqs: expected rotary code that leaves its tables as they are, got a write into one; call "
             "restore_rotary(model)"
@@ -388,7 +396,7 @@ class Table:
     # --- all else ---
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("blocks", "part", "dtype"):
+        if name.startswith("__") or name in ("blocks", "part", "dtype", "blank"):
             raise AttributeError(name)
         return getattr(to_tensor(self), name)
 
@@ -470,6 +478,7 @@ def _compute(table: Table) -> Tensor:
     if table.part == "twice":
         return torch.stack([angles, angles], -1).to(table.dtype)
     values = {"angle": angles, "cos": cos, "sin": sin, "-sin": -sin, "ones": torch.ones_like(angles)}
+    values["zeros"] = torch.zeros_like(angles)
     return values[table.part].to(table.dtype)
 
 
@@ -497,6 +506,8 @@ def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     dim = kwargs.pop("axis", dim)
     if kwargs or not all(isinstance(t, Table) for t in tensors):
         return NotImplemented
+    part = next((t.part for t in tensors if t.part in ("cos", "sin")), tensors[0].part)
+    tensors = [_unturned(t, part) for t in tensors]
     first: Table = tensors[0]
     if any(t.part != first.part or t.ndim != first.ndim for t in tensors):
         return NotImplemented
@@ -550,7 +561,19 @@ def have_same_angles(a: Table, b: Table) -> bool:
 
 
 def _ones_like(table: Table, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else table._as("ones")
+    return NotImplemented if kwargs or table.part == "complex" else table._as("ones")
+
+
+def _zeros_like(table: Table, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs or table.part == "complex" else table._as("zeros")
+
+
+def _unturned(table: Table, part: Part) -> Table:
+    """Ones among cosines and zeros among sines: channels of frequency zero."""
+    if {"ones": "cos", "zeros": "sin"}.get(table.part) != part:
+        return table
+    blocks = [b._replace(omega=torch.zeros_like(b.omega), key=("zero", b.width)) for b in table.blocks]
+    return Table(blocks, part, table.dtype)
 
 
 def _polar(absolute: Any, angle: Any) -> Any:
@@ -562,7 +585,7 @@ def _polar(absolute: Any, angle: Any) -> Any:
 
 def _pad_sequence(tables: Any, batch_first: bool = False, padding_value: float = 0.0, *args: Any) -> Any:
     """Padding is at the origin, whatever its value was: a token that is masked."""
-    if args or not batch_first or not all(isinstance(t, Table) for t in tables):
+    if args not in ((), ("right",)) or not batch_first or not all(isinstance(t, Table) for t in tables):
         return NotImplemented
     longest = max(t.shape[0] for t in tables)
     padded = [
@@ -588,7 +611,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "cat": _cat, "concat": _cat, "stack": _stack, "ones_like": _ones_like, "polar": _polar,
+    "cat": _cat, "concat": _cat, "stack": _stack, "ones_like": _ones_like, "zeros_like": _zeros_like,
+    "polar": _polar,
     "pad_sequence": _pad_sequence,
     **{
         name: _method(name)
@@ -666,6 +690,18 @@ def of_series(
     else:
         both = Table([*angles.blocks, *angles.blocks], "angle", dtype)
     return both.cos().float(), both.sin().float()
+
+
+def zeros(like: Any, *sizes: Any, **kwargs: Any) -> Any:
+    """``torch.zeros`` of the dtype of ``like``: where that is a table, one at the origin, to be written into."""
+    shape = _flat(sizes)
+    if not isinstance(like, Table) or like.part != "complex" or shape[-1] != like.width:
+        return torch.zeros(*sizes, **{**kwargs, "dtype": like.dtype})
+    blocks = [
+        block._replace(coords=block.coords.new_zeros(*shape[:-1], block.coords.shape[-1]), trail=("blank",))
+        for block in like.blocks
+    ]
+    return Table(blocks, like.part, like.dtype, blank=True)
 
 
 # --- where they end --------------------------------------------------------------------------------------------------
