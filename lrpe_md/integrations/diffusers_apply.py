@@ -19,7 +19,7 @@ from ..engine.validate import Impl, Pairs
 from ..functional import rotate
 from ..positions.coordinates import Coordinates
 from .rewrite import ROTARY, methods_of, rewrite, source_tree
-from .tables import Angles, Block, Table, have_same_angles, read_angles, to_tensor
+from .tables import Angles, Block, Heads, Table, have_same_angles, read_angles, to_tensor
 
 __all__ = ["Form", "exchange_calls", "read_forms"]
 
@@ -60,6 +60,7 @@ KINDS: tuple[tuple[str, str, Style], ...] = (
     ("real", "repeat", "spread"), ("real", "half", "spread"), ("real", "single", "spread"),
     ("complex", "single", "one"), ("matrix", "single", "one"), ("angle", "repeat", "one"), ("angle", "single", "one"),
     ("angle", "half", "one"),
+    ("real", "nh", "both"), ("real", "hn", "both"), ("real", "nh", "spread"), ("real", "hn", "spread"),
 )  # fmt: skip
 SIZES = {"b": 2, "n": 5, "h": 3, "1": 1}
 
@@ -73,9 +74,11 @@ def read_forms(function: Callable[..., Any], num_tensors: int, options: tuple[tu
     """
     forms: dict[tuple[str, str, int], dict[Any, Form]] = {}
     for kind, layout, style in KINDS:
-        for lead, axis in LEADS:
+        for lead, axis in LEADS if layout not in ("nh", "hn") else LEADS[:3]:
             for order in ("bnhd", "bhnd", "bnd"):
                 for pairs in ("interleaved", "half"):
+                    if order == "bnd" and pairs == "half" and layout not in ("nh", "hn"):
+                        continue  # halves of all heads together
                     given = (function, num_tensors, dict(options), (kind, layout, style, lead), order, pairs)
                     dtype = _agrees(*given)
                     if dtype is None:
@@ -94,19 +97,21 @@ def _agrees(
     """What it gives for float32, where it turns tensors so; with ``more`` channels than the table has."""
     kind, layout, style, lead = tables
     generator = torch.Generator().manual_seed(0)
+    num_heads = SIZES["h"] if layout in ("nh", "hn") else 1
     coords = 6 * torch.rand(*(SIZES[size] for size in lead), 1, generator=generator, dtype=torch.float64)
-    omega = torch.rand(4, 1, generator=generator, dtype=torch.float64)
+    omega = torch.rand(4 * num_heads, 1, generator=generator, dtype=torch.float64)
     block = Block(coords, omega, layout == "repeat", (), ())
     blocks = [block, block] if layout == "half" else [block]
-    if kind == "real":
-        given: list[Any] = [Table(blocks, "cos", torch.float32), Table(blocks, "sin", torch.float32)]
-        given = given if style == "spread" else [tuple(given)]
-    else:
-        dtype = torch.complex64 if kind == "complex" else torch.float32
-        given = [Table(blocks, kind, dtype)]  # pyright: ignore[reportArgumentType]
-    xs = [torch.randn(*(SIZES.get(size, 8 + more) for size in order), generator=generator) for _ in range(num)]
-    angles = (coords * omega[:, 0]).flatten(0, -2) if "b" not in lead else (coords * omega[:, 0]).reshape(2, 5, 4)
-    expected = [torch.cat([_turn(x[..., :8], angles, order, pairs), x[..., 8:]], -1) for x in xs]
+    dtype = torch.complex64 if kind == "complex" else torch.float32
+    parts: Any = ("cos", "sin") if kind == "real" else (kind,)
+    given: list[Any] = [Table(blocks, part, dtype) for part in parts]
+    if num_heads > 1:
+        given = [Heads(table, num_heads, layout) for table in given]
+    given = [tuple(given)] if style == "both" else given
+    sizes = {**SIZES, "d": 8 * (num_heads if order == "bnd" else 1) + more}
+    xs = [torch.randn(*(sizes[size] for size in order), generator=generator) for _ in range(num)]
+    angles = (coords * omega[:, 0]).reshape(2 if "b" in lead else 1, SIZES["n"], num_heads, 4)
+    expected = [_turn(x, angles, order, pairs) for x in xs]
     try:
         found = function(*(x.clone() for x in xs), *to_tensor(given), **options)
     except Exception:
@@ -123,13 +128,19 @@ def _agrees(
 
 
 def _turn(x: Tensor, angles: Tensor, order: str, pairs: str) -> Tensor:
-    angles = angles if angles.ndim == 3 else angles[None]
-    if order != "bnd":
-        angles = angles[:, :, None] if order == "bnhd" else angles[:, None]
+    """The first channels of each head by angles (B or 1, N, H or 1, C)."""
+    shape, num_heads, width = x.shape, angles.shape[2], 2 * angles.shape[-1]
+    if order == "bnd":
+        x = x.unflatten(-1, (num_heads, -1))
+    elif order == "bhnd":
+        x = x.transpose(1, 2)
+    x, rest = x[..., :width], x[..., width:]
     a, b = x.chunk(2, -1) if pairs == "half" else (x[..., 0::2], x[..., 1::2])
     cos, sin = angles.cos().float(), angles.sin().float()
     a, b = a * cos - b * sin, b * cos + a * sin
-    return torch.cat([a, b], -1) if pairs == "half" else torch.stack([a, b], -1).flatten(-2)
+    turned = torch.cat([a, b], -1) if pairs == "half" else torch.stack([a, b], -1).flatten(-2)
+    y = torch.cat([turned, rest], -1)
+    return y.transpose(1, 2) if order == "bhnd" else y.reshape(shape)
 
 
 # --- what takes its place -----------------------------------------------------------------------------------------
@@ -163,10 +174,15 @@ class Call:
         table = _find(rest)
         if table is None:
             return None
+        heads, table = (table, table.table) if isinstance(table, Heads) else (None, table)
         kind = "real" if table.part == "cos" else table.part
         angles = read_angles(table)
         if angles is None:
             return None
+        if heads is not None:
+            if angles.layout != "single":
+                return None
+            angles = Angles(heads.order, angles.coords, angles.omega.unflatten(0, (heads.num, -1)))
         forms = self.forms.get((kind, angles.layout, angles.coords.ndim - 1), ())
         fitting = [form for form in forms if _fits(form, xs, angles)]
         if len({form.order for form in fitting}) != 1:
@@ -176,7 +192,9 @@ class Call:
 
 def _fits(form: Form, xs: Sequence[Tensor], angles: Angles) -> bool:
     """Whether these tensors can be of this form."""
-    lead, axis, width = angles.coords.shape[:-1], form.axis, 2 * angles.omega.shape[0]
+    lead, axis, width = angles.coords.shape[:-1], form.axis, 2 * angles.omega.shape[-2]
+    if angles.omega.ndim == 3 and form.order == "bnd":
+        width *= angles.omega.shape[0]
     by_sample = axis > 0 and lead[0] != 1
     if any(lead[i] != 1 for i in range(len(lead)) if i != axis and not (i == 0 and by_sample)):
         return False
@@ -187,17 +205,19 @@ def _fits(form: Form, xs: Sequence[Tensor], angles: Angles) -> bool:
     return all(x.shape[-1] == width or (form.partial and x.shape[-1] > width) for x in xs)
 
 
-def _find(rest: Sequence[Any]) -> Table | None:
+def _find(rest: Sequence[Any]) -> Table | Heads | None:
     """The table of cosines, or the one that there is; None: these are tensors, or not of the same angles."""
     if not rest:
         return None
     first = rest[0]
     if isinstance(first, (tuple, list)) and len(first) == 2:
         cos, sin = first
-    elif isinstance(first, Table) and first.part == "cos" and len(rest) > 1:
+    elif (isinstance(first, Heads) or (isinstance(first, Table) and first.part == "cos")) and len(rest) > 1:
         cos, sin = rest[0], rest[1]
     else:
         return first if isinstance(first, Table) and first.part in ("complex", "matrix", "angle") else None
+    if isinstance(cos, Heads) and isinstance(sin, Heads) and (cos.num, cos.order) == (sin.num, sin.order):
+        return cos if _find([(cos.table, sin.table)]) is not None else None
     if not isinstance(cos, Table) or not isinstance(sin, Table) or (cos.part, sin.part) != ("cos", "sin"):
         return None
     return cos if have_same_angles(cos, sin) else None
@@ -212,11 +232,13 @@ def _of_tokens(coords: Tensor, form: Form) -> Tensor:
 
 
 def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
-    omega, order, rotary_dim = omega[None], form.order, 2 * omega.shape[0]
-    if order == "bnd":  # all heads at once: pairs are neighbours
-        width = _head_dim(xs[0].shape[-1])
-        omega, rotary_dim = omega.reshape(-1, width // 2, omega.shape[-1]), width
-        xs = [x.unflatten(-1, (-1, width)) for x in xs]
+    order = form.order
+    omega = omega if omega.ndim == 3 else omega[None]
+    if order == "bnd" and omega.shape[0] == 1:  # all heads at once: pairs are neighbours
+        omega = omega.reshape(-1, _head_dim(xs[0].shape[-1]) // 2, omega.shape[-1])
+    rotary_dim = 2 * omega.shape[1]
+    if order == "bnd":
+        xs = [x.unflatten(-1, (omega.shape[0], -1)) for x in xs]
     given = [x if order == "bhnd" else x.transpose(1, 2) for x in xs]
     ys = rotate(
         *given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim, impl=impl

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["Angles", "Block", "Part", "Table", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "times", "to_tensor", "zeros"]
+__all__ = ["Angles", "Block", "Heads", "Part", "Table", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "times", "to_tensor", "zeros"]
 
 Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "zeros", "four", "matrix", "twice"]
 TAILS: dict[str, tuple[int, ...]] = {"four": (4,), "matrix": (2, 2), "twice": (2,)}
@@ -210,6 +210,9 @@ class Table:
             blocks = [block._replace(repeated=True) for block in self.blocks]
             return Table(blocks, "angle", self.dtype)._reshaped(sizes[:-1])
         end = (self.width, *self.tail)
+        if sizes[-len(end) :] != end and sizes[-2] * sizes[-1] == self.width and sizes[:-2] == self.lead:
+            heads = Heads(self, sizes[-2])
+            return heads if heads.is_known() else to_tensor(self).reshape(sizes)
         if sizes[-len(end) :] != end:
             return to_tensor(self).reshape(sizes)
         return self._reshaped(sizes[: -len(end)])
@@ -438,6 +441,70 @@ class Turned:
         return getattr(to_tensor(self.table).transpose(-1, -2), name)
 
 
+class Heads:
+    """A table (.., N, C) as (.., N, H, C / H), or (.., H, N, C / H): each head has frequencies of its own."""
+
+    def __init__(self, table: Table, num: int, order: str = "nh") -> None:
+        self.table, self.num, self.order = table, num, order
+
+    def is_known(self) -> bool:
+        return self.table.part in ("angle", "cos", "sin") and not any(block.repeated for block in self.table.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def shape(self) -> torch.Size:
+        *lead, tokens = self.table.lead
+        both = (tokens, self.num) if self.order == "nh" else (self.num, tokens)
+        return torch.Size((*lead, *both, self.table.width // self.num))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def _with(self, table: Any) -> Any:
+        return Heads(table, self.num, self.order) if isinstance(table, Table) else table
+
+    def cos(self) -> Any:
+        return self._with(self.table.cos())
+
+    def sin(self) -> Any:
+        return self._with(self.table.sin())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with(self.table.to(*args, **kwargs))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        given = {dim + self.ndim if dim < 0 else dim for dim in (dim0, dim1)}
+        if given != {self.ndim - 3, self.ndim - 2}:
+            return to_tensor(self).transpose(dim0, dim1)
+        return Heads(self.table, self.num, "hn" if self.order == "nh" else "nh")
+
+    swapaxes = swapdims = transpose
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("table", "num", "order"):
+            raise AttributeError(name)
+        return getattr(to_tensor(self), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return to_tensor(self)[index]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("cos", "sin", "transpose", "swapaxes", "swapdims") and isinstance(args[0], Heads):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        args, kwargs = to_tensor(tuple(args)), to_tensor(dict(kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def _dims_of(index: Any) -> int:
     if index is None or index is Ellipsis:
         return 0
@@ -456,6 +523,9 @@ def to_tensor(given: Any) -> Any:
     """The tensors that tables stand for, also inside tuples, lists and dicts."""
     if isinstance(given, Table):
         return _compute(given)
+    if isinstance(given, Heads):
+        found = _compute(given.table).unflatten(-1, (given.num, -1))
+        return found.transpose(-3, -2) if given.order == "hn" else found
     if isinstance(given, (tuple, list)) and not hasattr(given, "_fields"):
         return type(given)(to_tensor(each) for each in given)
     if isinstance(given, dict):
@@ -611,7 +681,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "cat": _cat, "concat": _cat, "stack": _stack, "ones_like": _ones_like, "zeros_like": _zeros_like,
+    "cat": _cat, "concat": _cat, "concatenate": _cat, "stack": _stack, "ones_like": _ones_like, "zeros_like": _zeros_like,
     "polar": _polar,
     "pad_sequence": _pad_sequence,
     **{
@@ -619,6 +689,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name in (
             "cos", "sin", "unsqueeze", "squeeze", "flatten", "transpose", "permute", "split", "chunk", "unbind",
             "reshape", "repeat_interleave", "narrow", "index_select", "is_complex", "unflatten",
+            "swapaxes", "swapdims",
         )
     },
 }  # fmt: skip
@@ -645,7 +716,12 @@ def times(a: Any, b: Any) -> Any:
 
 
 def einsum(equation: str, *operands: Any) -> Any:
-    """``torch.einsum``: angles, where it is an outer product with frequencies (C,)."""
+    """``torch.einsum``: angles, where it is an outer product with frequencies (C,), or one of axes and heads."""
+    if equation == "nd,dhf->nhf" and len(operands) == 2:
+        pos, freqs = operands
+        omega = freqs.permute(1, 2, 0).flatten(0, 1)
+        block = Block(pos, omega, False, ("outer", pos), ("outer", freqs))
+        return Heads(Table([block], "angle", torch.promote_types(pos.dtype, freqs.dtype)), freqs.shape[1])
     if equation.replace(" ", "") in ("...n,d->...nd", "n,d->nd", "i,j->ij", "bn,d->bnd") and len(operands) == 2:
         pos, omega = operands
         if not _is_learned(pos, omega) and omega.ndim == 1:
