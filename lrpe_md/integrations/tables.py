@@ -9,7 +9,6 @@ always did.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -99,7 +98,7 @@ class Table:
         return self.ndim
 
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return _product(self.shape)
 
     def is_complex(self) -> bool:
         return self.part == "complex"
@@ -202,7 +201,7 @@ class Table:
         if any(not isinstance(size, (int, torch.SymInt)) for size in sizes):
             return to_tensor(self).view(*shape)
         if -1 in sizes:
-            rest = math.prod(size for size in sizes if size != -1)
+            rest = _product([size for size in sizes if size != -1])
             sizes = tuple(self.numel() // rest if size == -1 else size for size in sizes)
         if self.part == "four" and sizes[-3:] == (self.width, 2, 2):
             return Table(self.blocks, "matrix", self.dtype)._reshaped(sizes[:-3])
@@ -226,12 +225,12 @@ class Table:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         a, b = self._axis(start_dim), self._axis(end_dim)
-        return self.view(*self.shape[:a], math.prod(self.shape[a : b + 1]), *self.shape[b + 1 :])
+        return self.view(*self.shape[:a], _product(self.shape[a : b + 1]), *self.shape[b + 1 :])
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
         axis = self._axis(dim)
         if -1 in sizes:
-            rest = -math.prod(sizes)
+            rest = -_product(sizes)
             sizes = [self.shape[axis] // rest if size == -1 else size for size in sizes]
         return self.view(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
 
@@ -358,13 +357,8 @@ class Table:
                 device = each
         found = self
         if device is not None and torch.device(device) != self.device:
-            moved: dict[int, Tensor] = {}
-            blocks: list[Block] = []
-            for block in self.blocks:
-                coords = moved.get(id(block.coords))
-                if coords is None:
-                    coords = moved[id(block.coords)] = block.coords.to(device, non_blocking=non_blocking)
-                blocks.append(block._replace(coords=coords, omega=block.omega.to(device, non_blocking=non_blocking)))
+            moved = self._moved(lambda coords: coords.to(device, non_blocking=non_blocking), "to", torch.device(device))
+            blocks = [block._replace(omega=block.omega.to(device, non_blocking=non_blocking)) for block in moved.blocks]
             found = Table(blocks, self.part, self.dtype)
         if dtype is not None and dtype != self.dtype:
             if dtype.is_complex != (self.part == "complex"):
@@ -503,6 +497,13 @@ class Heads:
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         args, kwargs = to_tensor(tuple(args)), to_tensor(dict(kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total
 
 
 def _dims_of(index: Any) -> int:
