@@ -28,7 +28,7 @@ from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
 from ..presets.scheme import Preset
-from .diffusers_rule import is_rope, plan_by_rule, refusals_by_rule
+from .diffusers_rule import explain_by_rule, is_rope, plan_by_rule, refusals_by_rule
 from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 from .norms import join_norms, norm_of
 
@@ -296,3 +296,8 @@ def _takes_rotary(processor: Any) -> bool:
 def refusals(model: nn.Module) -> dict[str, str]:
     """Why rotary modules of ``model`` are left as they are."""
     return refusals_by_rule(model)
+
+
+def explain(model: nn.Module) -> str | None:
+    """Why nothing of ``model`` can be taken, where that can be said."""
+    return explain_by_rule(model)

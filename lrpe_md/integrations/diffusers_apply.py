@@ -18,7 +18,7 @@ from torch import Tensor
 from ..engine.validate import Impl, Pairs
 from ..functional import rotate
 from ..positions.coordinates import Coordinates
-from .rewrite import ROTARY, methods_of, rewrite, source_tree
+from .rewrite import ROTARY, Unread, methods_of, rewrite, source_tree
 from .tables import Angles, Block, Heads, Table, have_same_angles, read_angles, to_tensor
 
 __all__ = ["Form", "exchange_calls", "read_forms"]
@@ -269,7 +269,7 @@ def exchange_calls(cls: type, impl: Impl = "auto") -> dict[str, Any]:
         if (name.startswith("__") and name != "__call__") or isinstance(value, (staticmethod, classmethod)):
             continue
         plain: Any = inspect.unwrap(value)
-        if not any(ROTARY.search(each) for each in _names_in(plain.__code__)):
+        if not any(ROTARY.search(each) for each in (*_names_in(plain.__code__), *plain.__code__.co_varnames)):
             continue
         tree = source_tree(plain)
         change = _Calls(cls, plain, tree, impl)
@@ -277,6 +277,19 @@ def exchange_calls(cls: type, impl: Impl = "auto") -> dict[str, Any]:
         if change.names:
             found[name] = rewrite(value, tree, change.names, decorated=True)
     return found
+
+
+@functools.cache
+def _exchange_function(function: FunctionType, impl: Impl) -> FunctionType | None:
+    if not any(ROTARY.search(each) for each in _names_in(function.__code__)):
+        return None
+    try:
+        tree = source_tree(function)
+        change = _Calls(object, function, tree, impl)
+        tree.body = change.block(tree.body)
+        return rewrite(function, tree, change.names) if change.names else None
+    except Unread:
+        return None
 
 
 def _names_in(code: Any) -> list[str]:
@@ -343,6 +356,18 @@ class _Calls:
                 return name, call
         return None
 
+    def help(self, called: ast.expr) -> ast.expr | None:
+        """A function of the same file in which q and k are turned, with its calls exchanged."""
+        function = self.space.get(called.id) if isinstance(called, ast.Name) else None
+        if not isinstance(function, FunctionType) or function.__globals__ is not self.space:
+            return None
+        made = _exchange_function(function, self.impl)
+        if made is None:
+            return None
+        name = f"_lrpe_{function.__name__}"
+        self.names[name] = made
+        return ast.Name(name, ast.Load())
+
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         at = 0
@@ -390,7 +415,8 @@ class _Single(ast.NodeTransformer):
         self.generic_visit(node)
         found = self.calls.read(node)
         if found is None:
-            return node
+            helper = self.calls.help(node.func)
+            return node if helper is None else ast.copy_location(ast.Call(helper, node.args, node.keywords), node)
         return ast.copy_location(_call(found[0], "one", node.func, node.args, node.keywords), node)
 
 

@@ -24,12 +24,13 @@ from .exchange import Adapted, Step, adapted_class, parts
 from .rewrite import Unread, rewrite_tables
 from .tables import Block, Table
 
-__all__ = ["find_ropes", "plan_by_rule", "refusals_by_rule"]
+__all__ = ["explain_by_rule", "find_ropes", "is_rope", "plan_by_rule", "refusals_by_rule"]
 
 EXCEPTIONS = {  # classes of models that look like what is known and are not, and what is special about each
     "HunyuanVideoFramepackTransformer3DModel": (
         "cosines and sines of its history are averages over windows, which no angle has"
     ),
+    "AnyFlowFARTransformer3DModel": "positions of its compressed frames are averages of tables",
     "ErnieImageTransformer2DModel": (
         "its angles are repeated for neighbours, and it turns channels that are half a head apart: no rotation"
     ),
@@ -322,3 +323,19 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
 
 def refusals_by_rule(model: nn.Module) -> dict[str, str]:
     return {each.path: each.reason for each in find_ropes(model) if each.reason is not None}
+
+
+def explain_by_rule(model: nn.Module) -> str | None:
+    ropes, callers = find_ropes(model), list(find_callers(model, "auto"))
+    if callers and not ropes:
+        cls = type(callers[0][1]).__name__
+        return (
+            f"expected a rotary module that makes the tables of {callers[0][0]} ({cls}), got none: a function or the "
+            "pipeline makes them"
+        )
+    if ropes and not callers:
+        return (
+            f"expected attentions with a known function of q, k and what {ropes[0].path} "
+            f"({type(ropes[0].part).__name__}) gives, got none"
+        )
+    return None

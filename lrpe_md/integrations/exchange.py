@@ -358,6 +358,12 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         for adapter in adapters if library in libraries else ():
             steps += import_module(adapter, __package__).plan(model, impl)
     if not steps:
+        for library in libraries & LIBRARIES.keys():
+            for adapter in LIBRARIES[library][0]:
+                explain = getattr(import_module(adapter, __package__), "explain", None)
+                reason = None if explain is None else explain(model)
+                if reason is not None:
+                    raise TypeError(f"model: {reason}")
         names = "; ".join(names for _, names in LIBRARIES.values())
         raise TypeError(
             f"model: expected one with a rotary encoding of {names}, "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .trial import Candidate, Result, differentiate
 
-__all__ = ["build", "call", "candidates", "rotary_classes", "try_classes"]
+__all__ = ["build", "call", "candidates", "inputs", "rotary_classes"]
 
 ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
     },
     "CosmosControlNetModel": {
         "attention_head_dim": 18, "model_channels": 36, "n_controlnet_blocks": 2, "in_channels": 10,
-        "latent_channels": 6, "max_size": (4, 16, 16), "adaln_lora_dim": 4,
+        "latent_channels": 8, "max_size": (4, 16, 16), "adaln_lora_dim": 4,
     },
     "EasyAnimateTransformer3DModel": {"mmdit_layers": 1, "patch_size": 2},
     "ErnieImageTransformer2DModel": {"ffn_hidden_size": 48, "text_in_dim": 24},
@@ -104,6 +104,8 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
         "text_emb_dim": 24, "num_routed_experts": 2, "num_activated_experts": 2, "llama_layers": (0, 1),
         "max_resolution": (32, 32), "force_inference_output": True, "num_layers": 1,
     },
+    "HunyuanDiT2DModel": {"patch_size": 2, "cross_attention_dim_t5": 24, "sample_size": 8},
+    "HunyuanDiT2DControlNetModel": {"patch_size": 2, "cross_attention_dim_t5": 24, "transformer_num_layers": 4},
     "HunyuanImageTransformer2DModel": {"rope_axes_dim": (8, 8), "text_embed_2_dim": None},
     "HunyuanVideo15Transformer3DModel": {"target_size": 16, "task_type": "t2v"},
     "HunyuanVideoFramepackTransformer3DModel": {"has_image_proj": False},
@@ -120,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
         "dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 24, "latent_dim": 8,
     },
     "LongCatImageTransformer2DModel": {"pooled_projection_dim": 24},
+    "LuminaNextDiT2DModel": {"num_kv_heads": 2, "multiple_of": 2},
     "Lumina2Transformer2DModel": {"sample_size": 16, "num_kv_heads": 1, "multiple_of": 2},
     "MiniMaxH3Transformer3DModel": {
         "hidden_size": 24, "attention_head_dim": 16, "audio_in_channels": 6, "text_dim": 12, "freq_dim": 8,
@@ -132,6 +135,11 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
     "NucleusMoEImageTransformer2DModel": {
         "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_dim": 32, "moe_enabled": False,
     },
+    "OmniGenTransformer2DModel": {
+        "num_key_value_heads": 2, "vocab_size": 16, "pad_token_id": 0, "pos_embed_max_size": 16, "time_step_dim": 16,
+        "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+    },
+    "JoyImageEditTransformer3DModel": {"rope_dim_list": [4, 6, 6]},
     "PRXTransformer2DModel": {"axes_dim": [8, 8]},
     "QwenImage21Transformer2DModel": {"axes_dims_rope": (4, 6, 6)},
     "StableAudio3DiTModel": {
@@ -146,9 +154,19 @@ def build(name: str) -> nn.Module:
     """A model of two layers, with weights large enough that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
+    if name == "ZImageControlNetModel":
+        return cls.from_transformer(_make(cls), build("ZImageTransformer2DModel"))
+    return _randomize(_make(cls))
+
+
+def _make(cls: Any) -> Any:
+    name = cls.__name__
     parameters = inspect.signature(cls.__init__).parameters
     kwargs = {key: _same_kind(parameters[key].default, small) for key, small in SMALL.items() if key in parameters}
-    model = cls(**{**kwargs, **OWN.get(name, {})})
+    return cls(**{**kwargs, **OWN.get(name, {})})
+
+
+def _randomize(model: Any) -> Any:
     for part in model.modules():
         if type(part).__name__ == "LTXVideoRotaryPosEmbed":
             part.theta = 20.0  # whose angles float32 holds: stock rounds those of 10,000 by 5e-4
@@ -178,26 +196,34 @@ def _ids(height: int, width: int, axes: int = 3) -> Tensor:
     return found
 
 
+def _guidance(model: Any) -> Tensor | None:
+    return torch.tensor([3.0, 4.0]) if getattr(model.config, "guidance_embeds", False) else None
+
+
+def _channels(model: Any) -> int:
+    return getattr(model.config, "in_channels", 4)
+
+
 def _flux(model: Any) -> dict[str, Any]:
     axes = len(model.config.axes_dims_rope)
     return {
         "hidden_states": _randn(2, 24, model.config.in_channels), "encoder_hidden_states": _randn(2, 5, 24),
         "pooled_projections": _randn(2, 24), "timestep": torch.tensor([0.3, 0.7]), "img_ids": _ids(4, 6, axes),
-        "txt_ids": torch.zeros(5, axes), "guidance": torch.tensor([3.0, 4.0]),
+        "txt_ids": torch.zeros(5, axes), "guidance": _guidance(model),
     }  # fmt: skip
 
 
 def _video(model: Any) -> dict[str, Any]:
     return {
-        "hidden_states": _randn(2, model.config.in_channels, 3, 8, 12), "encoder_hidden_states": _randn(2, 5, 24),
+        "hidden_states": _randn(2, _channels(model), 3, 8, 12), "encoder_hidden_states": _randn(2, 5, 24),
         "timestep": torch.tensor([300, 700]), "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool),
-        "pooled_projections": _randn(2, 24), "guidance": torch.tensor([3.0, 4.0]),
+        "pooled_projections": _randn(2, 24), "guidance": _guidance(model),
     }  # fmt: skip
 
 
 def _image(model: Any) -> dict[str, Any]:
     return {
-        "hidden_states": _randn(2, model.config.in_channels, 8, 12), "encoder_hidden_states": _randn(2, 5, 24),
+        "hidden_states": _randn(2, _channels(model), 8, 12), "encoder_hidden_states": _randn(2, 5, 24),
         "timestep": torch.tensor([0.3, 0.7]), "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool),
     }  # fmt: skip
 
@@ -250,21 +276,18 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
     "BriaFibo2Transformer2DModel": lambda: {
         "encoder_hidden_states": _randn(2, 2, 6, 24), "encoder_attention_mask": None,
     },
-    "ChromaTransformer2DModel": lambda: {"guidance": None},
     "CogView4Transformer2DModel": lambda: {
         "original_size": torch.tensor([[64, 96]] * 2), "target_size": torch.tensor([[64, 96]] * 2),
         "crop_coords": torch.zeros(2, 2, dtype=torch.long), "timestep": torch.tensor([300, 700]),
     },
     "CosmosControlNetModel": lambda: {
-        "controls_latents": _randn(2, 6, 2, 8, 12), "latents": _randn(2, 6, 2, 8, 12),
+        "controls_latents": _randn(2, 8, 2, 8, 12), "latents": _randn(2, 6, 2, 8, 12),
         "condition_mask": torch.ones(2, 1, 2, 8, 12), "padding_mask": torch.zeros(1, 1, 16, 24),
         "timestep": torch.tensor(0.5),
     },
     "CosmosTransformer3DModel": lambda: {"padding_mask": torch.zeros(1, 1, 64, 96), "fps": 30},
     "EasyAnimateTransformer3DModel": lambda: {"encoder_attention_mask": None},
     "ErnieImageTransformer2DModel": lambda: {"text_bth": _randn(2, 5, 24), "text_lens": torch.tensor([5, 3])},
-    "Flux3Transformer2DModel": lambda: {"img_ids": _ids(4, 6, 4)[None].expand(2, -1, -1),
-        "txt_ids": torch.zeros(2, 5, 4)},
     "FluxControlNetModel": lambda: {"controlnet_cond": _randn(2, 24, 4)},
     "GlmImageTransformer2DModel": lambda: {
         "prior_token_id": torch.randint(0, 16, (2, 24)), "prior_token_drop": torch.zeros(2, 24, dtype=torch.bool),
@@ -276,6 +299,7 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
         "encoder_hidden_states_llama3": _randn(2, 2, 5, 8), "pooled_embeds": _randn(2, 24),
     },
     "HunyuanVideo15Transformer3DModel": lambda: {
+        "timestep": torch.tensor([300.0, 700.0]),
         "encoder_hidden_states_2": _randn(2, 4, 24), "encoder_attention_mask_2": torch.ones(2, 4),
         "image_embeds": torch.zeros(2, 3, 24), "encoder_attention_mask": torch.ones(2, 5),
     },
@@ -324,7 +348,7 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
 def inputs(model: Any) -> dict[str, Any]:
     """By the names in its forward."""
     torch.manual_seed(2)
-    name, names = type(model).__name__.removeprefix("Lrpe"), inspect.signature(type(model).forward).parameters
+    name, names = type(model).__name__, inspect.signature(type(model).forward).parameters
     kind = max((key for key in SHAPES if name.startswith(key)), key=len, default=None)
     is_video = "3D" in name or "Video" in name
     shape = SHAPES[kind] if kind is not None else _video if is_video else _image
