@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .tables import einsum, of_series, outer, times, zeros
+from .tables import cat, einsum, of_series, outer, stack, times, zeros
 
 __all__ = ["Unread", "methods_of", "rewrite", "Rewritten", "rewrite_tables", "source_tree"]
 
@@ -91,6 +91,10 @@ def rewrite(
     return found
 
 
+MAKERS = {"torch.outer": outer, "torch.einsum": einsum}
+JOINS = {"torch.cat": cat, "torch.concat": cat, "torch.concatenate": cat, "torch.stack": stack}
+
+
 # --- rotary modules: tables in place of tensors ----------------------------------------------------------------------
 
 
@@ -113,8 +117,11 @@ class _Tables(ast.NodeTransformer):
             if like is not None:
                 self.count -= 1
                 return ast.Call(self._named("zeros", zeros), [like, *node.args], node.keywords)
-        elif isinstance(called, ast.Attribute) and ast.unparse(called) in ("torch.outer", "torch.einsum"):
-            node.func = self._named(called.attr, {"outer": outer, "einsum": einsum}[called.attr])
+        elif ast.unparse(called) in JOINS:
+            self.count -= 1
+            node.func = self._named(ast.unparse(called)[6:], JOINS[ast.unparse(called)])
+        elif isinstance(called, ast.Attribute) and ast.unparse(called) in MAKERS:
+            node.func = self._named(called.attr, MAKERS[ast.unparse(called)])
         elif isinstance(called, ast.Name):
             function = self.space.get(called.id)
             made = None if function is None else _of_function(function)

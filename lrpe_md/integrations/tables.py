@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["Angles", "Block", "Heads", "Part", "Table", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "times", "to_tensor", "zeros"]
+__all__ = ["Angles", "Block", "Heads", "Part", "Table", "cat", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "stack", "times", "to_tensor", "zeros"]
 
 Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "zeros", "four", "matrix", "twice"]
 TAILS: dict[str, tuple[int, ...]] = {"four": (4,), "matrix": (2, 2), "twice": (2,)}
@@ -558,10 +558,8 @@ def _compute(table: Table) -> Tensor:
 
 def is_same(a: Any, b: Any) -> bool:
     """Whether two trails are one: tensors by identity, all else by value."""
-    if a is b:
-        return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
+        return a is b
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, slice) and isinstance(b, slice):
@@ -601,6 +599,16 @@ def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
         key = ("cat", *(block.key for block in group))
         blocks.append(Block(coords, omega, group[0].repeated, trail, key))
     return Table(blocks, first.part, first.dtype)
+
+
+def cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.cat`` of tensors or tables, in lists or tuples: dynamo looks for the latter in lists alone."""
+    return torch.cat(list(tensors), *args, **kwargs)
+
+
+def stack(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.stack`` likewise."""
+    return torch.stack(list(tensors), *args, **kwargs)
 
 
 def _widen(coords: Tensor, at: int, group: Sequence[Block]) -> Tensor:

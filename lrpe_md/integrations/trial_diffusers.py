@@ -72,6 +72,7 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
         "motion_encoder_dim": 16, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
         "inject_face_latents_blocks": 2,
     },
+    "SanaWMLTX2RefinerTransformer3DModel": LTX2,
     "SanaVideoTransformer3DModel": {
         **WAN, "cross_attention_dim": 24, "num_cross_attention_heads": 2, "cross_attention_head_dim": 12,
         "sample_size": 8,
@@ -155,7 +156,9 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":
-        return cls.from_transformer(_make(cls), build("ZImageTransformer2DModel"))
+        model = cls.from_transformer(_make(cls), build("ZImageTransformer2DModel"))
+        model.gradient_checkpointing = False
+        return model
     return _randomize(_make(cls))
 
 
@@ -263,9 +266,18 @@ def _minimax_h3(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _sana_refiner(model: Any) -> dict[str, Any]:
+    tables = model.build_rotary_emb_for_absolute_positions(2, [0, 1, 2], 2, 2, torch.device("cpu"), 24.0)
+    return {
+        "hidden_states": _randn(2, 12, 4), "encoder_hidden_states": _randn(2, 5, 24), "timestep": torch.rand(2),
+        "video_rotary_emb": tables, "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool),
+    }  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[Any], dict[str, Any]]] = {  # whose inputs are not those of video or image
     "Bria": _flux, "Chroma": _flux, "Flux": _flux, "LongCatImage": _flux, "OvisImage": _flux, "Qwen": _qwen,
     "NucleusMoE": _qwen, "ZImage": _z_image, "LTX2": _ltx2, "MiniMaxH3": _minimax_h3, "BriaFibo2": _image,
+    "SanaWMLTX2": _sana_refiner,
 }  # fmt: skip
 MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
     "AnyFlowTransformer3DModel": lambda: {
@@ -283,7 +295,7 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
     "CosmosControlNetModel": lambda: {
         "controls_latents": _randn(2, 8, 2, 8, 12), "latents": _randn(2, 6, 2, 8, 12),
         "condition_mask": torch.ones(2, 1, 2, 8, 12), "padding_mask": torch.zeros(1, 1, 16, 24),
-        "timestep": torch.tensor(0.5),
+        "timestep": torch.tensor([0.5, 0.5]),
     },
     "CosmosTransformer3DModel": lambda: {"padding_mask": torch.zeros(1, 1, 64, 96), "fps": 30},
     "EasyAnimateTransformer3DModel": lambda: {"encoder_attention_mask": None},
