@@ -85,7 +85,9 @@ def read_forms(function: Callable[..., Any], num_tensors: int, options: tuple[tu
                         continue
                     partial = order != "bnd" and _agrees(*given, more=4) is not None
                     by_axis = forms.setdefault((kind, layout, len(lead)), {})
-                    own = lead.startswith("b") or ((axis, order, pairs) in by_axis and by_axis[axis, order, pairs].by_sample)
+                    own = lead.startswith("b") or (
+                        (axis, order, pairs) in by_axis and by_axis[axis, order, pairs].by_sample
+                    )
                     by_axis[axis, order, pairs] = Form(axis, order, pairs, own, partial, dtype)
     return {key: tuple(found.values()) for key, found in forms.items()}
 
@@ -240,9 +242,7 @@ def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, imp
     if order == "bnd":
         xs = [x.unflatten(-1, (omega.shape[0], -1)) for x in xs]
     given = [x if order == "bhnd" else x.transpose(1, 2) for x in xs]
-    ys = rotate(
-        *given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim, impl=impl
-    )
+    ys = rotate(*given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim, impl=impl)
     ys = (ys,) if isinstance(ys, Tensor) else ys
     ys = [y if order == "bhnd" else y.transpose(1, 2) for y in ys]
     ys = [y.flatten(2) for y in ys] if order == "bnd" else ys

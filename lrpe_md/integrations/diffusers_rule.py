@@ -228,7 +228,9 @@ def _read_series(path: str, value: Tensor, sin: Tensor | None) -> Series:
         for snap in (_round, _shorten, float):
             series = tuple(_theta_of(run, snap) for run in _runs(omega))
             exact = torch.cat([theta ** (-torch.arange(n, dtype=torch.float64) / n) for theta, n in series])
-            error = (pairs - torch.polar(torch.ones(pairs.shape, dtype=torch.float64), positions[:, None] * exact)).abs()
+            error = (
+                pairs - torch.polar(torch.ones(pairs.shape, dtype=torch.float64), positions[:, None] * exact)
+            ).abs()
             if bool((error <= 2.5e-7 * positions.abs()[:, None] + 2 * eps).all()):
                 return Series("complex" if sin is None else "cos", start, series, repeated, 0 if start else wrapped)
     raise Unread(f"{path}: expected tables that follow from one theta an axis, got others")

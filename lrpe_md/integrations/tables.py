@@ -15,7 +15,23 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["Angles", "Block", "Heads", "Part", "Table", "cat", "einsum", "have_same_angles", "of_series", "outer", "read_angles", "stack", "times", "to_tensor", "zeros"]
+__all__ = [
+    "Angles",
+    "Block",
+    "Heads",
+    "Part",
+    "Table",
+    "cat",
+    "einsum",
+    "have_same_angles",
+    "of_series",
+    "outer",
+    "read_angles",
+    "stack",
+    "times",
+    "to_tensor",
+    "zeros",
+]
 
 Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "zeros", "four", "matrix", "twice"]
 TAILS: dict[str, tuple[int, ...]] = {"four": (4,), "matrix": (2, 2), "twice": (2,)}
@@ -263,7 +279,11 @@ class Table:
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, output_size: int | None = None) -> Any:
         if dim is not None and self._axis(dim) == len(self.lead) and not self.tail:
-            if repeats == 2 and not any(block.repeated for block in self.blocks) and self.part in ("cos", "sin", "angle"):
+            if (
+                repeats == 2
+                and not any(block.repeated for block in self.blocks)
+                and self.part in ("cos", "sin", "angle")
+            ):
                 return Table([block._replace(repeated=True) for block in self.blocks], self.part, self.dtype)
         elif dim is not None and isinstance(repeats, int) and self._axis(dim) < len(self.lead):
             axis = self._axis(dim)
@@ -347,7 +367,9 @@ class Table:
 
     # --- where it is ---
 
-    def to(self, *args: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False, copy: bool = False) -> Any:
+    def to(
+        self, *args: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False, copy: bool = False
+    ) -> Any:
         for each in args:
             if isinstance(each, torch.dtype):
                 dtype = each
@@ -422,7 +444,12 @@ class Turned:
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         table, block = self.table, self.table.blocks[0]
         axes = len(table.lead)
-        if start_dim not in (axes - 1, -2) or end_dim not in (-1, axes) or block.coords.shape[-1] != 1 or block.repeated:
+        if (
+            start_dim not in (axes - 1, -2)
+            or end_dim not in (-1, axes)
+            or block.coords.shape[-1] != 1
+            or block.repeated
+        ):
             return to_tensor(table).transpose(-1, -2).flatten(start_dim, end_dim)
         num = block.coords.shape[-2]
         omega = block.omega[:, None] * torch.eye(num, dtype=block.omega.dtype, device=block.omega.device)
@@ -719,7 +746,13 @@ def times(a: Any, b: Any) -> Any:
     if isinstance(a, Tensor) and isinstance(b, Tensor) and not _is_learned(a, b) and a.is_floating_point():
         for coords, omega in ((a, b), (b, a)):
             alone = omega.numel() == omega.shape[-1] if omega.ndim else False
-            if coords.ndim > 1 and coords.shape[-1] == 1 and alone and omega.shape[-1] > 1 and omega.ndim <= coords.ndim:
+            if (
+                coords.ndim > 1
+                and coords.shape[-1] == 1
+                and alone
+                and omega.shape[-1] > 1
+                and omega.ndim <= coords.ndim
+            ):
                 return _angles(coords, omega.flatten(), torch.promote_types(a.dtype, b.dtype))
     return a * b
 
@@ -799,7 +832,9 @@ def read_layout(table: Table) -> str | None:
     if any(block.repeated for block in table.blocks):
         return None
     count = len(table.blocks)
-    first, second = (Table(half, "cos", table.dtype) for half in (table.blocks[: count // 2], table.blocks[count // 2 :]))
+    first, second = (
+        Table(half, "cos", table.dtype) for half in (table.blocks[: count // 2], table.blocks[count // 2 :])
+    )
     if count and count % 2 == 0 and have_same_angles(first, second):
         return "half"
     return "single"

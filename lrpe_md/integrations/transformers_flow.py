@@ -101,8 +101,8 @@ class _Method:
             if self.moved == "no":
                 return parent.iter
             of_items = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "items"
-            keyed = of_items and isinstance(parent.target, ast.Tuple)
-            self._hold(parent.target.elts[1] if keyed else parent.target)
+            target = parent.target
+            self._hold(target.elts[1] if of_items and isinstance(target, ast.Tuple) else target)
             return None
         if isinstance(parent, ast.Attribute):
             call = self.parents.get(parent)

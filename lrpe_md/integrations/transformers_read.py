@@ -99,8 +99,9 @@ def read_rotary(part: Any, layer_type: str | None = None) -> Reading:
     layout, omega = _read_layout(call(_at(kind, places)), omega)
     stated = getattr(part, f"{prefix}attention_scaling", None)
     found = float(amplitude[0])
-    same = isinstance(stated, (int, float)) and abs(stated - found) < 1e-5 * abs(found)
-    return Reading(kind, layout, omega, float(stated) if same else found)
+    if isinstance(stated, (int, float)) and abs(stated - found) < 1e-5 * abs(found):
+        found = float(stated)
+    return Reading(kind, layout, omega, found)
 
 
 def read_image_rotary(part: Any) -> Reading:
@@ -142,7 +143,8 @@ def _on_cpu(part: Any) -> Any:
     if any(b.is_meta for b in part.buffers()):
         with torch.device("cpu"):
             return type(part)(part.config)
-    state, made = {**vars(part)}, type(part).__new__(type(part))
+    cls: Any = type(part)
+    state, made = {**vars(part)}, cls.__new__(cls)
     hooks = {name for name in state if name.endswith("_hooks")}
     vars(made).update({name: value for name, value in state.items() if name not in {"_buffers", "forward", *hooks}})
     vars(made).update({name: type(state[name])() for name in hooks})

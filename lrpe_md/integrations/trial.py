@@ -10,6 +10,7 @@ import csv
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -82,9 +83,10 @@ def try_library(library: str) -> Iterator[Row]:
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what libraries print is no row
             warnings.simplefilter("ignore")
-            yield try_model(library, candidate)
+            row = try_model(library, candidate)
+        yield row
 
 
 def try_model(library: str, candidate: Candidate) -> Row:
@@ -93,11 +95,11 @@ def try_model(library: str, candidate: Candidate) -> Row:
     try:
         model = candidate.build()
     except Exception as error:
-        return row._replace(outcome="untried", reason=_say(error))
+        return row._replace(outcome="untried", reason=_say_untried(error))
     try:
         stock = candidate.call(model)
     except Exception as error:
-        return _refused(row, model) or row._replace(outcome="untried", reason=_say(error))
+        return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
     names = list(model.state_dict())
     try:
         adapt_rotary(model)
@@ -108,7 +110,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
     try:
         found = candidate.call(model)
     except Exception as error:
-        return row._replace(outcome="wrong", reason=_say(error))
+        return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
     left = _left(model)
     same_names = list(model.state_dict()) == names
     again = candidate.call(restore_rotary(model))
@@ -120,6 +122,10 @@ def try_model(library: str, candidate: Candidate) -> Row:
         if worse:
             return row._replace(outcome="wrong", reason=reason)
     return row._replace(reason="" if not left else "as in the original: " + "; ".join(left))
+
+
+def _say_untried(error: Exception) -> str:
+    return f"{type(error).__name__}: {_say(error)}"[:160]
 
 
 def _refused(row: Row, model: nn.Module) -> Row | None:
@@ -160,7 +166,7 @@ def _say(error: Exception) -> str:
     text = " ".join(str(error).split())
     if text.startswith("model: expected one with a rotary encoding of"):
         return "none of its rotary code is known"
-    return text if isinstance(error, (TypeError, ValueError)) and text else f"{type(error).__name__}: {text}"[:200]
+    return text or type(error).__name__
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

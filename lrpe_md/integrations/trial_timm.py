@@ -17,19 +17,19 @@ from torch import nn
 
 from .trial import Candidate, Result, differentiate
 
-__all__ = ["build", "call", "candidates"]
+__all__ = ["build", "call", "candidates", "read_shape"]
 
 PATCHES = 6  # to a side: a multiple of what encoders merge
 
 
 def candidates() -> Iterator[Candidate]:
     for name in timm.list_models():
-        shape = _read_shape(name)
+        shape = read_shape(name)
         if shape is not None:
             yield Candidate(name, partial(build, name, shape), call)
 
 
-def _read_shape(name: str) -> dict[str, Any] | None:
+def read_shape(name: str) -> dict[str, Any] | None:
     """The smallest arguments of a model with a rotary embedding; None: it has none, or can't be built."""
     if not any(part in name for part in ("eva", "rope", "dinov3", "vit")):
         return None
@@ -44,7 +44,7 @@ def _read_shape(name: str) -> dict[str, Any] | None:
     shape: dict[str, Any] = {"depth": 2, "num_heads": 2, "embed_dim": 2 * vit.blocks[0].attn.head_dim}
     if isinstance(vit, Eva):
         shape["num_classes"] = 3
-    if any(getattr(block.attn, "num_kv_groups", 1) > 1 for block in vit.blocks):
+    if "sapiens2" in name:  # by block
         shape["num_kv_heads"] = (2, 1)
     patch = vit.patch_embed.patch_size
     return {**shape, "img_size": PATCHES * (patch if isinstance(patch, int) else patch[0])}

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .trial import Candidate, Result, differentiate
 
-__all__ = ["build", "call", "candidates", "rotary_types"]
+__all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
 
 SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_layers": 2,
@@ -47,7 +47,8 @@ SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2, "num_register_tokens": 2,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # of a type
-    "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
@@ -82,7 +83,7 @@ def _model_class(model_type: str) -> Any:
 def build(model_type: str) -> nn.Module:
     """A model of two layers, with weights large enough that attention is far from uniform."""
     torch.manual_seed(0)
-    config = _small(type(AutoConfig.for_model(model_type)), OWN.get(model_type, {}))
+    config = shrink(model_type, OWN.get(model_type, {}))
     model = AutoModel.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in model.parameters():
@@ -91,11 +92,10 @@ def build(model_type: str) -> nn.Module:
     return model.eval()
 
 
-def _small(config_class: Any, own: dict[str, Any]) -> Any:
-    default = config_class()
-    kwargs = _shrink(default)
-    kwargs.update(own)
-    return config_class(**kwargs)
+def shrink(model_type: str, own: dict[str, Any]) -> Any:
+    """A tiny configuration of a type; ``own``: values in place of those that are the same for all."""
+    config_class: Any = type(AutoConfig.for_model(model_type))
+    return config_class(**{**_shrink(config_class()), **own})
 
 
 def _shrink(default: Any) -> dict[str, Any]:
@@ -134,7 +134,9 @@ def _has_sections(config_class: Any) -> bool:
 
 def _sections(parameters: dict[str, Any], head_dim: int, has_sections: bool) -> dict[str, Any]:
     nested = any(isinstance(value, dict) for value in parameters.values())
-    found = {k: _sections(v, head_dim, has_sections) if isinstance(v, dict) else v for k, v in parameters.items()}
+    found: dict[str, Any] = {
+        k: _sections(v, head_dim, has_sections) if isinstance(v, dict) else v for k, v in parameters.items()
+    }
     if has_sections and not nested:
         pairs = int(head_dim * found.get("partial_rotary_factor", 1.0)) // 2
         small = pairs * 3 // 8
