@@ -236,6 +236,7 @@ def _of_tokens(coords: Tensor, form: Form) -> Tensor:
 def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
     order = form.order
     omega = omega if omega.ndim == 3 else omega[None]
+    omega = omega if omega.dtype == torch.float64 else omega.float()
     if order == "bnd" and omega.shape[0] == 1:  # all heads at once: pairs are neighbours
         omega = omega.reshape(-1, _head_dim(xs[0].shape[-1]) // 2, omega.shape[-1])
     rotary_dim = 2 * omega.shape[1]

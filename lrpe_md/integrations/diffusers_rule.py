@@ -181,7 +181,7 @@ def read_kept(path: str, part: Any) -> dict[str, Any]:
     Raises:
         Unread: tables of no theta that could be found.
     """
-    held = {**vars(part), **getattr(part, "_buffers", {})}
+    held: dict[str, Any] = {**vars(part), **getattr(part, "_buffers", {})}
     found: dict[str, Any] = {}
     for name, value in held.items():
         if isinstance(value, (list, tuple)) and value and all(_is_table(v) and v.is_complex() for v in value):
@@ -194,7 +194,7 @@ def read_kept(path: str, part: Any) -> dict[str, Any]:
             found[name] = _read_series(f"{path}.{name}", value, sin)
             found[f"{name[:-3]}sin"] = dataclasses.replace(found[name], kind="sin")
         elif not name.endswith("sin") and _is_outer(value):
-            found[name] = Products()
+            found[name] = _read_angles(f"{path}.{name}", value)
     return found
 
 
@@ -203,11 +203,24 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_outer(value: Tensor) -> bool:
+    """Whether rows are multiples of the second, as far as the dtype tells."""
     if value.is_meta or not value.is_floating_point():
         return False
     rows = torch.arange(value.shape[0], dtype=torch.float64)[:, None]
     angles = value.detach().cpu().double()
     return torch.allclose(angles, rows * angles[1], rtol=2 * torch.finfo(value.dtype).eps, atol=0)
+
+
+def _read_angles(path: str, value: Tensor) -> Series | Products:
+    omega = value[1].detach().cpu().double()
+    for snap in (_round, _shorten, float):
+        series = tuple(_theta_of(run, snap) for run in _runs(omega))
+        exact = torch.cat([theta ** (-torch.arange(n, dtype=torch.float64) / n) for theta, n in series])
+        if torch.allclose(omega, exact, rtol=2 * max(torch.finfo(value.dtype).eps, 2.5e-7), atol=0):
+            return Series("angle", 0, series, False)
+    if value.dtype.itemsize < 4:
+        raise Unread(f"{path}: expected frequencies that {value.dtype} tells: call adapt_rotary before the cast")
+    return Products()
 
 
 def _read_series(path: str, value: Tensor, sin: Tensor | None) -> Series:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .tables import cat, einsum, of_series, outer, stack, times, zeros
 
-__all__ = ["Unread", "methods_of", "rewrite", "Rewritten", "rewrite_tables", "source_tree"]
+__all__ = ["Rewritten", "Unread", "methods_of", "rewrite", "rewrite_tables", "source_tree"]
 
 ROTARY = re.compile(r"rot|rope|freqs", re.IGNORECASE)
 SERIES = "get_1d_rotary_pos_embed"
@@ -111,7 +111,7 @@ class _Tables(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        called = node.func
+        called: Any = node.func
         if ast.unparse(called) == "torch.zeros":
             like = next((kw.value.value for kw in node.keywords if kw.arg == "dtype" and _names_dtype(kw.value)), None)
             if like is not None:
@@ -189,7 +189,7 @@ def rewrite_tables(cls: type) -> Rewritten:
     return Rewritten(found, count > 0)
 
 
-# --- methods whose source says less than what they do ------------------------------------------------------------------
+# --- methods whose source says less than what they do ----------------------------------------------------------------
 
 
 def _digest(tree: ast.FunctionDef) -> str:

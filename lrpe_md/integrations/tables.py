@@ -10,7 +10,7 @@ always did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ __all__ = [
     "Angles",
     "Block",
     "Heads",
-    "Part",
     "Table",
     "cat",
     "einsum",
@@ -33,7 +32,6 @@ __all__ = [
     "zeros",
 ]
 
-Part = Literal["angle", "cos", "sin", "-sin", "complex", "ones", "zeros", "four", "matrix", "twice"]
 TAILS: dict[str, tuple[int, ...]] = {"four": (4,), "matrix": (2, 2), "twice": (2,)}
 
 
@@ -68,12 +66,13 @@ class Angles(NamedTuple):
 
 
 class Table:
-    """Stands for a tensor (.., width, *tail); see the module.
+    """Stands for a tensor (.., width, *tail); see the module. Its ``part`` is what is made of the angles: "angle",
+    "cos", "sin", "-sin", "complex", "ones", "zeros"; "twice" (.., 2), "four" (.., 4) or "matrix" (.., 2, 2) of them.
 
     Neither a dataclass nor a tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in those.
     """
 
-    def __init__(self, blocks: Sequence[Block], part: Part, dtype: torch.dtype, blank: bool = False) -> None:
+    def __init__(self, blocks: Sequence[Block], part: str, dtype: torch.dtype, blank: bool = False) -> None:
         self.blocks, self.part, self.dtype = tuple(blocks), part, dtype
         self.blank = blank  # it may be written into: nothing else has its coordinates
 
@@ -213,7 +212,7 @@ class Table:
         return self[(*[slice(None)] * self._axis(dim), index)]
 
     def view(self, *shape: Any) -> Any:
-        sizes = _flat(shape)
+        sizes: Any = _flat(shape)
         if any(not isinstance(size, (int, torch.SymInt)) for size in sizes):
             return to_tensor(self).view(*shape)
         if -1 in sizes:
@@ -309,7 +308,7 @@ class Table:
 
     # --- values ---
 
-    def _as(self, part: Part) -> Table:
+    def _as(self, part: str) -> Table:
         return Table(self.blocks, part, self.dtype)
 
     def cos(self) -> Any:
@@ -674,7 +673,7 @@ def _zeros_like(table: Table, **kwargs: Any) -> Any:
     return NotImplemented if kwargs or table.part == "complex" else table._as("zeros")
 
 
-def _unturned(table: Table, part: Part) -> Table:
+def _unturned(table: Table, part: str) -> Table:
     """Ones among cosines and zeros among sines: channels of frequency zero."""
     if {"ones": "cos", "zeros": "sin"}.get(table.part) != part:
         return table
@@ -717,9 +716,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "cat": _cat, "concat": _cat, "concatenate": _cat, "stack": _stack, "ones_like": _ones_like, "zeros_like": _zeros_like,
-    "polar": _polar,
-    "pad_sequence": _pad_sequence,
+    "cat": _cat, "concat": _cat, "concatenate": _cat, "stack": _stack, "ones_like": _ones_like,
+    "zeros_like": _zeros_like, "polar": _polar, "pad_sequence": _pad_sequence,
     **{
         name: _method(name)
         for name in (

@@ -15,8 +15,8 @@ from .extras import require
 require("diffusers")
 
 import torch
-from diffusers import ModelMixin
 from diffusers.models import controlnets, transformers
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from .trial import Candidate, Result, differentiate
@@ -43,7 +43,7 @@ def rotary_classes() -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-# --- their arguments ---------------------------------------------------------------------------------------------------
+# --- their arguments ----------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {  # arguments of constructors, by name; a list where it takes several
     "num_layers": 2, "num_single_layers": 1, "n_layers": 2, "depth": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
@@ -184,7 +184,7 @@ def _same_kind(default: Any, small: Any) -> Any:
     return list(small) if isinstance(default, list) and isinstance(small, tuple) else small
 
 
-# --- their inputs ------------------------------------------------------------------------------------------------------
+# --- their inputs -------------------------------------------------------------------------------------------------
 
 
 def _randn(*shape: int) -> Tensor:
