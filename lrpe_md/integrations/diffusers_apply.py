@@ -300,7 +300,8 @@ def _names_in(code: Any) -> list[str]:
 
 class _Calls:
     def __init__(self, cls: type, function: FunctionType, tree: ast.FunctionDef, impl: Impl) -> None:
-        self.cls, self.space, self.impl = cls, function.__globals__, impl
+        self.cls, self.space = cls, function.__globals__
+        self.impl: Impl = impl
         self.package = function.__module__.rsplit(".", 1)[0]
         self.local = self._local_functions(tree)
         self.names: dict[str, Any] = {}

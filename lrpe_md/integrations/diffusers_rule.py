@@ -45,6 +45,8 @@ PROCESSED = re.compile(r"Patch|Attn|Attention|Block|Transformer|Processor|Contro
 class Stand:
     """In place of a rotary module, for its own methods: what it has, with tables where it has tensors of them."""
 
+    of: type
+
     def __init__(self, part: Any, tables: dict[str, Any]) -> None:
         self.part, self.tables = part, tables
         for name, value in vars(part).items():
@@ -52,16 +54,24 @@ class Stand:
                 setattr(self, name, type(value)() if isinstance(value, (dict, list)) else None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("part", "tables"):
+        if name.startswith("__") or name in ("part", "tables", "of"):
             raise AttributeError(name)
         made = self.tables.get(name)
         value = getattr(self.part, name)
         return value if made is None else made.table(value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_make_stand, (self.of,), vars(self))
+
 
 @functools.cache
-def stand_class(cls: type) -> type:
-    return type(f"Stand{cls.__name__}", (Stand,), dict(rewrite_tables(cls).methods))
+def stand_class(cls: type) -> Any:
+    return type(f"Stand{cls.__name__}", (Stand,), {**rewrite_tables(cls).methods, "of": cls})
+
+
+def _make_stand(cls: type) -> Any:
+    made = stand_class(cls)
+    return made.__new__(made)
 
 
 class RuledRope(Adapted):
@@ -183,8 +193,9 @@ def read_kept(path: str, part: Any) -> dict[str, Any]:
     """
     held: dict[str, Any] = {**vars(part), **getattr(part, "_buffers", {})}
     found: dict[str, Any] = {}
-    for name, value in held.items():
-        if isinstance(value, (list, tuple)) and value and all(_is_table(v) and v.is_complex() for v in value):
+    for name in held:
+        value: Any = held[name]
+        if _is_list(value):
             found[name] = Several(tuple(_read_series(f"{path}.{name}", v, None) for v in value))
         elif not _is_table(value):
             continue
@@ -198,7 +209,13 @@ def read_kept(path: str, part: Any) -> dict[str, Any]:
     return found
 
 
-def _is_table(value: Any) -> bool:
+def _is_list(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(_is_table(each) and each.is_complex() for each in value)
+
+
+def _is_table(value: Any) -> Any:
     return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] > 1
 
 

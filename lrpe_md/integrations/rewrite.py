@@ -113,7 +113,8 @@ class _Tables(ast.NodeTransformer):
         self.generic_visit(node)
         called: Any = node.func
         if ast.unparse(called) == "torch.zeros":
-            like = next((kw.value.value for kw in node.keywords if kw.arg == "dtype" and _names_dtype(kw.value)), None)
+            dtypes: list[Any] = [kw.value for kw in node.keywords if kw.arg == "dtype"]
+            like = next((dtype.value for dtype in dtypes if _names_dtype(dtype)), None)
             if like is not None:
                 self.count -= 1
                 return ast.Call(self._named("zeros", zeros), [like, *node.args], node.keywords)

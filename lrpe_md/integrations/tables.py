@@ -145,7 +145,7 @@ class Table:
         return dim + self.ndim if dim < 0 else dim
 
     def __getitem__(self, index: Any) -> Any:
-        given = index if isinstance(index, tuple) else (index,)
+        given: Any = index if isinstance(index, tuple) else (index,)
         taken = sum(_dims_of(each) for each in given)
         if any(each is Ellipsis for each in given):
             at = next(i for i, each in enumerate(given) if each is Ellipsis)
@@ -215,9 +215,14 @@ class Table:
         sizes: Any = _flat(shape)
         if any(not isinstance(size, (int, torch.SymInt)) for size in sizes):
             return to_tensor(self).view(*shape)
-        if -1 in sizes:
-            rest = _product([size for size in sizes if size != -1])
-            sizes = tuple(self.numel() // rest if size == -1 else size for size in sizes)
+        return self._viewed(self._resolve(sizes))
+
+    def _resolve(self, sizes: Sequence[int]) -> Any:
+        """Sizes without -1."""
+        rest = _product([size for size in sizes if size != -1])
+        return tuple([self.numel() // rest if size == -1 else size for size in sizes])
+
+    def _viewed(self, sizes: Any) -> Any:
         if self.part == "four" and sizes[-3:] == (self.width, 2, 2):
             return Table(self.blocks, "matrix", self.dtype)._reshaped(sizes[:-3])
         if self.part == "twice" and sizes[-1:] == (2 * self.width,) and not any(b.repeated for b in self.blocks):
@@ -458,7 +463,7 @@ class Turned:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "table":
             raise AttributeError(name)
-        return getattr(to_tensor(self.table).transpose(-1, -2), name)
+        return getattr(to_tensor(self), name)
 
 
 class Heads:
@@ -542,7 +547,7 @@ def _is_all(index: Any) -> bool:
     return isinstance(index, slice) and index.start is None and index.stop is None and index.step is None
 
 
-def _flat(sizes: Any) -> tuple[Any, ...]:
+def _flat(sizes: Any) -> Any:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else tuple(sizes)
 
 
@@ -553,6 +558,8 @@ def to_tensor(given: Any) -> Any:
     if isinstance(given, Heads):
         found = _compute(given.table).unflatten(-1, (given.num, -1))
         return found.transpose(-3, -2) if given.order == "hn" else found
+    if isinstance(given, Turned):
+        return _compute(given.table).transpose(-1, -2)
     if isinstance(given, (tuple, list)) and not hasattr(given, "_fields"):
         return type(given)(to_tensor(each) for each in given)
     if isinstance(given, dict):
