@@ -19,7 +19,7 @@ from ..engine.validate import Impl, Pairs
 from ..functional import rotate
 from ..positions.coordinates import Coordinates
 from .rewrite import ROTARY, Unread, methods_of, rewrite, source_tree
-from .tables import Angles, Block, Heads, Table, have_same_angles, read_angles, to_tensor
+from .tables import Angles, Block, Heads, Table, keep, read_angles, to_tensor
 
 __all__ = ["Form", "exchange_calls", "read_forms"]
 
@@ -177,19 +177,25 @@ class Call:
         if table is None:
             return None
         heads, table = (table, table.table) if isinstance(table, Heads) else (None, table)
-        kind = "real" if table.part == "cos" else table.part
-        angles = read_angles(table)
+        angles = keep(table, (None if heads is None else (heads.num, heads.order)), lambda: _read_angles(table, heads))
         if angles is None:
             return None
-        if heads is not None:
-            if angles.layout != "single":
-                return None
-            angles = Angles(heads.order, angles.coords, angles.omega.unflatten(0, (heads.num, -1)))
+        kind = "real" if table.part == "cos" else table.part
         forms = self.forms.get((kind, angles.layout, angles.coords.ndim - 1), ())
         fitting = [form for form in forms if _fits(form, xs, angles)]
         if len({form.order for form in fitting}) != 1:
             return None
-        return _encode(xs, _of_tokens(angles.coords, fitting[0]), angles.omega, fitting[0], self.impl)
+        form = fitting[0]
+        coords, omega = keep(table, form, lambda: (_of_tokens(angles.coords, form), _of_heads(angles.omega, xs, form)))
+        return _encode(xs, coords, omega, form, self.impl)
+
+
+def _read_angles(table: Table, heads: Heads | None) -> Angles | None:
+    angles = read_angles(table)
+    if angles is None or heads is None:
+        return angles
+    omega = angles.omega.unflatten(0, (heads.num, -1))
+    return Angles(heads.order, angles.coords, omega) if angles.layout == "single" else None
 
 
 def _fits(form: Form, xs: Sequence[Tensor], angles: Angles) -> bool:
@@ -222,7 +228,7 @@ def _find(rest: Sequence[Any]) -> Table | Heads | None:
         return cos if _find([(cos.table, sin.table)]) is not None else None
     if not isinstance(cos, Table) or not isinstance(sin, Table) or (cos.part, sin.part) != ("cos", "sin"):
         return None
-    return cos if have_same_angles(cos, sin) else None
+    return cos if cos.stands_beside(sin) else None
 
 
 def _of_tokens(coords: Tensor, form: Form) -> Tensor:
@@ -233,12 +239,16 @@ def _of_tokens(coords: Tensor, form: Form) -> Tensor:
     return coords if coords.dtype == torch.float32 else coords.float()
 
 
+def _of_heads(omega: Tensor, xs: Sequence[Tensor], form: Form) -> Tensor:
+    """(1 or H, C, K)."""
+    omega = omega if omega.ndim == 3 else omega[None]
+    if form.order == "bnd" and omega.shape[0] == 1:  # all heads at once: pairs are neighbours
+        omega = omega.reshape(-1, _head_dim(xs[0].shape[-1]) // 2, omega.shape[-1])
+    return omega if omega.dtype == torch.float64 else omega.float()
+
+
 def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
     order = form.order
-    omega = omega if omega.ndim == 3 else omega[None]
-    omega = omega if omega.dtype == torch.float64 else omega.float()
-    if order == "bnd" and omega.shape[0] == 1:  # all heads at once: pairs are neighbours
-        omega = omega.reshape(-1, _head_dim(xs[0].shape[-1]) // 2, omega.shape[-1])
     rotary_dim = 2 * omega.shape[1]
     if order == "bnd":
         xs = [x.unflatten(-1, (omega.shape[0], -1)) for x in xs]

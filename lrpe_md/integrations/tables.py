@@ -23,6 +23,7 @@ __all__ = [
     "cat",
     "einsum",
     "have_same_angles",
+    "keep",
     "of_series",
     "outer",
     "read_angles",
@@ -75,6 +76,7 @@ class Table:
     def __init__(self, blocks: Sequence[Block], part: str, dtype: torch.dtype, blank: bool = False) -> None:
         self.blocks, self.part, self.dtype = tuple(blocks), part, dtype
         self.blank = blank  # it may be written into: nothing else has its coordinates
+        self.kept: dict[Any, Any] = {}  # what was made of it, for the next layer
 
     # --- what a tensor says of itself ---
 
@@ -126,6 +128,14 @@ class Table:
 
     def __iter__(self) -> Any:
         return iter([self[i] for i in range(len(self))])
+
+    def stands_beside(self, other: Table) -> bool:
+        """Whether another table has the same angles."""
+        if torch.compiler.is_compiling():
+            return have_same_angles(self, other)
+        if self.kept.get("beside") is not other and have_same_angles(self, other):
+            self.kept["beside"] = other
+        return self.kept.get("beside") is other
 
     # --- tokens ---
 
@@ -419,7 +429,7 @@ class Table:
     # --- all else ---
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("blocks", "part", "dtype", "blank"):
+        if name.startswith("__") or name in ("blocks", "part", "dtype", "blank", "kept"):
             raise AttributeError(name)
         return getattr(to_tensor(self), name)
 
@@ -537,6 +547,15 @@ def _product(sizes: Sequence[int]) -> int:
     return total
 
 
+def keep(table: Table, key: Any, make: Callable[[], Any]) -> Any:
+    """``make()``, once for a table: a compiler does so by itself, and what is learned has a graph of its own."""
+    if torch.compiler.is_compiling() or table.blank or any(block.omega.requires_grad for block in table.blocks):
+        return make()
+    if key not in table.kept:
+        table.kept[key] = make()
+    return table.kept[key]
+
+
 def _dims_of(index: Any) -> int:
     if index is None or index is Ellipsis:
         return 0
@@ -554,7 +573,7 @@ def _flat(sizes: Any) -> Any:
 def to_tensor(given: Any) -> Any:
     """The tensors that tables stand for, also inside tuples, lists and dicts."""
     if isinstance(given, Table):
-        return _compute(given)
+        return keep(given, "tensor", lambda: _compute(given))
     if isinstance(given, Heads):
         found = _compute(given.table).unflatten(-1, (given.num, -1))
         return found.transpose(-3, -2) if given.order == "hn" else found
