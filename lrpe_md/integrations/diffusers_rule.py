@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from ..engine.validate import Impl
 from .diffusers_apply import exchange_calls
-from .exchange import Adapted, Step, adapted_class, parts
-from .rewrite import Unread, rewrite_tables
+from .exchange import OWN, Adapted, Step, adapted_class, parts
+from .rewrite import Unread, rewrite_pads, rewrite_tables
 from .tables import Block, Table
 
 __all__ = ["explain_by_rule", "find_ropes", "is_rope", "plan_by_rule", "refusals_by_rule"]
@@ -350,7 +351,14 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
         kind = "rope" if isinstance(each.part, nn.Module) else "callable"
         steps.append(Step(each.part, adapted_class(_base(kind, "auto"), type(each.part)), {"stand": stand}))
     steps += [Step(part, adapted_class(_base("calls", impl), type(part))) for _, part in callers]
+    for owner in {id(owner): owner for each in ropes for owner in [_owner(model, each.path)]}.values():
+        methods = {name: MethodType(method, owner) for name, method in rewrite_pads(type(owner)).items()}
+        steps += [Step(owner, type(owner), {**methods, OWN: tuple(methods)})] if methods else []
     return steps
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def refusals_by_rule(model: nn.Module) -> dict[str, str]:

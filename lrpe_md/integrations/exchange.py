@@ -35,7 +35,7 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
+    "OWN", "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
     "find_others", "found_series", "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
@@ -56,6 +56,7 @@ LIBRARIES = {  # the adapters of each, and what they take
 }
 
 
+OWN = "_lrpe_methods"  # names of methods that an object was given in place of its class'
 _UNKNOWING = (
     "rotary: expected a part that adapt_rotary knows, got one that takes cos and sin, set after the model was adapted "
     "(a processor, a function); call adapt_rotary(model) again, which takes or names it, or restore_rotary(model)"
@@ -314,6 +315,8 @@ def restore(model: nn.Module) -> None:
                 if hasattr(part, name):
                     delattr(part, name)
             part.__class__ = type(part).original
+        for name in (*vars(part).get(OWN, ()), OWN) if OWN in vars(part) else ():
+            delattr(part, name)
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from .tables import cat, einsum, of_series, outer, stack, times, zeros
+from .tables import cat, einsum, of_series, outer, pad, stack, times, zeros
 
-__all__ = ["Rewritten", "Unread", "methods_of", "rewrite", "rewrite_tables", "source_tree"]
+__all__ = ["Rewritten", "Unread", "methods_of", "rewrite", "rewrite_pads", "rewrite_tables", "source_tree"]
 
 ROTARY = re.compile(r"rot|rope|freqs", re.IGNORECASE)
 SERIES = "get_1d_rotary_pos_embed"
@@ -188,6 +189,26 @@ def rewrite_tables(cls: type) -> Rewritten:
         count += change.count
         found[name] = type(value)(made) if _is_wrapped(value) else made
     return Rewritten(found, count > 0)
+
+
+class _Pads(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "pad_sequence":
+            node.func = ast.Name("_lrpe_pad", ast.Load())
+        return node
+
+
+@functools.cache
+def rewrite_pads(cls: type) -> dict[str, FunctionType]:
+    """Methods of the module that has a rotary module in which tables may be padded, but its forward."""
+    found: dict[str, FunctionType] = {}
+    for name, value in methods_of(cls):
+        if name == "forward" or not isinstance(value, FunctionType) or value.__globals__.get("pad_sequence") is None:
+            continue
+        if value.__globals__["pad_sequence"] is pad_sequence and "pad_sequence" in value.__code__.co_names:
+            found[name] = rewrite(value, _Pads().visit(source_tree(value)), {"_lrpe_pad": pad}, decorated=True)
+    return found
 
 
 # --- methods whose source says less than what they do ----------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 __all__ = [
     "Angles",
@@ -26,6 +27,7 @@ __all__ = [
     "keep",
     "of_series",
     "outer",
+    "pad",
     "read_angles",
     "stack",
     "times",
@@ -723,6 +725,12 @@ def _pad_sequence(tables: Any, batch_first: bool = False, padding_value: float =
         t._moved(lambda coords, n=longest: _pad_rows(coords, n), "padded", longest).unsqueeze(0) for t in tables
     ]  # fmt: skip
     return _cat(padded, 0)
+
+
+def pad(sequences: Any, *args: Any, **kwargs: Any) -> Any:
+    """``pad_sequence`` of tensors or tables: dynamo does not look for the latter."""
+    found = _pad_sequence(list(sequences), *args, **kwargs)
+    return pad_sequence(to_tensor(list(sequences)), *args, **kwargs) if found is NotImplemented else found
 
 
 def _pad_rows(coords: Tensor, length: int) -> Tensor:
