@@ -2,7 +2,7 @@
 
     from lrpe_md import adapt_rotary
     model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
-    adapt_rotary(pipe.transformer)                      # diffusers: FLUX.1, Wan, HunyuanVideo
+    adapt_rotary(pipe.transformer)                      # diffusers: FLUX, Wan, Qwen-Image, ..
     adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
     adapt_rotary(LlamaForCausalLM.from_pretrained(..))
 
@@ -48,7 +48,10 @@ LIBRARIES = {  # the adapters of each, and what they take
         (".timm_rotary",),
         "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek",
     ),
-    "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "diffusers": (
+        (".diffusers",),
+        "diffusers' models whose rotary module and functions can be read (FLUX, Wan, Qwen-Image, LTX, ..)",
+    ),
     "transformers": (
         (".transformers",),
         "transformers' models whose rotary module and functions are like known ones (Llama, Qwen, Gemma, ..)",
@@ -333,7 +336,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         model: one with parts of these, itself or anywhere inside:
 
             - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``;
-            - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
+            - diffusers: those with a rotary module of their own, and functions that turn q and k as known ones do:
+              FLUX, Qwen-Image, Wan and its derivatives, HunyuanVideo, LTX, Z-Image, Cosmos, ..; ControlNets of the same
+              parts;
             - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
               Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
         impl: see :func:`lrpe_md.rotate`.
