@@ -2,7 +2,7 @@
 
     from lrpe_md import adapt_rotary
     model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
-    adapt_rotary(pipe.transformer)                      # diffusers: FLUX.1, Wan, HunyuanVideo
+    adapt_rotary(pipe.transformer)                      # diffusers: FLUX, Wan, Qwen-Image, ..
     adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
     adapt_rotary(LlamaForCausalLM.from_pretrained(..))
 
@@ -35,7 +35,7 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
+    "OWN", "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
     "find_others", "found_series", "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
@@ -48,7 +48,10 @@ LIBRARIES = {  # the adapters of each, and what they take
         (".timm_rotary",),
         "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek",
     ),
-    "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "diffusers": (
+        (".diffusers",),
+        "diffusers' models whose rotary module and functions can be read (FLUX, Wan, Qwen-Image, LTX, ..)",
+    ),
     "transformers": (
         (".transformers",),
         "transformers' models whose rotary module and functions are like known ones (Llama, Qwen, Gemma, ..)",
@@ -56,6 +59,7 @@ LIBRARIES = {  # the adapters of each, and what they take
 }
 
 
+OWN = "_lrpe_methods"  # names of methods that an object was given in place of its class'
 _UNKNOWING = (
     "rotary: expected a part that adapt_rotary knows, got one that takes cos and sin, set after the model was adapted "
     "(a processor, a function); call adapt_rotary(model) again, which takes or names it, or restore_rotary(model)"
@@ -292,10 +296,13 @@ def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
 
 
 def parts(model: nn.Module) -> dict[str, Any]:
-    """All modules by name, and the attention processors that some of them have."""
+    """All modules by name, the attention processors that some of them have, and diffusers' rotary objects."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         found[name] = module
+        for attribute, value in vars(module).items():
+            if isinstance(value, Adapted) or type(value).__name__.startswith("Rope"):
+                found[f"{name}.{attribute}".lstrip(".")] = value
         processor = getattr(module, "processor", None)
         if processor is not None:
             found[f"{name}.processor".lstrip(".")] = processor
@@ -323,6 +330,8 @@ def restore(model: nn.Module) -> None:
                 if hasattr(part, name):
                     delattr(part, name)
             part.__class__ = type(part).original
+        for name in (*vars(part).get(OWN, ()), OWN) if OWN in vars(part) else ():
+            delattr(part, name)
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------
@@ -340,7 +349,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
 
             - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; encoders of
               Qwen3-VL and DeepSeek;
-            - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
+            - diffusers: those with a rotary module of their own, and functions that turn q and k as known ones do:
+              FLUX, Qwen-Image, Wan and its derivatives, HunyuanVideo, LTX, Z-Image, Cosmos, ..; ControlNets of the same
+              parts;
             - transformers: language models and vision towers whose rotary module and functions compute what is known,
               with every length scaling; docs/results/adapted-models.md names them.
         impl: see :func:`lrpe_md.rotate`.
@@ -368,6 +379,12 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         for adapter in adapters if library in libraries else ():
             steps += import_module(adapter, __package__).plan(model, impl)
     if not steps:
+        for library in libraries & LIBRARIES.keys():
+            for adapter in LIBRARIES[library][0]:
+                explain = getattr(import_module(adapter, __package__), "explain", None)
+                reason = None if explain is None else explain(model)
+                if reason is not None:
+                    raise TypeError(f"model: {reason}")
         names = "; ".join(names for _, names in LIBRARIES.values())
         raise TypeError(
             f"model: expected one with a rotary encoding of {names}, "

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from .exchange import Adapted, adapt_rotary, find_others, restore_rotary
+from .exchange import Adapted, adapt_rotary, find_others, parts, restore_rotary
 
 __all__ = [
     "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "read", "try_library", "try_model", "write",
@@ -94,15 +94,18 @@ def try_model(library: str, candidate: Candidate) -> Row:
     row = Row(library, candidate.name, "adapted", "")
     try:
         model = candidate.build()
+    except Exception as error:
+        return row._replace(outcome="untried", reason=_say_untried(error))
+    try:
         stock = candidate.call(model)
     except Exception as error:
-        return row._replace(outcome="untried", reason=f"{type(error).__name__}: {_say(error)}"[:160])
+        return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
     names = list(model.state_dict())
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
         return row._replace(outcome="refused", reason=_say(error))
-    if not any(isinstance(part, Adapted) for part in model.modules()):
+    if not any(isinstance(part, Adapted) for part in parts(model).values()):
         return row._replace(outcome="refused", reason="no part of it was adapted")
     try:
         found = candidate.call(model)
@@ -119,6 +122,19 @@ def try_model(library: str, candidate: Candidate) -> Row:
         if worse:
             return row._replace(outcome="wrong", reason=reason)
     return row._replace(reason="" if not left else "as in the original: " + "; ".join(left))
+
+
+def _say_untried(error: Exception) -> str:
+    return f"{type(error).__name__}: {_say(error)}"[:160]
+
+
+def _refused(row: Row, model: nn.Module) -> Row | None:
+    """The row of a model that can't be called, where it is refused all the same."""
+    try:
+        adapt_rotary(model)
+    except (TypeError, ValueError) as error:
+        return row._replace(outcome="refused", reason=_say(error))
+    return None
 
 
 def _distance(found: Result, stock: Result) -> float:
