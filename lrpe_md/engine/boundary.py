@@ -22,7 +22,9 @@ from .call import Call, Layout, Needs, Spec, Tables, Weights, declare, flatten, 
 from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
-__all__ = ["backward", "forward", "is_direct", "is_plain", "run_kernels", "run_reference", "transforming"]
+__all__ = [
+    "backward", "forward", "is_direct", "is_plain", "run_into", "run_kernels", "run_reference", "transforming",
+]  # fmt: skip
 
 
 def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False) -> tuple[Tensor, ...]:
@@ -40,6 +42,15 @@ def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = 
         weights = call.weights if call.spec.norm != "none" else ()
         return _Encode.apply(call, direct, cache, omega, phase, *xs, *weights)
     return tuple(forward(call, xs, direct, cache)[: len(xs)])
+
+
+def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], start: Tensor | None) -> Any:
+    """Run the kernels on plain tensors, past autograd; ``outs`` and ``start`` say where their outputs are to be."""
+    ys = _launcher(call).forward(call, xs, False, outs, start)
+    # Autograd would not see that what another node saved is another value now.
+    changed = [t for t in outs if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(changed)
+    return tuple(ys[: len(xs)])
 
 
 def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

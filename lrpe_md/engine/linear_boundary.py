@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .. import reference, reference_linear
 from .._ops import add_op_namespace_prefix, ops
@@ -291,7 +290,7 @@ class _Attend(torch.autograd.Function):
         operands = Operands(q, k, v, gate, state)
         # What is kept, and of which size, depends on the sizes: a graph for all sizes forms it again, and so does the
         # operator where it is the reference.
-        keep = direct or (q.is_cuda and all(has_static_value(size) for x in (q, k, v) for size in x.shape))
+        keep = direct or (q.is_cuda and all(reference_linear.is_static(size) for x in (q, k, v) for size in x.shape))
         out = forward(call, operands, return_state, keep, direct)
         num = 1 if not return_state else 2 if call.attention.normalizer == "none" else 3
         one_side = call.k_tables is call.q_tables

@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     from .exchange import restore_rotary as restore_rotary
     from .timm import adapt as adapt
 
-_PLACES = {"adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange"}
+_PLACES = {
+    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -145,7 +145,7 @@ MISSING = [
     ("timm", "import lrpe_md.models.dit"),
     ("diffusers", "import lrpe_md.integrations.diffusers"),
     ("transformers", "import lrpe_md.integrations.transformers"),
-    ("transformers", "import lrpe_md.integrations.transformers_text"),
+    ("transformers", "import lrpe_md.integrations.transformers"),
 ]
 
 
