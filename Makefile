@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 GALLERY := scripts/results/gallery
 
-.PHONY: help install ablate gallery results docs serve lint types unit test clean
+.PHONY: help install ablate gallery results docs serve lint types unit test dist clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,12 @@ unit: $(READY)  ## pytest (ARGS="-k cosine")
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test: lint types unit  ## everything that CI runs
+
+dist: $(READY)  ## wheel and sdist in dist/, checked, with the library's tests against the installed wheel
+	rm -rf dist
+	$(BIN)/python -m build --quiet --no-isolation --sdist --wheel .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/installed.py dist/*.whl -n auto $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
