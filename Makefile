@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 GALLERY := scripts/results/gallery
 
-.PHONY: help install ablate gallery readme-tables lint types unit test clean
+.PHONY: help install ablate gallery results docs serve lint types unit test dist clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,13 +19,21 @@ $(READY): pyproject.toml
 ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, about 5 minutes (ARGS="--seeds 1")
 	$(BIN)/python -m scripts.ablate run digits $(ARGS)
 
-gallery: $(READY)  ## the README's pictures of encodings
+gallery: $(READY)  ## pictures of encodings, and the page of all presets
 	$(BIN)/python -m scripts.visualize -p dinov3 -p rope_vit_mixed -p wan -p pope --out $(GALLERY) --dpi 120
 	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 120
+	$(BIN)/python -m scripts.visualize.gallery
+	$(BIN)/python -m scripts.visualize.encoding
 
-readme-tables: $(READY)  ## the README's tables and plots, from scripts/results
+results: $(READY)  ## the pages and plots of docs/results, from scripts/results
 	$(BIN)/python -m scripts.bench report $(ARGS)
-	$(BIN)/python -m scripts.ablate report --readme README.md
+	$(BIN)/python -m scripts.ablate report
+
+docs: $(READY)  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+serve: $(READY)  ## the documentation at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .
@@ -39,6 +47,12 @@ unit: $(READY)  ## pytest (ARGS="-k cosine")
 
 test: lint types unit  ## everything that CI runs
 
+dist: $(READY)  ## wheel and sdist in dist/, checked, with the library's tests against the installed wheel
+	rm -rf dist
+	$(BIN)/python -m build --quiet --no-isolation --sdist --wheel .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/installed.py dist/*.whl -n auto $(ARGS)
+
 clean:  ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .frequencies.axial import axial_omega as axial_omega
 from .frequencies.dense import dense_omega as dense_omega
@@ -35,7 +35,26 @@ from .presets.scheme import Axial as Axial
 from .presets.scheme import Dense as Dense
 from .presets.scheme import Scheme as Scheme
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # what __getattr__ finds
+    from .document import lrpe_cosine_md as lrpe_cosine_md
+    from .document import lrpe_cosine_md_bwd_triton as lrpe_cosine_md_bwd_triton
+    from .document import lrpe_cosine_md_cache_bwd_triton as lrpe_cosine_md_cache_bwd_triton
+    from .document import lrpe_cosine_md_cache_fwd_triton as lrpe_cosine_md_cache_fwd_triton
+    from .document import lrpe_cosine_md_cache_triton as lrpe_cosine_md_cache_triton
+    from .document import lrpe_cosine_md_fwd_triton as lrpe_cosine_md_fwd_triton
+    from .document import lrpe_cosine_md_torch as lrpe_cosine_md_torch
+    from .document import lrpe_cosine_md_triton as lrpe_cosine_md_triton
+    from .document import lrpe_rotate_1d as lrpe_rotate_1d
+    from .document import lrpe_rotate_1d_bwd_triton as lrpe_rotate_1d_bwd_triton
+    from .document import lrpe_rotate_1d_fwd_triton as lrpe_rotate_1d_fwd_triton
+    from .document import lrpe_rotate_1d_torch as lrpe_rotate_1d_torch
+    from .document import lrpe_rotate_1d_triton as lrpe_rotate_1d_triton
+    from .document import lrpe_rotate_md as lrpe_rotate_md
+    from .integrations import adapt as adapt
+    from .integrations import adapt_rotary as adapt_rotary
+    from .presets.picture import show as show
+
+__version__ = "0.2.0"
 
 # In a checkout the backbones and the commands lie beside the package, and are lrpe_md.models and lrpe_md.scripts
 # nevertheless; a wheel has them inside.

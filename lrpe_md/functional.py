@@ -9,31 +9,36 @@ from torch import Tensor
 
 from .engine.call import Act, Impl, Options, Order, Pairs, Positions
 from .engine.dispatch import run, run_part
+from .engine.output import take_target
 from .engine.views import Packed, encode_qkv
 from .norm import Norm
 
 __all__ = ["cosine", "rotate"]
+
+Outs = tuple[Tensor | None, Tensor | None] | None  # for q and for k
 
 
 @overload
 def cosine(
     x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, rotary_dim: int | slice | None = ...,
     act: Act = ..., dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
+    order: Order = ..., norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ...,
+    impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
     q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
+    order: Order = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cosine(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
     positions: Positions | Packed | tuple[Positions, Positions], rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
-    amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., out: Outs = ...,
+    out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -50,6 +55,8 @@ def cosine(
     amplitude: float | Tensor | None = None,
     order: Order = "cos_sin",
     norm: Norm | None = None,
+    out: Tensor | Outs = None,
+    out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ], x̄ = act(x), Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c].
@@ -82,16 +89,25 @@ def cosine(
         order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         norm: x̄ = act(norm(x)): a :class:`Norm` of q and k, in the same pass; not with softmax over the sequence. With
             rotary_dim a pass of its own, in float32.
+        out: where to write, as the output would be, with any strides: a slice ``cache[:, :, n : n + N]`` of a static
+            cache (B, H, L, ..). For q and k a pair, either of which may be None: a new tensor. It must not overlap with
+            what is read. Of a plain call one launch writes it, key cache and all; groups of phases, rotary_dim of the
+            cosine map, a norm over all heads, channels that are not side by side, a CPU and compiled code cost a copy.
+        out_start: with out: it is the whole cache (B, H, L, ..) then, and token 0 goes to this place along L. Integers
+            (), (1,) or (B,), read on the device, so that a captured graph writes elsewhere each time it is replayed.
+            Beyond L is an IndexError or RuntimeError on a CPU; a GPU writes nothing there, and says nothing.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
         (B, H, N, 2D) for each input, or (B, H, N, 2PD), with rotary_dim (B, H, N, D - R + 2PR), in x's dtype (also
         under autocast) and memory order. (N, H, 2D) of packed tokens. From qkv q, k and v in its order, (B, N, H, 2D)
-        or (N, H, 2D) and v, a view of it. Arithmetic is float32, or float64 where x is.
+        or (N, H, 2D) and v, a view of it. What is given as out is given back. Arithmetic is float32, or float64 where x
+        is.
 
     Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
     in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the
-    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude.
+    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude. Not
+    with out, which is for where no gradient is recorded.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
@@ -107,26 +123,28 @@ def cosine(
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             cosine, omega=omega, positions=positions, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, order=order, norm=norm, impl=impl,
+            amplitude=amplitude, order=order, norm=norm, out_start=out_start, impl=impl,
         )  # fmt: skip
-        return encode_qkv(again, xs, qkv, num_key_heads)
+        return encode_qkv(again, xs, qkv, num_key_heads, out)
+    target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
     if rotary_dim is not None:
-        return run_part(options, xs, omega, positions, phase, amplitude, norm)
-    return run(options, xs, omega, positions, phase, amplitude, norm)
+        return run_part(options, xs, omega, positions, phase, amplitude, norm, target)
+    return run(options, xs, omega, positions, phase, amplitude, norm, target)
 
 
 @overload
 def rotate(
     x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
-    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Tensor | None = ...,
+    out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
     q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
     pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
+    inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rotate(
@@ -134,7 +152,7 @@ def rotate(
     positions: Positions | Packed | tuple[Positions, Positions], pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., norm: Norm | None = ..., impl: Impl = ...,
+    inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -152,6 +170,8 @@ def rotate(
     amplitude: float | Tensor | None = None,
     inverse: bool = False,
     norm: Norm | None = None,
+    out: Tensor | Outs = None,
+    out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
@@ -168,6 +188,7 @@ def rotate(
         inverse: rotate by -Θ, phase included, which undoes a rotation that had neither activation nor amplitude; both
             stay what they are. Negates omega and phase.
         norm: a :class:`Norm` of q and k, over a head or all heads, in the same pass.
+        out, out_start: with rotary_dim in the same launch, too.
 
     Returns:
         (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) of packed tokens; from qkv q, k and v in
@@ -180,14 +201,15 @@ def rotate(
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             rotate, omega=omega, positions=positions, pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, inverse=inverse, norm=norm, impl=impl,
+            amplitude=amplitude, inverse=inverse, norm=norm, out_start=out_start, impl=impl,
         )  # fmt: skip
-        return encode_qkv(again, xs, qkv, num_key_heads)
+        return encode_qkv(again, xs, qkv, num_key_heads, out)
     if inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
-    return run(options, xs, omega, positions, phase, amplitude, norm)
+    target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
+    return run(options, xs, omega, positions, phase, amplitude, norm, target)
 
 
 def _negated(t: Any) -> Any:

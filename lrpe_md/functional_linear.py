@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, overload
 
 from torch import Tensor
 
@@ -15,6 +15,38 @@ from .norm import Norm
 __all__ = ["linear_attention"]
 
 OnePosition = Positions | None
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
+    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
+    norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
+    block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
+    return_state: Literal[False] = ..., eps: float = ..., impl: Impl = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
+    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
+    norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
+    block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
+    return_state: Literal[True], eps: float = ..., impl: Impl = ...,
+) -> tuple[Tensor, State]: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
+    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
+    norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
+    block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
+    return_state: bool = ..., eps: float = ..., impl: Impl = ...,
+) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
 
 
 def linear_attention(
@@ -42,7 +74,7 @@ def linear_attention(
     return_state: bool = False,
     eps: float = 1e-6,
     impl: Impl = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, State]:
     """Linear attention with positions: o_n = q̂_n · (Σ_m β_m k̂_m v_mᵀ) / z_n, q̂ the map of q̄ = act(norm(q)), k̂ alike.
 
     The cost grows with the tokens, not with their square, and q̂ and k̂ are never in memory.

@@ -12,17 +12,32 @@ from torch import Tensor, nn
 
 from .engine.linear_call import Description
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
-from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
+from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
 from .frequencies.series import geometric_theta
 from .functional import cosine, rotate
 from .norm import Norm
+from .positions.grid import Grid
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule"]
+__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Phase = bool | Literal["k"]
+
+
+def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Values into tensors, in one launch for those of a dtype and device."""
+    if pairs:
+        targets, values = zip(*pairs, strict=True)
+        together: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        together(list(targets), list(values), non_blocking=True)
+
+
+def check_unwritten(out: Any) -> None:
+    """Of linear attention."""
+    if out is not None:
+        raise ValueError("out: expected None with attend, which is given q and k as they are, and writes neither")
 
 
 class FrequencyModule(nn.Module):
@@ -42,6 +57,10 @@ class FrequencyModule(nn.Module):
     head_dim: int
     theta: Tensor
     omega: Tensor
+    ratio: Tensor
+    amplitude: Tensor
+    trained_omega: Tensor
+    trained_amplitude: Tensor
     phase: nn.Parameter | None
     pairs: Pairs = "half"
     rotary_dim: int | slice | None = None
@@ -49,6 +68,7 @@ class FrequencyModule(nn.Module):
     phase_range: tuple[float, float] | None = None
     describes = True  # describe() says all of what it does to q and k
     takes_norm = True  # of q and k, in forward
+    moved: tuple[int, ...] = ()  # axes of which set_places says where they are
 
     def __init__(
         self,
@@ -108,11 +128,15 @@ class FrequencyModule(nn.Module):
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
-            elif name == "amplitude":
-                assert self.gain is not None
-                values = self.gain.expand(1, self.num_channels)
+            elif name in ("amplitude", "trained_amplitude"):
+                gain = torch.ones((), dtype=torch.float64) if self.gain is None else self.gain
+                values = gain.expand(1, self.num_channels)
+            elif name.startswith("places_"):
+                values = torch.arange(self.get_buffer(name).shape[0])
+            elif name == "ratio":
+                values = torch.ones_like(self._initial_frequencies("omega"))
             else:
-                values = self._initial_frequencies(name)
+                values = self._initial_frequencies("omega" if name == "trained_omega" else name)
         return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
@@ -125,6 +149,8 @@ class FrequencyModule(nn.Module):
         return phase if self.phase_groups > 1 else phase[0]
 
     def _dtype(self, name: str) -> torch.dtype:
+        if name.startswith("places_"):
+            return torch.float64
         return self.phase_dtype if name == "phase" else self.dtype
 
     def reset_parameters(self) -> None:
@@ -176,11 +202,110 @@ class FrequencyModule(nn.Module):
         fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
         if fixed is not None:
             return fixed
+        ratio = self._buffers.get("ratio")
+        return self._learned() if ratio is None else self._learned() * ratio
+
+    def _learned(self) -> Tensor:
         return self._lay() if "theta" in self._parameters else self.omega
 
     def _lay(self) -> Tensor:
         """omega from theta."""
         raise NotImplementedError  # of the modules that learn one
+
+    def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
+        """Other frequencies from now on: those trained times ``ratio``; and other amplitudes. In place, by a few small
+        operators, with no wait for the device.
+
+        Nothing is compiled or captured again for other values, but the first call of a module adds buffers that a
+        compiled or captured program does not read yet: ``module.adjust()`` before that. They are not in the state_dict.
+
+        Args:
+            ratio: broadcast to ω (H or 1, C, K), on its device; None: as trained. What is learned goes on learning.
+            amplitude: times that of the module, a number or (C,) or (1, C); None: 1. Not for tokens that are not
+                rotated.
+
+        Raises:
+            ValueError: a shape that does not fit.
+        """
+        copy_together(self.adjusted(ratio, amplitude))
+
+    @torch.no_grad()
+    def adjusted(
+        self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What :meth:`adjust` copies: buffers, and the values that they are to hold."""
+        trained = self.trained()
+        for name, value, shape in (("ratio", ratio, trained.shape), ("amplitude", amplitude, (1, self.num_channels))):
+            if isinstance(value, Tensor):
+                try:
+                    value.expand(shape)
+                except RuntimeError:
+                    raise ValueError(
+                        f"{name}: expected a tensor that broadcasts to {tuple(shape)}, got {tuple(value.shape)}"
+                    ) from None
+        factor: Any = 1.0 if ratio is None else ratio
+        gain: Any = 1.0 if amplitude is None else amplitude
+        fixed = self._buffers.get("omega")
+        frequencies = (self.ratio, torch.ones_like(self.ratio) * factor) if fixed is None else (fixed, trained * factor)
+        return [frequencies, (self.amplitude, self.trained_amplitude * gain)]
+
+    def trained(self) -> Tensor:
+        """omega (H or 1, C, K) without what :meth:`adjust` does to it, which can be done from now on."""
+        self._make_adjustable()
+        return self.trained_omega if "trained_omega" in self._buffers else self._learned()
+
+    def _make_adjustable(self) -> None:
+        device = self._learned().device
+        fixed = "omega" in self._buffers
+        names = ("omega", "trained_omega") if fixed else ("ratio",)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in (*names, "amplitude", "trained_amplitude"):
+                own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
+                if own is not None and own.dtype == self.dtype:
+                    continue
+                whole = own is None and now is not None and now.dtype == self.dtype  # else cast by FSDP1 or DDP
+                value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
+                self.register_buffer(name, value, persistent=False)
+
+    def set_places(self, axis: int, places: Tensor | None) -> None:
+        """Index i of an axis of grids is at ``places[i]`` from now on; None: where the grid has it, again.
+
+        In place where there were as many before, so that nothing is compiled or captured again; with no wait for the
+        device. Of grids that the module is called with: coordinates say themselves where tokens are. A grid becomes a
+        table of coordinates at each call, see :meth:`lrpe_md.Grid.along`.
+
+        Args:
+            axis: 0 is the slowest, of videos time.
+            places: numbers (n,), at least as many as a grid has on this axis.
+
+        Raises:
+            ValueError: an axis or a shape that does not fit.
+        """
+        if not 0 <= axis < self.num_axes:
+            raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")
+        name = f"places_{axis}"
+        if places is None:
+            self._buffers.pop(name, None)
+            self.moved = tuple(own for own in self.moved if own != axis)
+            return
+        if not isinstance(places, Tensor) or places.ndim != 1 or places.is_complex():
+            found = tuple(places.shape) if isinstance(places, Tensor) else type(places).__name__
+            raise ValueError(f"places: expected a tensor of numbers (n,), or None, got {found}")
+        own = self._buffers.get(name)
+        with torch.inference_mode(False), torch.no_grad():
+            if own is None or own.shape != places.shape:
+                own = torch.empty(places.shape, dtype=torch.float64, device=next(iter(self._owned().values())).device)
+                self.register_buffer(name, own, persistent=False)
+            own.copy_(places, non_blocking=True)
+        self.moved = tuple(sorted({*self.moved, axis}))
+
+    def locate(self, positions: Any) -> Any:
+        """Positions, of grids with what :meth:`set_places` says."""
+        if type(positions) is tuple:
+            return tuple(self.locate(each) for each in positions)
+        if not self.moved or not isinstance(positions, Grid):
+            return positions
+        return positions.along({axis: self.get_buffer(f"places_{axis}") for axis in self.moved})
 
     def forward(
         self,
@@ -190,6 +315,8 @@ class FrequencyModule(nn.Module):
         num_key_heads: int | None = None,
         inverse: bool = False,
         norm: Norm | None = None,
+        out: Any = None,
+        out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
@@ -200,6 +327,7 @@ class FrequencyModule(nn.Module):
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ; for the cosine map there is none.
             norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
+            out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`.
             attend: return ``attend(self.describe(), *xs)`` instead, the description with ``norm``. So linear attention
                 takes the frequencies within the module's hooks, in which FSDP gathers them.
 
@@ -209,18 +337,24 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
+            check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
         if qkv is not None or num_key_heads is not None:
-            again = partial(FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm)
-            return encode_qkv(again, xs, qkv, num_key_heads)
+            again = partial(
+                FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
+            )
+            return encode_qkv(again, xs, qkv, num_key_heads, out)
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
-            again = partial(FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm)
+            again = partial(
+                FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm, out_start=out_start,
+                out=order_outs(out, xs),
+            )  # fmt: skip
             return encode_packed(again, xs)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has none, got True")
         try:
-            return self._encode(xs, positions, inverse, norm)
+            return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
             raise
@@ -272,19 +406,20 @@ class FrequencyModule(nn.Module):
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
-    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, norm: Norm | None = None) -> Any:
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
+        positions = self.locate(positions) if self.moved else positions
         if self.map == "cosine":
             return cosine(
                 *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
-                phase=phase, amplitude=amplitude, order=self.order, norm=norm, impl=self.impl,
+                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl, **options,
             )  # fmt: skip
         return rotate(
             *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, norm=norm, impl=self.impl,
+            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

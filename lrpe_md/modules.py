@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
-from .engine.views import Packed, encode_packed, encode_qkv, unpack_positions
+from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule
+from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_unwritten
 from .norm import Norm
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
@@ -221,12 +221,13 @@ class Rotate1d(RotateMd):
                 raise ValueError(f"theta: expected {tuple(learned.shape)}, as learned, got {tuple(theta.shape)}")
             learned.copy_(theta)
         else:
-            self.omega.copy_(omega)
-        if isinstance(gain, Tensor):
-            if isinstance(amplitude, Tensor):
-                gain.copy_(amplitude)
-            else:
-                gain.fill_(amplitude)
+            for name in ("omega", "trained_omega"):
+                if name in self._buffers:
+                    self.get_buffer(name).copy_(omega)
+        for name in ("amplitude", "trained_amplitude") if isinstance(gain, Tensor) else ():
+            if name in self._buffers:
+                own = self.get_buffer(name)
+                own.copy_(amplitude) if isinstance(amplitude, Tensor) else own.fill_(amplitude)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
@@ -242,6 +243,8 @@ class Rotate1d(RotateMd):
         num_key_heads: int | None = None,
         inverse: bool = False,
         norm: Norm | None = None,
+        out: Any = None,
+        out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
@@ -254,6 +257,7 @@ class Rotate1d(RotateMd):
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ.
             norm: see :meth:`RotateMd.forward`.
+            out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`. Not with xPos.
             attend: see :meth:`RotateMd.forward`.
 
         Differentiable with respect to xs and a learned theta.
@@ -262,26 +266,29 @@ class Rotate1d(RotateMd):
             ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
         """
         if attend is not None:
+            check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
+        same: Any = {
+            "offset": offset, "cu_seqlens": cu_seqlens, "positions": positions, "inverse": inverse, "norm": norm,
+            "out_start": out_start,
+        }  # fmt: skip
         if qkv is not None or num_key_heads is not None:
-            again = partial(
-                self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm
-            )
-            return encode_qkv(again, xs, qkv, num_key_heads)
+            return encode_qkv(partial(self.forward, **same), xs, qkv, num_key_heads, out)
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
         if cu_seqlens is not None and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
-            again = partial(
-                self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm
-            )
-            return encode_packed(again, xs)
+            return encode_packed(partial(self.forward, **same, out=order_outs(out, xs)), xs)
         if positions is None:
             check_input("x", xs[0], xs[0])
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
         if self.scale_base is None:
-            return super().forward(*xs, positions=positions, inverse=inverse, norm=norm)
+            return super().forward(
+                *xs, positions=positions, inverse=inverse, norm=norm, out=out, out_start=out_start
+            )  # fmt: skip
+        if out is not None or out_start is not None:
+            raise ValueError("out: expected None with scale_base, since xPos scales what was rotated")
         if len(xs) != 2:
             raise ValueError(f"xs: expected q and k, since xPos scales them apart, got {len(xs)} tensor")
         if inverse:

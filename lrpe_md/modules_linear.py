@@ -100,6 +100,7 @@ def attend_with(
 ) -> Any:
     """What a :class:`LinearAttention` of this encoding gives: for a backbone that holds the encoding itself."""
     call: Any = encoding
+    positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
         options = LinearOptions(
             None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,

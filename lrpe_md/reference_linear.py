@@ -17,17 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .reference import NO_SCALES, Scales, Spec, activate, activate_and_map, no_autocast, normalise
 
 __all__ = [
-    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "product",
-    "take_out",
+    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "is_static",
+    "product", "take_out",
 ]  # fmt: skip
 
 CHUNK = 64
 MASKS = ("full", "causal", "block")
+
+
+def is_static(size: Any) -> bool:
+    """Whether a size has one value in what is compiled."""
+    # Not above: it brings sympy, which takes longer to import than all of this library.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
 
 
 class Attention(NamedTuple):
@@ -336,7 +343,7 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    if has_static_value(num_tokens):
+    if is_static(num_tokens):
         if num_tokens == 1:
             return _attend_full(attention, terms, before, ends, operands)
         size = max(1, min(CHUNK, num_tokens))

@@ -248,6 +248,7 @@ class DiT(nn.Module):
             mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
 
         stack = EncodingStack(self.encoding)
+        positions = stack.locate(positions)
         for i, block in enumerate(self.blocks):
             args = tokens, features, c, Context(stack[i], positions, mask)
             if self.grad_checkpointing and torch.is_grad_enabled():

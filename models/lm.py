@@ -141,6 +141,7 @@ class Context(NamedTuple):
 
     positions: Grid | Tensor
     rows: Any = None  # (N,), where the cache takes these tokens
+    start: Any = None  # (), the first of them
     mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N)
 
 
@@ -163,10 +164,9 @@ class LmAttention(nn.Module):
         return self.proj(self.norm(x.transpose(1, 2).flatten(2)))
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
-        encode = partial(self.encoding, positions=context.positions)
         if layer:
-            q, k = encode(q, k)
             return self._cached(q, k, v, context, *layer)
+        encode = partial(self.encoding, positions=context.positions)
         attend = partial(softmax_attention, scale=self.head_dim**-0.5, is_causal=True)
         repeat = partial(torch.repeat_interleave, repeats=self.heads // self.groups, dim=1)
 
@@ -179,8 +179,12 @@ class LmAttention(nn.Module):
         return attend_encoded(encode_and_repeat, attend, q, k, repeat(v))
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
-        keys.index_copy_(2, context.rows, k.to(keys.dtype))
         values.index_copy_(2, context.rows, v.to(values.dtype))
+        if isinstance(self.encoding, Stretched) and k.dtype == keys.dtype and not torch.is_grad_enabled():
+            q, _ = self.encoding(q, k, positions=context.positions, out=(None, keys), out_start=context.start)
+        else:
+            q, k = self.encoding(q, k, positions=context.positions)
+            keys.index_copy_(2, context.rows, k.to(keys.dtype))
         # The queries of a key head as its tokens: the cache is read once and never repeated.
         q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
         x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)
@@ -270,13 +274,13 @@ class CausalLm(nn.Module):
         rows = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
         positions = (rows - cache.padding[:, None])[..., None]
         if self.config.attention == "linear":
-            return Context(positions, rows, positions[..., 0][:, None] >= 0)
+            return Context(positions, rows, None, positions[..., 0][:, None] >= 0)
         columns = torch.arange(cache.max_length, device=tokens.device)
         rows_ = rows[:, None]
         # Padding sees itself: a row without any key would be NaN.
         mask = (columns <= rows_) & ((columns >= cache.padding[:, None, None]) | (columns == rows_))
         repeated = mask[:, None].expand(-1, self.config.num_heads // self.config.num_kv_heads, -1, -1)
-        return Context(positions, rows, repeated.flatten(1, 2)[:, None])
+        return Context(positions, rows, cache.length, repeated.flatten(1, 2)[:, None])
 
     def new_cache(self, batch: int, max_length: int, padding: Tensor | None = None) -> Cache:
         """An empty cache for ``max_length`` tokens, the padding (B,) of :func:`left_pad` counted."""

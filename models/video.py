@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.engine.linear_call import NormalizerName, State
+from lrpe_md.engine.linear_call import NormalizerName
 from lrpe_md.integrations.attention import Carried, Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
-from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt, with_own_frequencies
+from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies
 
 from .vit import timm_cfg, with_positions
 
@@ -106,11 +106,13 @@ class Layout(NamedTuple):
 class VideoState:
     """What the frames that :meth:`LrpeVideoTransformer.stream` has seen leave to those behind.
 
-    num_frames: of the grid, T. sums: of each attention, see ``state`` of :func:`lrpe_md.linear_attention`.
+    num_frames: of the grid, T. layers: of each attention, with linear attention its ``state``, see
+    :func:`lrpe_md.linear_attention`; with softmax attention keys and values (B, H, P + T S, D), of the prefix and of as
+    many frames as those behind see. The keys are not encoded: positions are those of the window that sees them.
     """
 
     num_frames: int
-    sums: tuple[State, ...]
+    layers: tuple[Any, ...]
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
@@ -128,8 +130,11 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
             tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
         causal: "frames": tokens attend to their frame and to those before it, prefix tokens to themselves, so that a
-            video can be read frame by frame (:meth:`stream`). Of joint linear attention; pool the patches
+            video can be read frame by frame (:meth:`stream`). Of joint attention; pool the patches
             (``global_pool="avg"``), since a class token sees no frame.
+        window: with causal and softmax attention the frames (of the grid) that a token sees, its own among them; None:
+            all. Positions in time are then those in this window, whose first frame is at 0: a stream of any length has
+            no others than those of a video of ``window`` frames (∞-RoPE, arXiv 2511.20649).
         temporal: False leaves time out of all positions. Parameters stay; with ``tubelet_size=1`` and joint or
             factorised attention the output does not depend on the order of the frames.
         patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
@@ -142,6 +147,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             axis, or None for one: positions of that axis are laid over a grid of this size, whatever its number of
             tokens. ``model.reference = model.patch_embed.grid_size`` keeps them in the trained range,
             ``(None, 14, 14)`` those of space alone. A learned table is always laid over the grid.
+        window: may be set at any time, too.
 
     Raises:
         ValueError, TypeError: an argument that does not fit.
@@ -162,6 +168,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         keep_encoded: bool = True,
         space_time: SpaceTime = "joint",
         causal: Literal["frames"] | None = None,
+        window: int | None = None,
         temporal: bool = True,
         patch_drop_rate: float = 0.0,
         drop_unit: Literal["token", "tube"] = "token",
@@ -175,10 +182,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"patch_drop_rate: expected at least 0 and less than 1, got {patch_drop_rate}")
         if causal not in ("frames", None):
             raise ValueError(f"causal: expected 'frames' or None, got {causal!r}")
-        if causal and (attention != "linear" or space_time != "joint"):
-            raise ValueError(
-                f"causal: 'frames' is of attention='linear' and space_time='joint', got {attention!r}, {space_time!r}"
-            )
+        if causal and space_time != "joint":
+            raise ValueError(f"causal: 'frames' is of space_time='joint', got {space_time!r}")
         if (causal or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
             raise ValueError(
                 "drop_unit: 'token' leaves frames of unequal places, factorised and causal attention need "
@@ -199,6 +204,33 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer,
             keep_encoded=keep_encoded,
         )  # fmt: skip
+        self.window = window
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    @window.setter
+    def window(self, frames: int | None) -> None:
+        if frames is not None:
+            if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
+                raise ValueError(f"window: expected at least 1 frame, or None, got {frames!r}")
+            self._check_window(frames)
+            if self.temporal and (self.sincos is not None or self.pos_embed is not None):
+                raise ValueError(
+                    f"window: expected None with absolute={self.absolute!r}, which does not move with it, got {frames}"
+                )
+        self._window = frames
+
+    def _check_window(self, frames: int | None) -> None:
+        """Again before each use: :func:`adapt` may have changed the attention."""
+        if frames is not None:
+            attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
+            if self.causal is None or attentions != {"softmax"}:
+                raise ValueError(
+                    f"window: expected None but with causal='frames' and attention='softmax', got {frames} with "
+                    f"{self.causal!r}, {', '.join(sorted(attentions))!r}"
+                )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
         """Where the tokens of a grid (T, H, W) are, the prefix in front."""
@@ -219,6 +251,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         keep: indices of the tokens that are not dropped, (n,) or (B, n), in place of a random choice: of T H W with
             ``drop_unit="token"``, → (B, P + n, C); of the places H W with "tube", → (B, P + T n, C).
         """
+        self._check_window(self.window)
         x, layout = self._embed(x, keep)
         for i in range(len(self.blocks)):
             x = self._block(i, x, layout, attn_mask, is_causal)
@@ -228,7 +261,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         """The next frames of a video, read piece by piece with causal="frames": the same as read at once.
 
         x (B, in_chans, frames, height, width) → tokens (B, T H W, C), those of the first piece behind the prefix, and
-        the state that the next call takes; None begins a video. No tokens are dropped, nothing is recomputed.
+        the state that the next call takes; None begins a video. No tokens are dropped, nothing is recomputed but, with
+        softmax attention, the encoding of the keys in the window, which moves.
 
         Differentiable, also through the state.
 
@@ -237,6 +271,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         """
         if self.causal is None:
             raise ValueError("stream: expected a model with causal='frames', got causal=None")
+        self._check_window(self.window)
         shape = self._shape(x)
         seen = 0 if state is None else state.num_frames
         whole = _as_grid("stream", self.positions((seen + shape[0], *shape[1:])))
@@ -245,7 +280,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         x = self._absolute(self.patch_embed(x), shape, replace(whole, prefix=0, start=first, length=size))
         start = 0 if state is None else self.num_prefix_tokens + first
         x = self._begin(x, prefix=state is None)
-        carried = Carried(() if state is None else state.sums)
+        carried = Carried(() if state is None else state.layers)
         layout = Layout(replace(whole, start=start), block=shape[1] * shape[2], carried=carried)
         for i in range(len(self.blocks)):
             x = self._block(i, x, layout, None, False)
@@ -277,10 +312,16 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if keep is not None:
             x = self._keep(x, shape, keep)
         x = self._begin(x)
+        stack = EncodingStack(self.encoding)
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
+            if self.causal and keep is None:  # where frames are depends on the window that holds them
+                return x, Layout(grid, block=places)
+            grid = stack.locate(grid)
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
             return x, Layout(where, block=places if self.causal else None)
+        if stack.locate(grid) is not grid:
+            raise ValueError("places: expected None with space_time='factorised', whose grids have an axis or two")
         grid = _as_grid("space_time='factorised'", grid)
         # Relative positions within a frame do not depend on its time, nor those along time on the place.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
@@ -344,7 +385,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def _block(self, i: int, x: Tensor, layout: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if layout.joint is not None:
             encoding = EncodingStack(self.encoding)[i]
-            context = Context(encoding, layout.joint, attn_mask, block=layout.block, carried=layout.carried)
+            context = Context(
+                encoding, layout.joint, attn_mask, block=layout.block, carried=layout.carried, window=self.window
+            )
             return self._run(i, x, context, is_causal)
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask, is_causal: factorised attention takes none; use space_time='joint'")

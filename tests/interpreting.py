@@ -1,8 +1,13 @@
-"""Triton's interpreter without what it does over and over, or for nothing, a third of the time; before 3.9, mended."""
+"""Triton's interpreter without what it does over and over, or for nothing; before 3.9, mended.
+
+It runs a kernel as Python, and most of its time goes to types: a block's shape is a tuple of Triton's own, made and
+compared anew at each sum. Here equal shapes are one object.
+"""
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,26 +24,96 @@ class PatchOnce:
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self.patch = patch
         self.languages: set[int] = set()
+        self.seen: set[int] = set()  # modules of kernels, by their globals, whose languages are replaced
         self.scopes: list[Any] = []
 
     def __call__(self, fn: Any) -> "PatchOnce":
         """At a launch, which restores what this returns, and at each nested call, which doesn't."""
+        if id(fn.__globals__) in self.seen:
+            return self
         # By identity: not every global of a module of kernels can be compared.
         languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
         if not languages or not languages <= self.languages:
             self.scopes.append(self.patch(fn))
             self.languages |= languages
+        if languages:
+            self.seen.add(id(fn.__globals__))
         return self
 
     def restore(self) -> None:
         self.languages.clear()
+        self.seen.clear()
         while self.scopes:
             self.scopes.pop().restore()
+
+
+class Shape(NamedTuple):
+    """What blocks of one shape have in common."""
+
+    sizes: tuple[int, ...]
+    of_type: Any  # the same as Triton's tuple
+    of_tensor: Any  # of constexprs
+    numel: int
+    numel_constexpr: Any
+
+
+SHAPES: dict[tuple[int, ...], Shape] = {}
+NUMPY_TYPES: dict[str, Any] = {}
+NO_SHAPE = tl.core.tuple([]), tl.core.constexpr(1)
+
+
+def find_shape(shape: Any) -> Shape:
+    key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if key not in SHAPES:
+        made = make_block_type(tl.int32, key)  # checks the sizes
+        constants = tl.core.tuple([tl.core.constexpr(size) for size in key])
+        SHAPES[key] = Shape(key, made.shape, constants, made.numel, tl.core.constexpr(math.prod(key)))
+    return SHAPES[key]
+
+
+def make_block_type(element_ty: Any, shape: tuple[int, ...]) -> Any:
+    """As Triton makes it."""
+    made = tl.core.block_type.__new__(tl.core.block_type)
+    INIT_BLOCK(made, element_ty, list(shape))
+    return made
+
+
+INIT_BLOCK = tl.core.block_type.__init__
+FIND_NUMPY_TYPE = interpreter._get_np_dtype
+
+
+def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    self.element_ty = element_ty
+    self.shared = find_shape(shape)
+    self.shape, self.numel = self.shared.of_type, self.shared.numel
+    self.name = "block"
+
+
+def say_block(self: Any) -> str:
+    return f"<{self.shape}, {self.element_ty}>"
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    if type.is_block():
+        self.shape, self.numel = type.shared.of_tensor, type.shared.numel_constexpr
+    else:
+        self.shape, self.numel = NO_SHAPE
+
+
+def find_numpy_type(dtype: Any) -> Any:
+    scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    name = "pointer" if isinstance(scalar, tl.pointer_type) else scalar.name
+    if name not in NUMPY_TYPES:
+        NUMPY_TYPES[name] = FIND_NUMPY_TYPE(scalar)
+    return NUMPY_TYPES[name]
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where Triton has none of what is replaced: better than tests that silently take three times as long."""
     monkeypatch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
+    for owner, name, function in QUICK:
+        monkeypatch.setattr(owner, name, function)
     builder = interpreter.interpreter_builder
     # Each sum and product of integers is formed again in 64 bits for an assertion that only debug turns on.
     assert builder.options.sanitize_overflow
@@ -46,6 +121,42 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
     if not hasattr(interpreter._interpreter, "fma_fp32"):
         mend(monkeypatch)
+
+
+CAST, BROADCAST = interpreter.TritonSemantic.cast, interpreter.TritonSemantic.broadcast_impl_value
+
+
+def cast(self: Any, x: Any, dtype: Any, *rounding: Any) -> Any:
+    return x if x.dtype is dtype else CAST(self, x, dtype, *rounding)
+
+
+def broadcast(self: Any, x: Any, y: Any) -> Any:
+    if x.shape is y.shape:
+        return x, y
+    if not (x.type.is_block() and y.type.is_block() and len(x.shape) == len(y.shape)):
+        return BROADCAST(self, x, y)
+    pairs = list(zip(x.type.shared.sizes, y.type.shared.sizes, strict=True))
+    if any(a != b and 1 not in (a, b) for a, b in pairs):
+        return BROADCAST(self, x, y)  # which says what is wrong
+    sizes = tuple(b if a == 1 else a for a, b in pairs)
+    return spread(self, x, sizes), spread(self, y, sizes)
+
+
+def spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+    if x.type.shared.sizes == sizes:
+        return x
+    return self.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes))
+
+
+QUICK = (
+    (tl.core.block_type, "__init__", init_block),
+    (tl.core.block_type, "__str__", say_block),
+    (tl.core.tensor, "__init__", init_tensor),
+    (interpreter, "_get_np_dtype", find_numpy_type),
+    (interpreter.TritonSemantic, "cast", cast),
+    (interpreter.TritonSemantic, "broadcast_impl_value", broadcast),
+)
+OWN = tuple((owner, name, getattr(owner, name)) for owner, name, _ in QUICK)
 
 
 def fma(self: Any, x: Any, y: Any, z: Any) -> Any:

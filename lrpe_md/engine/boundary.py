@@ -16,12 +16,15 @@ from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[repor
 from torch.autograd import forward_ad
 
 from .. import reference
+from .._ops import add_op_namespace_prefix, ops
 from . import compiled
 from .call import Call, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
 from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
-__all__ = ["backward", "forward", "is_direct", "is_plain", "run_kernels", "run_reference", "transforming"]
+__all__ = [
+    "backward", "forward", "is_direct", "is_plain", "run_into", "run_kernels", "run_reference", "transforming",
+]  # fmt: skip
 
 
 def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False) -> tuple[Tensor, ...]:
@@ -39,6 +42,15 @@ def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = 
         weights = call.weights if call.spec.norm != "none" else ()
         return _Encode.apply(call, direct, cache, omega, phase, *xs, *weights)
     return tuple(forward(call, xs, direct, cache)[: len(xs)])
+
+
+def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], start: Tensor | None) -> Any:
+    """Run the kernels on plain tensors, past autograd; ``outs`` and ``start`` say where their outputs are to be."""
+    ys = _launcher(call).forward(call, xs, False, outs, start)
+    # Autograd would not see that what another node saved is another value now.
+    changed = [t for t in outs if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(changed)
+    return tuple(ys[: len(xs)])
 
 
 def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -75,7 +87,7 @@ def _differentiate_reference(
 
 _CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}, {declare(Weights)}"
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
-_lib = torch.library.Library("lrpe_md", "DEF")
+_lib = torch.library.Library(ops.name, "DEF")
 _lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache, str source='') -> Tensor[]", tags=_TAGS)
 _lib.define(
     f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, {declare(Needs, prefix='need_')}, "
@@ -95,7 +107,7 @@ def forward(call: Call, xs: Sequence[Tensor], direct: bool, cache: bool = False)
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
     if direct:
         return _launcher(call).forward(call, xs, cache)
-    return torch.ops.lrpe_md.forward(list(xs), *flatten(call), cache, compiled.SOURCE)
+    return ops.forward(list(xs), *flatten(call), cache, compiled.SOURCE)
 
 
 def backward(
@@ -112,9 +124,7 @@ def backward(
     for the launcher."""
     if direct:
         return _launcher(call).backward(call, grads, xs, stats, angles, needs, outs)
-    return torch.ops.lrpe_md.backward(
-        list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE
-    )
+    return ops.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE)
 
 
 def _take_needs(rest: Sequence[Any]) -> Needs:
@@ -203,8 +213,8 @@ _lib.impl("forward", _forward_cuda, "CUDA")
 _lib.impl("backward", _backward_cuda, "CUDA")
 _lib.impl("forward", _forward_reference, "CompositeExplicitAutograd")
 _lib.impl("backward", _backward_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("lrpe_md::forward", _forward_fake, lib=_lib)
-torch.library.register_fake("lrpe_md::backward", _backward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("forward"), _forward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("backward"), _backward_fake, lib=_lib)
 
 
 # --- autograd --------------------------------------------------------------------------------------------

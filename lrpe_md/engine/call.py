@@ -162,6 +162,7 @@ class Variant(NamedTuple):
     has_k: bool = False
     load_angles: bool = False
     store_angles: bool = False
+    has_start: bool = False  # an output begins at a place of its tensor that is read on the device
     # Positions.
     explicit: bool = False  # from a table of coordinates
     by_sample: bool = False  # each sample has coordinates or an origin of its own

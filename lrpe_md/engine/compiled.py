@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from .call import Needs, unflatten
 from .linear_call import LinearNeeds, Operands, unflatten_linear
 from .recording import Start, UnrecordableError, record, storage_of
@@ -42,14 +43,12 @@ SOURCE = _hash_source()
 def register() -> None:
     """Tell Inductor of the maps, once it is there; it is not loaded for this."""
     if "torch._inductor.lowering" in sys.modules:
-        ops = torch.ops.lrpe_md
         _register(((ops.forward.default, _forward), (ops.backward.default, _backward)))
 
 
 def register_linear() -> None:
     """And of linear attention."""
     if "torch._inductor.lowering" in sys.modules:
-        ops = torch.ops.lrpe_md
         _register(((ops.linear_forward.default, _linear_forward), (ops.linear_backward.default, _linear_backward)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from . import boundary, sharding
 from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
+from .output import Target, check_target, write
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
-from .views import encode_packed, unpack_positions
+from .views import encode_packed, order_outs, unpack_positions
 
 __all__ = ["run", "run_checked", "run_part", "use_triton"]
 
@@ -36,16 +38,17 @@ def run(
     phase: Any = None,
     amplitude: Any = None,
     norm: Norm | None = None,
+    target: Target | None = None,
 ) -> Any:
     """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
     if type(positions) is Packed:
-        where = unpack_positions(positions, options.dim)
-        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm), xs)
+        where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
+        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
-        return _run_apart(options, xs, omega, positions, phase, amplitude, weights)
+        return _run_apart(options, xs, omega, positions, phase, amplitude, weights, target)
     direct = boundary.is_direct((*xs, omega, phase) if norm is None else (*xs, omega, phase, *weights))
     key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
     if key is not None and norm is not None:
@@ -61,7 +64,10 @@ def run(
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row
         call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
-    ys = run_checked(call, xs, phase, options.impl, direct)
+    if target is None:
+        ys = run_checked(call, xs, phase, options.impl, direct)
+    else:
+        ys = _run_into(call, xs, phase, options.impl, direct, target)
     return ys[0] if len(xs) == 1 else ys
 
 
@@ -135,6 +141,45 @@ def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, .
     return run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
 
 
+def _run_into(
+    call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
+) -> tuple[Tensor, ...]:
+    """:func:`run_checked`, its outputs where they are to be: by the launch, or copied."""
+    direct = direct and boundary.is_plain(target.tensors)
+    _check_into(call, xs, phase, direct, target, groups)
+    if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
+        call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
+        tables = call.tables
+        others = tables.coords, tables.origin, tables.rotated, tables.amplitude
+        if use_triton(impl, xs, tables) and boundary.is_plain(others):
+            return boundary.run_into(call, xs, *target)
+    return write(target, run_checked(call, xs, phase, impl, direct, groups))
+
+
+def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
+    number = len(phase) if phase is not None and phase.ndim == 3 else groups
+    read, names = (*call.tables, *call.weights, phase), (*Tables._fields, *Weights._fields, "phase")
+    _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
+
+
+def _check_target(
+    target: Target,
+    xs: tuple[Tensor, ...],
+    read: Sequence[Tensor | None],
+    names: Sequence[str],
+    width: int,
+    direct: bool,
+) -> None:
+    if not direct and sharding.is_sharded(*xs, *read, *target.tensors):
+        raise ValueError("out: expected None with DTensors, whose outputs are sharded as they are")
+    check_target(target, xs, read, names, width, direct)
+
+
+def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
+    """Of the views (1, H, N, D) of packed tokens (N, H, D)."""
+    return None if target is None else target._replace(outs=order_outs(target.outs, xs))
+
+
 # --- q and k apart, and groups of phases -------------------------------------------------------------------------
 
 
@@ -146,6 +191,7 @@ def _run_apart(
     phase: Any,
     amplitude: Any,
     weights: Weights,
+    target: Target | None = None,
 ) -> tuple[Tensor, ...]:
     """Positions or a phase for each of q and k: a launch each."""
     each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
@@ -158,9 +204,22 @@ def _run_apart(
         for i, (where, phi, x) in enumerate(each)
     ]
     groups, ys = _count_groups(phase), ()
-    for call, (_, phi, x) in zip(calls, each, strict=True):
-        direct = boundary.is_direct((x, omega, phi, *call.weights))
-        ys += run_checked(call, (x,), phi, options.impl, direct, groups)
+    directs = [
+        boundary.is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, each, strict=True)
+    ]
+    if target is None:
+        for call, (_, phi, x), direct in zip(calls, each, directs, strict=True):
+            ys += run_checked(call, (x,), phi, options.impl, direct, groups)
+        return ys
+    intos = [target.only(i) for i in range(len(xs))]
+    jobs = [
+        (call, (x,), phi, options.impl, direct, into, groups)
+        for call, (_, phi, x), direct, into in zip(calls, each, directs, intos, strict=True)
+    ]
+    for call, own, phi, _, direct, into, _ in jobs:  # before any launch
+        _check_into(call, own, phi, direct and boundary.is_plain(into.tensors), into, groups)
+    for job in jobs:
+        ys += _run_into(*job)
     return ys
 
 
@@ -189,11 +248,12 @@ def run_part(
     phase: Any = None,
     amplitude: Any = None,
     norm: Norm | None = None,
+    target: Target | None = None,
 ) -> Any:
     """The cosine map of the channels that ``rotary_dim`` says; the others pass as x̄, side by side with it."""
     if type(positions) is Packed:
-        where = unpack_positions(positions, options.dim)
-        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm), xs)
+        where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
+        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
@@ -218,6 +278,12 @@ def run_part(
             passed = tuple(activate(t.to(accumulator(x.dtype)), act, dim) for t in passed)
         before, after = (t.to(x.dtype) for t in passed)
         ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
+    if target is not None:
+        given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
+        read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+        direct = boundary.is_direct((*xs, *read.values(), *target.tensors))
+        _check_target(target, xs, [*read.values()], [*read], ys[0].shape[3], direct)
+        ys = list(write(target, ys))
     return tuple(ys) if len(xs) == 2 else ys[0]
 
 

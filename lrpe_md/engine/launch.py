@@ -40,8 +40,17 @@ MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
 MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as coordinates
 
 
-def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
-    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
+def forward(
+    call: Call,
+    xs: Sequence[Tensor],
+    cache: bool = False,
+    outs: Sequence[Tensor | None] = (),
+    start: Tensor | None = None,
+) -> list[Tensor]:
+    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles.
+
+    outs, start: where outputs are to be: see :class:`lrpe_md.engine.output.Target`.
+    """
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
     stats, angles = [], None
@@ -54,8 +63,8 @@ def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
             heads = num_groups(ready.tables)
             size = (heads, call.layout.num_tokens, call.spec.num_channels)
             angles = ready.tables.omega.new_empty(size, dtype=torch.float32)
-        outs, _ = run(ready, Rows(xs, [], stats, angles))
-    return [*outs, *stats, angles] if angles is not None else [*outs, *stats]
+        ys, _ = run(ready, Rows(xs, [], stats, angles, outs, None if start is None else start.contiguous()))
+    return [*ys, *stats, angles] if angles is not None else [*ys, *stats]
 
 
 def backward(
@@ -95,7 +104,8 @@ class Rows(NamedTuple):
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
     angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
-    outs: Sequence[Tensor] = ()  # what is written; allocated where there are none
+    outs: Sequence[Any] = ()  # what is written, tensors; allocated where there are none, or None
+    start: Tensor | None = None  # (1,) or (B,): the token of each of outs where they begin
 
 
 class Sums(NamedTuple):
@@ -110,7 +120,7 @@ class Sums(NamedTuple):
 class Launch:
     """Everything about a launch but the tensors."""
 
-    __slots__ = ("compiled", "grid", "options", "outs", "packed", "scalars", "sums", "variant")
+    __slots__ = ("compiled", "grid", "options", "outs", "packed", "placed", "scalars", "sums", "variant")
 
     def __init__(
         self, programs: int, outs: list, sums: Sums, scalars: tuple[int, ...], variant: Variant, options: dict
@@ -120,6 +130,7 @@ class Launch:
         self.sums = sums
         self.scalars = scalars
         self.packed: tuple[int, ...] = pack(0, 0)  # numbers of the norm
+        self.placed: tuple[int, ...] = ()  # and of where outputs begin
         self.variant = variant
         self.options = options
         self.compiled: Any = None
@@ -198,7 +209,7 @@ def run(
     """Launch the kernel on q (and k); returns its outputs, of this dtype or that of the inputs, and the partial
     sums."""
     spec = call.spec
-    xs, dys, _, angles, given = rows
+    xs, dys, _, angles, given, start = rows
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
@@ -206,9 +217,15 @@ def run(
     call = count_far(call, dtype, needs)
     tables, launches, weights = call.tables, call.launches, call.weights
     address, geometry = 0, []
-    for t in (*xs, *dys, *given):
+    for t in (*xs, *dys):
         address |= t.data_ptr()
         geometry.append(t.stride())
+    for t in given:
+        if t is not None:
+            address |= t.data_ptr()
+        geometry.append(None if t is None else t.stride())
+    if start is not None:
+        geometry.append((start.dtype, len(start), *(None if t is None else t.shape[2] for t in given)))
     aligned = address % 16 == 0
     if spec.norm != "none":
         geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
@@ -218,25 +235,27 @@ def run(
     launch = launches.get(key)
     if launch is None:
         launch = launches[key] = prepare(call, rows, dtype, aligned, needs, launches_early(needs))
-    outs = list(given)
-    if not outs:
-        outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
+    outs: list[Tensor] = [
+        torch.empty_strided(size, stride, dtype=dtype, device=device) if t is None else t
+        for t, (size, stride) in zip(given or (None,) * len(launch.outs), launch.outs, strict=True)
+    ]
     partials = allocate_partials(launch.sums, device) if any(needs) else Partials(None, None, launch.sums)
     if launch.grid[0]:
         norm = None
         if spec.norm != "none":
             norm = (weights.weight, weights.bias, weights.weight_k, weights.bias_k, partials.weights, launch.packed)
-        _start(launch, order_tensors(rows, outs, tables, partials.angles, norm))
+        more = norm if start is None else (norm, (start, launch.placed))
+        _start(launch, order_tensors(rows, outs, tables, partials.angles, more))
     return outs, partials
 
 
-def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, norm: Any = None) -> tuple[Any, ...]:
-    """The first arguments of ``lrpe_kernel``."""
+def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, more: Any = None) -> tuple[Any, ...]:
+    """The first arguments of ``lrpe_kernel``. more: what it takes for a norm, and for where outputs begin."""
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
     stat0, stat1 = (*rows.stats, None, None)[:2]
     o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, norm
+    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, more
 
 
 def allocate_partials(sums: Sums, device: torch.device) -> Partials:
@@ -275,8 +294,11 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = [(t.shape, t.stride()) for t in rows.outs]
-    outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
+    given = rows.outs or (None,) * len(sources)
+    outs = [
+        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
+        for t, x in zip(given, sources, strict=True)
+    ]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
     variant = describe(call, rows, dtype, (head_dim, aligned), needs, strides)
@@ -328,6 +350,9 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
         sums = sums._replace(counts=(sums.counts[0], rows_of))
     launch = Launch(programs, outs, sums, scalars, variant, _compiler_options(chosen))
     launch.packed = pack(q_parts, outer * samples)
+    if rows.start is not None:
+        lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
+        launch.placed = pack(*lengths, int(len(rows.start) > 1))
     return launch
 
 
@@ -373,6 +398,7 @@ def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], 
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2,
         load_angles=cached and bool(rows.dys), store_angles=cached and not rows.dys,
+        has_start=rows.start is not None,
         explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
         has_weight=weights.weight is not None, has_bias=weights.bias is not None,

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .. import reference, reference_linear
+from .._ops import add_op_namespace_prefix, ops
 from ..reference_linear import Angles
 from . import compiled
 from .boundary import is_plain, transforming
@@ -133,7 +133,7 @@ def _differentiate_reference(
 
 # --- operators -------------------------------------------------------------------------------------------
 
-_lib = torch.library.Library("lrpe_md", "FRAGMENT")
+_lib = torch.library.Library(ops.name, "FRAGMENT")
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib.define(
     f"linear_forward(Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor[] state, {LINEAR_CALL}, bool return_state, "
@@ -160,9 +160,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     if direct:
         return _launcher().forward(call, operands, return_state, keep)
     q, k, v, gate, state = operands
-    return torch.ops.lrpe_md.linear_forward(
-        q, k, v, gate, list(state), *flatten_linear(call), return_state, keep, compiled.SOURCE
-    )
+    return ops.linear_forward(q, k, v, gate, list(state), *flatten_linear(call), return_state, keep, compiled.SOURCE)
 
 
 def backward(
@@ -177,7 +175,7 @@ def backward(
     if direct:
         return _launcher().backward(call, grads, operands, saved, needs)
     q, k, v, gate, state = operands
-    return torch.ops.lrpe_md.linear_backward(
+    return ops.linear_backward(
         list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs, compiled.SOURCE
     )
 
@@ -269,8 +267,8 @@ _lib.impl("linear_forward", _forward_cuda, "CUDA")
 _lib.impl("linear_backward", _backward_cuda, "CUDA")
 _lib.impl("linear_forward", _forward_reference, "CompositeExplicitAutograd")
 _lib.impl("linear_backward", _backward_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("lrpe_md::linear_forward", _forward_fake, lib=_lib)
-torch.library.register_fake("lrpe_md::linear_backward", _backward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("linear_forward"), _forward_fake, lib=_lib)
+torch.library.register_fake(add_op_namespace_prefix("linear_backward"), _backward_fake, lib=_lib)
 
 
 # --- autograd --------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class _Attend(torch.autograd.Function):
         operands = Operands(q, k, v, gate, state)
         # What is kept, and of which size, depends on the sizes: a graph for all sizes forms it again, and so does the
         # operator where it is the reference.
-        keep = direct or (q.is_cuda and all(has_static_value(size) for x in (q, k, v) for size in x.shape))
+        keep = direct or (q.is_cuda and all(reference_linear.is_static(size) for x in (q, k, v) for size in x.shape))
         out = forward(call, operands, return_state, keep, direct)
         num = 1 if not return_state else 2 if call.attention.normalizer == "none" else 3
         one_side = call.k_tables is call.q_tables

@@ -14,23 +14,27 @@ from ..positions.sequences import Packed
 from .boundary import is_direct, transforming
 from .joined import Split
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "split_qkv", "unpack_positions"]
+__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
 # Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
 Encode = Callable[..., Any]
 
 
 def encode_qkv(
-    encode: Encode, xs: tuple[Any, ...], qkv: Tensor | None, num_key_heads: int | None
+    encode: Encode, xs: tuple[Any, ...], qkv: Tensor | None, num_key_heads: int | None, out: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of a projection encoded, and v as it is, in the projection's own order: (B, N, H, D) or (N, H, D)."""
+    """q and k of a projection encoded, and v as it is, in the projection's own order: (B, N, H, D) or (N, H, D).
+
+    out: where q and k are to be, in that order, too.
+    """
     if qkv is None:
         raise ValueError(f"num_key_heads: expected it with qkv alone, got {num_key_heads}")
     if xs:
         raise TypeError(f"qkv: expected it alone, got {len(xs)} tensor{'s' * (len(xs) > 1)} beside it")
     q, k, v = _split(qkv, num_key_heads)
     batched = q.ndim == 4
-    q, k = encode(_heads_first(q), _heads_first(k))
+    into = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
+    q, k = encode(_heads_first(q), _heads_first(k), **into)
     return _tokens_first(q, batched), _tokens_first(k, batched), v
 
 
@@ -89,6 +93,19 @@ def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]
         )
     q, k, v = qkv.split([total - 2 * heads, heads, heads], dim=-2)
     return q, k, v
+
+
+def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
+    """Where outputs are to be, of the views of packed tokens (N, H, D)."""
+    if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+        return out
+    return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
+
+
+def order_heads(out: Any) -> Any:
+    """:func:`_heads_first` of what is a tensor with as many dimensions; the rest is refused where it is checked."""
+    fits = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
+    return _heads_first(out) if fits else out
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -23,10 +23,13 @@ from .dense import random_directions as random_directions
 from .dense import simplex_directions as simplex_directions
 from .rope_parameters import rope_frequencies as rope_frequencies
 from .scalings import dynamic_ntk_scaling as dynamic_ntk_scaling
+from .scalings import dype_ntk_scaling as dype_ntk_scaling
+from .scalings import dype_yarn_scaling as dype_yarn_scaling
 from .scalings import linear_scaling as linear_scaling
 from .scalings import llama3_scaling as llama3_scaling
 from .scalings import longrope_scaling as longrope_scaling
 from .scalings import ntk_scaling as ntk_scaling
+from .scalings import riflex_scaling as riflex_scaling
 from .scalings import yarn_scaling as yarn_scaling
 from .series import geometric_theta as geometric_theta
 from .series import head_bands_theta as head_bands_theta

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..checks import check_dense
 
 __all__ = [
-    "dynamic_ntk_scaling", "linear_scaling", "llama3_scaling", "longrope_scaling", "ntk_scaling", "yarn_scaling",
+    "dynamic_ntk_scaling", "dype_ntk_scaling", "dype_yarn_scaling", "linear_scaling", "llama3_scaling",
+    "longrope_scaling", "ntk_scaling", "riflex_scaling", "yarn_scaling",
 ]  # fmt: skip
 
 
@@ -34,11 +35,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
-    num = theta.shape[-1]
-    if num < 2:
-        raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
-    steps = torch.arange(num, dtype=theta.dtype, device=theta.device) / (num - 1)
-    return theta * factor**-steps, 1.0
+    return _stretch(theta, factor), 1.0
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
@@ -117,6 +114,123 @@ def llama3_scaling(
         raise ValueError(f"high: expected more than low = {low}, got {high}")
     keep = ((original_length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return theta / factor * (1 - keep) + theta * keep, 1.0
+
+
+def riflex_scaling(
+    theta: Tensor, length: float, *, repeats_at: float | None = None, index: int | None = None, share: float = 0.9
+) -> tuple[Tensor, float]:
+    """RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): the intrinsic frequency alone becomes share · 2π / length.
+
+    So ``length`` frames fill no more than ``share`` of its period, and a longer video does not repeat. Frequencies are
+    left alone up to the length of its period, as in the authors' code without finetuning. For the axis of time.
+
+    Args:
+        length: frames (of the latent grid) to be generated.
+        repeats_at: the frame where a longer video is seen to repeat: the intrinsic frequency is the one whose period,
+            rounded, is nearest (eq. 7).
+        index: or its index in theta, from 0 (the authors' k - 1).
+        share: 1 in the paper; the authors' code takes 0.9.
+
+    Amplitude 1.
+    """
+    check_dense("theta", theta, "(E,) or (H, E)")
+    _check_positive(length=length, share=share)
+    if (repeats_at is None) == (index is None):
+        raise ValueError(f"repeats_at, index: expected one of them, got {repeats_at}, {index}")
+    num = theta.shape[-1]
+    periods = (2 * math.pi / theta).round()
+    if repeats_at is not None:
+        intrinsic = (periods - repeats_at).abs().argmin(-1, keepdim=True)
+    elif isinstance(index, int) and 0 <= index < num:
+        intrinsic = torch.full((*theta.shape[:-1], 1), index, device=theta.device)
+    else:
+        raise ValueError(f"index: expected a number from 0 to {num - 1}, got {index}")
+    chosen = torch.arange(num, device=theta.device) == intrinsic
+    return torch.where(chosen & (periods < length), share * 2 * math.pi / length, theta), 1.0
+
+
+def dype_ntk_scaling(
+    theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
+) -> tuple[Tensor, float]:
+    """DyPE on NTK-aware scaling (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
+
+    Args:
+        factor: of the length beyond that of the training; up to 1 theta stays as it is.
+        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
+
+    Amplitude 1.
+    """
+    check_dense("theta", theta, "(E,) or (H, E)")
+    _check_positive(factor=factor, strength=strength)
+    share = _check_time(theta, time) ** 2
+    return _stretch(theta, max(1.0, factor) ** (strength * share)), 1.0
+
+
+def dype_yarn_scaling(
+    theta: Tensor,
+    factor: float,
+    time: float | Tensor,
+    *,
+    original_length: float,
+    interpolated: tuple[float, float] = (0.75, 1.25),
+    kept: tuple[float, float] = (2.0, 16.0),
+) -> tuple[Tensor, float]:
+    """DyPE on YaRN (Issachar et al., arXiv 2510.20766), as in the authors' code: three ranges by the turns made in
+    ``original_length``.
+
+    Below ``interpolated`` θ / factor, above it :func:`ntk_scaling`, above ``kept`` θ itself, with ramps within both;
+    the bounds are multiplied by t², so that towards t = 0 all of θ is kept. Ends of a ramp are rounded outwards to
+    whole indices. Where all frequencies are on one side of a ramp, as they are close to t = 0, the authors' turns over
+    and takes them for those of the other side; here they stay.
+
+    Args:
+        factor: of the length beyond that of the training; up to 1 theta stays as it is.
+        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
+
+    Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
+    """
+    check_dense("theta", theta, "(E,) or (H, E)")
+    _check_positive(factor=factor, original_length=original_length)
+    share = _check_time(theta, time) ** 2
+    if factor <= 1:
+        return theta, 1.0
+    scaled = theta / factor
+    for faster, turns in ((_stretch(theta, factor), interpolated), (theta, kept)):
+        ramp = _ramp_down(theta, original_length, turns, share)
+        scaled = scaled * (1 - ramp) + faster * ramp
+    return scaled, 0.1 * math.log(factor) + 1
+
+
+def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
+    """From 1 at the index that makes the second number of turns, times share, in the length to 0 at the first's."""
+    num = theta.shape[-1]
+    ends = theta.detach().double()
+    first, last = ends[..., :1].log(), ends[..., -1:].log()
+    step = (first - last) / max(num - 1, 1)
+    low, high = ((first - math.log(2 * math.pi * n / length) - share.log()) / step for n in turns[::-1])
+    high = high.ceil().clamp_max(num)
+    low = low.floor().clamp_min(0).minimum(high)
+    index = torch.arange(num, device=theta.device)
+    return 1 - ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
+
+
+def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
+    """NTK-aware; nothing is looked at."""
+    num = theta.shape[-1]
+    if num < 2:
+        raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
+    return theta * factor ** -(torch.arange(num, dtype=theta.dtype, device=theta.device) / (num - 1))
+
+
+def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
+    """As float64 on theta's device."""
+    if isinstance(time, Tensor):
+        if time.ndim:
+            raise ValueError(f"time: expected one number, got {tuple(time.shape)}")
+        return time.to(theta.device, torch.float64)
+    if not 0 <= time <= 1:
+        raise ValueError(f"time: expected that of the diffusion, from 1 (noise) to 0, got {time}")
+    return torch.full((), time, dtype=torch.float64, device=theta.device)
 
 
 def _check_positive(**numbers: float) -> None:

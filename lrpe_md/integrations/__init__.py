@@ -1,9 +1,17 @@
 """The library in models of timm, diffusers and transformers, an extra each: ``pip install 'lrpe-md[timm]'``."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_PLACES = {"adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange"}
+if TYPE_CHECKING:
+    from .exchange import adapt_rotary as adapt_rotary
+    from .exchange import restore_rotary as restore_rotary
+    from .timm import adapt as adapt
+
+_PLACES = {
+    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..engine.boundary import transforming
-from ..engine.linear_call import NormalizerName, State
+from ..engine.linear_call import NormalizerName
 from ..modules_linear import attend_with
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
@@ -25,8 +26,8 @@ from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "Carried", "Context", "attend", "attend_encoded", "attend_linearly", "check_causal", "sdpa_backends",
-    "softmax_attention",
+    "Carried", "Context", "attend", "attend_encoded", "attend_frames", "attend_linearly", "check_causal",
+    "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph
@@ -40,7 +41,8 @@ class Context:
 
     No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
 
-    block, carried: of linear attention, see :func:`lrpe_md.linear_attention` and :class:`Carried`.
+    block, carried: where frames see earlier ones alone, see :func:`lrpe_md.linear_attention`, :func:`attend_frames` and
+    :class:`Carried`. window: of softmax attention, the frames that one sees, itself among them; None: all.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Context:
         *,
         block: int | None = None,
         carried: Carried | None = None,
+        window: int | None = None,
     ) -> None:
         self.encoding, self.positions, self.attn_mask = encoding, positions, attn_mask
-        self.block, self.carried = block, carried
+        self.block, self.carried, self.window = block, carried, window
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
@@ -203,15 +206,112 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 class Carried:
-    """Sums of linear attention from one piece of a sequence to the next, an entry an attention, in their order."""
+    """What goes from one piece of a sequence to the next, an entry an attention, in their order: sums of linear
+    attention, keys and values of softmax attention."""
 
-    def __init__(self, before: Sequence[State] = ()) -> None:
+    def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
-        self.after: list[State] = []
+        self.after: list[Any] = []
 
-    def take(self) -> State | None:
+    def take(self) -> Any:
         """Those of the attention that is next."""
         return self.before[len(self.after)] if self.before else None
+
+
+def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
+    """Softmax attention of raw q, k, v (B, H, N, D) in which tokens see their frame and those before it.
+
+    Frames have ``context.block`` tokens each, behind the prefix, which sees itself and is seen by all. What is carried
+    on are keys as they came, not encoded: with a window of so many frames its first is at position 0, wherever it is
+    in the video, so that positions stay in the range of such a window and keys are encoded anew as it moves
+    (block-relativistic RoPE, arXiv 2511.20649).
+    """
+    grid, size, window = context.positions, context.block, context.window
+    assert grid is not None
+    assert size is not None
+    if context.attn_mask is not None:
+        raise ValueError("attn_mask: expected None where frames see earlier ones alone, got a mask")
+    if is_causal:
+        raise ValueError(
+            "is_causal: expected False where frames see earlier ones alone, which is causal between them, got True"
+        )
+    before = None if context.carried is None else context.carried.take()
+    prefix = grid.prefix
+    new = (q.shape[2] - (prefix if before is None else 0)) // size
+    if before is not None:
+        _check_kept(before, k, v, prefix, size)
+        k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+    frames = (k.shape[2] - prefix) // size
+    if context.carried is not None:
+        kept = frames if window is None else min(frames, window - 1)
+        parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))
+        # Not as a part of something larger, a projection or frames that are dropped, which it would keep alive.
+        whole = before is not None and kept == frames
+        context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
+    if not isinstance(grid, Grid) and (window is not None or before is not None):
+        raise ValueError("window: expected None where places are dropped, whose frames have a table of positions")
+    if window is None or frames <= window:
+        mask = _mask_frames(q.shape[2], k.shape[2], prefix, size, k.device) if before is None or new > 1 else None
+        return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)
+    found = []
+    if before is None and prefix:
+        first_q, first_k, first_v = (t[:, :, :prefix] for t in (q, k, v))
+        found.append(_attend_window(attn, first_q, first_k, first_v, context, (0, None)))
+    for i in range(new):
+        last = frames - new + i + 1
+        first, end = max(0, last - window), q.shape[2] - (new - i - 1) * size
+        keys, values = (_take_frames(t, prefix, first, last, size) for t in (k, v))
+        found.append(_attend_window(attn, q[:, :, end - size : end], keys, values, context, (last - first, 1)))
+    return torch.cat(found, dim=2)
+
+
+def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> None:
+    """Keys and values of earlier frames, as they were kept of samples like these."""
+    fits = type(before) is tuple and len(before) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in before)
+    if fits:
+        fits = all(
+            (t.shape[0], t.shape[1], t.shape[3], t.dtype, t.device)
+            == (new.shape[0], new.shape[1], new.shape[3], new.dtype, new.device)
+            and t.shape[2] >= prefix
+            and (t.shape[2] - prefix) % size == 0
+            for t, new in zip(before, (k, v), strict=True)
+        )
+    if not fits:
+        found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in before]
+        raise ValueError(
+            f"state: expected keys and values ({k.shape[0]}, {k.shape[1]}, {prefix} + a multiple of {size}, "
+            f"{k.shape[3]}) in {k.dtype} on {k.device}, got {found}"
+        )
+
+
+def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Tensor:
+    """The prefix and these frames."""
+    frames = t[:, :, prefix + first * size : prefix + last * size]
+    return torch.cat([t[:, :, :prefix], frames], dim=2) if prefix else frames
+
+
+def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
+    """Which of the keys the last queries see."""
+    frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
+    return frame[num_keys - num_queries :, None] >= frame
+
+
+def _attend_window(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """frames: those of the keys, and of them, the last, those of the queries; None: q is of the same tokens as k."""
+    encoding, grid, size = context.encoding, context.positions, context.block
+    if encoding is not None:
+        check_causal(encoding)
+        where: Any = grid
+        if isinstance(grid, Grid):
+            where = replace(grid, shape=(frames[0], *grid.shape[1:]), start=0, length=None)
+            if frames[1] is not None:
+                assert size is not None
+                where = replace(where, start=where.total - frames[1] * size), where
+        q, k = encoding(q, k, positions=where)
+    return attend(attn, q, k, v, mask, False)
 
 
 def attend_linearly(

@@ -28,6 +28,7 @@ from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
 from ..presets.registry import preset
 from ..presets.scheme import Preset
+from .diffusers_rule import explain_by_rule, is_rope, plan_by_rule, refusals_by_rule
 from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 from .norms import join_norms, norm_of
 
@@ -270,6 +271,8 @@ PROCESSORS: dict[type, type] = {
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
     """The exchanges that put our encoding into the known rotary modules of ``model`` and the attentions they serve."""
     everything = parts(model)
+    if any(type(part) not in ROPES and is_rope(type(part)) for part in everything.values()):
+        return plan_by_rule(model, impl)
     ropes = {path: part for path, part in everything.items() if type(part) in ROPES}
     steps: list[Step] = []
     for path, rope in ropes.items():
@@ -288,3 +291,13 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
 
 def _takes_rotary(processor: Any) -> bool:
     return any(name.endswith("rotary_emb") for name in inspect.signature(processor).parameters)
+
+
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Why rotary modules of ``model`` are left as they are."""
+    return refusals_by_rule(model)
+
+
+def explain(model: nn.Module) -> str | None:
+    """Why nothing of ``model`` can be taken, where that can be said."""
+    return explain_by_rule(model)

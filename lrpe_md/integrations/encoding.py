@@ -15,7 +15,7 @@ from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
 from ..functional import cosine, rotate
-from ..module_base import FrequencyModule
+from ..module_base import FrequencyModule, check_unwritten, copy_together
 from ..modules import CosineMd, PresetMd, RotateMd
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
@@ -296,6 +296,22 @@ class EncodingStack:
                 names |= {f"{path}.{name}" for name in excluded()}
         return names
 
+    def locate(self, positions: Any) -> Any:
+        """Positions of a grid with what :meth:`FrequencyModule.set_places` says; once a forward, not once a layer.
+
+        Raises:
+            ValueError: a table, in which tokens have no place on an axis.
+        """
+        first = self.distinct[0] if self.distinct else None
+        if not isinstance(first, FrequencyModule) or not first.moved:
+            return positions
+        if not isinstance(positions, Grid):
+            raise ValueError(
+                f"places: expected None for axes {list(first.moved)}, since tokens are in a table of positions: text "
+                "with positions of its own, an image behind it, or dropped tokens"
+            )
+        return first.locate(positions)
+
     def rescale(self, scaling: Scaling | None) -> None:
         """:meth:`Stretched.rescale` of each layer that can be."""
         for module in self.distinct:
@@ -357,14 +373,17 @@ class Stretched(nn.Module):
         *,
         positions: Any,
         norm: Norm | None = None,
+        out: Any = None,
+        out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
         own: Any = self.describe()
         if attend is not None:
+            check_unwritten(out)
             return attend(own._replace(norm=norm), q, k)
         options: dict[str, Any] = {
             "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
-            "amplitude": own.amplitude, "impl": own.impl, "norm": norm,
+            "amplitude": own.amplitude, "impl": own.impl, "norm": norm, "out": out, "out_start": out_start,
         }  # fmt: skip
         if own.map == "rotate":
             return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
@@ -377,17 +396,17 @@ class Stretched(nn.Module):
         scaling: theta (H or 1, C) → scaled theta and amplitude: one of ``lrpe_md.frequencies``' ``*_scaling`` with its
             arguments bound.
         """
-        if scaling is None:
-            self.ratio.fill_(1.0)
-            self.amplitude.fill_(1.0)
-            return
-        theta = self.frequencies.get_omega()[..., 0].double()
-        scaled, amplitude = scaling(theta)
-        if scaled.shape != theta.shape:
-            raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-        ratio = torch.where(theta == 0, 1.0, scaled / theta)  # a frequency of 0 stays 0
-        self.ratio.copy_(ratio[..., None])
-        self.amplitude.fill_(amplitude)
+        copy_together(self.rescaled(scaling))
+
+    @torch.no_grad()
+    def rescaled(self, scaling: Scaling | None) -> list[tuple[Tensor, Tensor]]:
+        """What :meth:`rescale` copies: buffers, and the values that they are to hold."""
+        ratio, gain = torch.ones_like(self.ratio), torch.ones_like(self.amplitude)
+        if scaling is not None:
+            theta = self.frequencies.get_omega()[..., 0].double()
+            scaled, amplitude = scale_series(theta, scaling)
+            ratio, gain = scaled[..., None], gain * amplitude
+        return [(self.ratio, ratio), (self.amplitude, gain)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Frequencies keep their dtype, as the library's do, and their values where a meta model materialises."""
@@ -401,6 +420,14 @@ class Stretched(nn.Module):
         if was_meta and not self.ratio.is_meta:
             self.rescale(None)
         return self
+
+
+def scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
+    """What frequencies (H or 1, E) are multiplied by, and the amplitude. One of 0 stays 0."""
+    scaled, amplitude = scaling(theta)
+    if scaled.shape != theta.shape:
+        raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
+    return torch.where(theta == 0, 1.0, scaled / theta), amplitude
 
 
 def _materialise(encoding: Any, _: Any) -> None:

@@ -2,7 +2,7 @@
 
     from lrpe_md import adapt_rotary
     model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
-    adapt_rotary(pipe.transformer)                      # diffusers: FLUX.1, Wan, HunyuanVideo
+    adapt_rotary(pipe.transformer)                      # diffusers: FLUX, Wan, Qwen-Image, ..
     adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
     adapt_rotary(LlamaForCausalLM.from_pretrained(..))
 
@@ -35,8 +35,8 @@ from ..positions.grid import Grid
 from ..presets.scheme import Preset
 
 __all__ = [
-    "Adapted", "Exact", "PresetRotate", "Rotary", "Step", "adapt_rotary", "apply", "found_series", "install",
-    "parts", "restore", "restore_rotary", "with_series",
+    "OWN", "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
+    "find_others", "found_series", "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
 ]  # fmt: skip
 
 torch.fx.wrap("rotate")  # one step of a traced graph
@@ -44,15 +44,22 @@ torch.fx.wrap("rotate")  # one step of a traced graph
 Model = TypeVar("Model", bound=nn.Module)
 
 LIBRARIES = {  # the adapters of each, and what they take
-    "timm": ((".timm_rotary",), "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder)"),
-    "diffusers": ((".diffusers",), "diffusers' FLUX.1, Wan and HunyuanVideo transformers"),
+    "timm": (
+        (".timm_rotary",),
+        "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek",
+    ),
+    "diffusers": (
+        (".diffusers",),
+        "diffusers' models whose rotary module and functions can be read (FLUX, Wan, Qwen-Image, LTX, ..)",
+    ),
     "transformers": (
-        (".transformers", ".transformers_text"),
-        "transformers' Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and language models (Llama, Mistral, Qwen, GLM, Cohere, ..)",
+        (".transformers",),
+        "transformers' models whose rotary module and functions are like known ones (Llama, Qwen, Gemma, ..)",
     ),
 }
 
 
+OWN = "_lrpe_methods"  # names of methods that an object was given in place of its class'
 _UNKNOWING = (
     "rotary: expected a part that adapt_rotary knows, got one that takes cos and sin, set after the model was adapted "
     "(a processor, a function); call adapt_rotary(model) again, which takes or names it, or restore_rotary(model)"
@@ -73,7 +80,7 @@ class Rotary:
         omega: Tensor,
         positions: Grid | Coordinates,
         pairs: Pairs,
-        amplitude: float = 1.0,
+        amplitude: float | Tensor = 1.0,
         impl: Impl = "auto",
         rotary_dim: int | None = None,
         norm: Norm | None = None,
@@ -85,10 +92,16 @@ class Rotary:
         self.impl: Impl = impl
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(
-            q, k, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
+        q, k = self.encode(q, k)
+        return q, k
+
+    def encode(self, *xs: Tensor) -> Sequence[Tensor]:
+        """q and k, or one of them."""
+        ys = rotate(
+            *xs, omega=self.omega, positions=self.positions, pairs=self.pairs, rotary_dim=self.rotary_dim,
             amplitude=self.amplitude, norm=self.norm, impl=self.impl,
         )  # fmt: skip
+        return (ys,) if isinstance(ys, Tensor) else ys
 
     def bnhd(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The same for q and k (B, N, H, D)."""
@@ -124,7 +137,10 @@ class Rotary:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Rotary:
         """On another device: accelerate asks for it where a model is spread over several."""
         positions = self.positions if isinstance(self.positions, Grid) else self.positions.to(device)
-        return self.at(positions, self.omega.to(device, non_blocking=non_blocking))
+        moved = self.at(positions, self.omega.to(device, non_blocking=non_blocking))
+        if isinstance(self.amplitude, Tensor):
+            moved.amplitude = self.amplitude.to(device, non_blocking=non_blocking)
+        return moved
 
 
 class Exact(FrequencyModule):
@@ -133,6 +149,11 @@ class Exact(FrequencyModule):
     def get_omega(self) -> Tensor:
         omega = super().get_omega()
         if omega.dtype != self.dtype:
+            if "trained_omega" in self._buffers:
+                raise ValueError(
+                    f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
+                    "frequencies were changed; change them again"
+                )
             self.omega = omega = self._initial("omega", omega.device)
         return omega
 
@@ -187,8 +208,12 @@ class PresetRotate(Exact, PresetMd):
         super().__init__(preset, learnable=False, device=device, impl=impl)
 
     def at(self, positions: Grid | Coordinates) -> Rotary:
-        amplitude: Any = self.preset.amplitude
-        return Rotary(self.get_omega(), positions, self.pairs, amplitude, self.impl)
+        if self.moved and not isinstance(positions, Grid):
+            raise ValueError(
+                f"places: expected None for axes {list(self.moved)} of a model that is given coordinates; change those"
+            )
+        amplitude: Any = self.amplitude if "trained_amplitude" in self._buffers else self.preset.amplitude
+        return Rotary(self.get_omega(), self.locate(positions), self.pairs, amplitude, self.impl)
 
 
 class Adapted:
@@ -207,6 +232,23 @@ class Adapted:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls.__bases__[-1], Adapted):  # as FSDP2 and parametrizations derive theirs
             cls.original = cls.__bases__[-1]
+
+
+@functools.cache
+def adapted_class(base: type[Adapted], original: type) -> Any:
+    """A class of ours, made of ``base``, for objects of ``original``; the same each time."""
+    return type(f"Lrpe{original.__name__}", (base, original), {"__module__": base.__module__})
+
+
+def reduce_adapted(part: Any, base: type[Adapted]) -> Any:
+    """What copies and files keep of a part whose class :func:`adapted_class` made, which is found nowhere by name."""
+    _, _, *state = object.__reduce_ex__(part, 2)
+    return (_make_anew, (base, type(part).original), *state)
+
+
+def _make_anew(base: type[Adapted], original: type) -> Any:
+    cls = adapted_class(base, original)
+    return cls.__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -254,10 +296,13 @@ def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
 
 
 def parts(model: nn.Module) -> dict[str, Any]:
-    """All modules by name, and the attention processors that some of them have."""
+    """All modules by name, the attention processors that some of them have, and diffusers' rotary objects."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         found[name] = module
+        for attribute, value in vars(module).items():
+            if isinstance(value, Adapted) or type(value).__name__.startswith("Rope"):
+                found[f"{name}.{attribute}".lstrip(".")] = value
         processor = getattr(module, "processor", None)
         if processor is not None:
             found[f"{name}.processor".lstrip(".")] = processor
@@ -285,12 +330,14 @@ def restore(model: nn.Module) -> None:
                 if hasattr(part, name):
                     delattr(part, name)
             part.__class__ = type(part).original
+        for name in (*vars(part).get(OWN, ()), OWN) if OWN in vars(part) else ():
+            delattr(part, name)
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------
 
 
-def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
+def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Encode q and k with :func:`lrpe_md.rotate` in a built model of timm, diffusers or transformers; returns it.
 
     In place, and in one launch for q and k. Parameters, their names, hooks and optimizers stay as they are: only the
@@ -300,11 +347,15 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
     Args:
         model: one with parts of these, itself or anywhere inside:
 
-            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``;
-            - diffusers: FLUX.1, Wan 2.1 and 2.2, HunyuanVideo transformers, and ControlNets made of the same parts;
-            - transformers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, language model and vision tower; Llama, Mistral, Qwen2,
-              Qwen3, Gemma, Gemma 2, Granite, Phi, Phi-3, GLM, GLM-4, Cohere and Cohere2, with every length scaling.
+            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; encoders of
+              Qwen3-VL and DeepSeek;
+            - diffusers: those with a rotary module of their own, and functions that turn q and k as known ones do:
+              FLUX, Qwen-Image, Wan and its derivatives, HunyuanVideo, LTX, Z-Image, Cosmos, ..; ControlNets of the same
+              parts;
+            - transformers: language models and vision towers whose rotary module and functions compute what is known,
+              with every length scaling; docs/results/adapted-models.md names them.
         impl: see :func:`lrpe_md.rotate`.
+        verbose: print what was adapted, and what was left and why.
 
     A part with a rotary encoding that is none of these stays as it is, and a warning names it. What exchanges attention
     processors or functions of the model afterwards (diffusers' IP adapters, Liger) asks for another ``adapt_rotary``.
@@ -328,31 +379,70 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto") -> Model:
         for adapter in adapters if library in libraries else ():
             steps += import_module(adapter, __package__).plan(model, impl)
     if not steps:
+        for library in libraries & LIBRARIES.keys():
+            for adapter in LIBRARIES[library][0]:
+                explain = getattr(import_module(adapter, __package__), "explain", None)
+                reason = None if explain is None else explain(model)
+                if reason is not None:
+                    raise TypeError(f"model: {reason}")
         names = "; ".join(names for _, names in LIBRARIES.values())
         raise TypeError(
             f"model: expected one with a rotary encoding of {names}, "
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)
-    _warn_of_others(model)
+    others = find_others(model)
+    if verbose:
+        _print_report(model, others)
+    elif others:
+        found = ", ".join(f"{path} ({left.name})" for path, left in others.items())
+        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=2)
     return model
 
 
 _ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")
 
 
-def _warn_of_others(model: nn.Module) -> None:
-    """A warning that names the model's other rotary encodings, which stay as they are."""
-    others: dict[str, str] = {}
+@dataclass(frozen=True)
+class Left:
+    """A rotary part that stays as it is: the name of its class, and why."""
+
+    name: str
+    reason: str
+
+
+def find_others(model: nn.Module) -> dict[str, Left]:
+    """The model's other rotary encodings, which stay as they are."""
+    reasons: dict[str, str] = {}
+    for library in {type(part).__module__.split(".")[0] for part in model.modules()} & LIBRARIES.keys():
+        for adapter in LIBRARIES[library][0]:
+            refusals = getattr(import_module(adapter, __package__), "refusals", None)
+            reasons |= {} if refusals is None else refusals(model)
+    others: dict[str, Left] = {}
     for path, part in model.named_modules():
         name, cls = path.split(".")[-1], type(part)
         inside = any(path.startswith(f"{outer}.") for outer in others)
         known = isinstance(part, (Adapted, nn.Identity)) or cls.__module__.split(".")[0] == "lrpe_md"
+        known = known or _takes_rotary(cls)
         if path and not inside and not known and (_ROTARY_NAME.search(name) or _ROTARY_NAME.search(cls.__name__)):
-            others[path] = cls.__name__
-    if others:
-        found = ", ".join(f"{path} ({name})" for path, name in others.items())
-        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=3)
+            others[path] = Left(cls.__name__, reasons.get(path, "its code is not known"))
+    return others
+
+
+def _takes_rotary(cls: type) -> bool:
+    """Whether a method calls an exchanged function: it is given what an adapted part gives."""
+    methods = (inspect.unwrap(m) for base in cls.__mro__ for m in vars(base).values() if inspect.isfunction(m))
+    return any(
+        hasattr(method.__globals__.get(name), "takes_rotary") for method in methods for name in method.__code__.co_names
+    )
+
+
+def _print_report(model: nn.Module, others: Mapping[str, Left]) -> None:
+    adapted = {path: part for path, part in parts(model).items() if isinstance(part, Adapted)}
+    for path, part in adapted.items():
+        print(f"adapted: {path or 'model'} ({type(part).original.__name__})")
+    for path, left in others.items():
+        print(f"left: {path} ({left.name}): {left.reason}")
 
 
 def restore_rotary(model: Model) -> Model:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..norm import Norm, NormName
-from .exchange import Adapted, Rotary, Step, parts
+from .exchange import Adapted, Rotary, Step, adapted_class, parts, reduce_adapted
 
-__all__ = ["DeferredNorm", "NormedAttention", "defer_norms", "join_norms", "norm_of", "takes_norm"]
+__all__ = ["DeferredNorm", "NormedAttention", "defer_norms", "join_norms", "norm_of", "normal_source", "takes_norm"]
 
 
 class _Own(NamedTuple):
@@ -93,6 +97,9 @@ class DeferredNorm(Adapted):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if hasattr(self, "deferred") else self.original.forward(self, hidden_states)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, DeferredNorm)
+
 
 class NormedAttention(Adapted):
     """An attention of transformers whose norms of q and k over a head are :class:`DeferredNorm`."""
@@ -113,19 +120,47 @@ class NormedAttention(Adapted):
             position_embeddings = (position_embeddings[0].normed(norm), *position_embeddings[1:])
         return self.original.forward(self, hidden_states, position_embeddings, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, NormedAttention)
 
-def defer_norms(model: nn.Module, attentions: dict[type, type], norms: dict[type, type]) -> list[Step]:
-    """The exchanges that leave the norms of q and k to the map, in attentions of these classes."""
+
+def defer_norms(model: nn.Module, attentions: Sequence[type], norms: Sequence[type]) -> list[Step]:
+    """The exchanges that leave the norms of q and k to the map, in attentions whose code is that of these classes."""
     steps: list[Step] = []
     for part in parts(model).values():
         own = [getattr(part, name, None) for name in ("q_norm", "k_norm")]
-        if type(part) not in attentions or any(type(norm) not in norms for norm in own):
+        if not _is_one_of(part, attentions) or not all(_is_one_of(norm, norms) for norm in own):
             continue
         if any(norm._forward_hooks or norm._forward_pre_hooks for norm in own):  # pyright: ignore
             continue
-        steps.append(Step(part, attentions[type(part)]))
-        steps += [Step(norm, norms[type(norm)], {"deferred": True}) for norm in own]
+        steps.append(Step(part, adapted_class(NormedAttention, type(part))))
+        steps += [Step(norm, adapted_class(DeferredNorm, type(norm)), {"deferred": True}) for norm in own]
     return steps
+
+
+def _is_one_of(part: Any, classes: Sequence[type]) -> bool:
+    """Whether the forward of a module is that of one of the classes, source for source."""
+    if not isinstance(part, nn.Module) or "forward" in vars(part):
+        return False
+    return type(part) in classes or normal_source(type(part)) in {normal_source(cls) for cls in classes}
+
+
+@cache
+def normal_source(cls: type, name: str = "forward") -> str:
+    """The source of a method without decorators, comments, docstring and annotations; where there is none, a name of
+    this class alone."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, name)))))
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        return f"{cls.__module__}.{cls.__qualname__}.{name}"
+    function: Any = tree.body[0]
+    function.returns, function.decorator_list = None, []
+    for argument in (*function.args.args, *function.args.kwonlyargs, function.args.vararg, function.args.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    if isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant):
+        del function.body[0]
+    return ast.unparse(function)
 
 
 def takes_norm(encoding: Any, attention: str = "softmax") -> bool:

@@ -42,7 +42,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
 from ..presets.scheme import Preset, Scheme
-from .attention import Context, attend, attend_encoded, attend_linearly, check_causal
+from .attention import Context, attend, attend_encoded, attend_frames, attend_linearly, check_causal
 from .encoding import Encoding, EncodingStack, build_encoding
 from .norms import norm_of, takes_norm
 
@@ -87,10 +87,11 @@ class LrpeAttention(Attention):
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        again = self._encodes_again(x, encoding)
+        frames = context.block is not None and self.attention == "softmax"
+        again = not frames and self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv) if again else qkv.permute(2, 0, 3, 1, 4).unbind(0)
         norm = None
-        if takes_norm(encoding, self.attention):
+        if not frames and takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)
         if again:
             assert encoding is not None
@@ -104,9 +105,9 @@ class LrpeAttention(Attention):
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
                 block=context.block, carried=context.carried, norm=norm,
             )  # fmt: skip
+        elif frames:
+            x = attend_frames(self, q, k, v, context, is_causal)
         else:
-            if context.block is not None:
-                raise ValueError("attention: expected 'linear' where frames see earlier ones alone, got 'softmax'")
             if encoding is not None:
                 q, k = encode(encoding, q, k, positions, is_causal, norm)
                 if self.copy_v:
@@ -330,6 +331,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
         grid = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference, x.device)
+        grid = EncodingStack(self.encoding).locate(grid)
         if kept is None:
             return x, grid
         table = grid.take(kept)

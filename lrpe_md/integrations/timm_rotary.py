@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any, cast
 
 from .extras import require
@@ -28,7 +30,18 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..presets.registry import preset
 from .attention import attend
-from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, parts, with_series
+from .exchange import (
+    Adapted,
+    PresetRotate,
+    Rotary,
+    Step,
+    adapted_class,
+    found_series,
+    parts,
+    reduce_adapted,
+    with_series,
+)  # fmt: skip
+from .norms import normal_source
 
 __all__ = ["plan"]
 
@@ -108,6 +121,22 @@ class LrpeEva(Adapted, Eva):
         return x, self.rope.rotaries(lay_out_patches(self.rope, height, width, self.num_prefix_tokens, index))
 
 
+class EncoderWithRope(Adapted):
+    """An encoder that adds positions to patches (B, H, W, C), such as those of Qwen3-VL and DeepSeek's models."""
+
+    rope: Any
+
+    def _pos_embed(self, x: Tensor) -> tuple[Tensor, Any]:
+        if not getattr(self.rope, "adapted", False):
+            return self.original._pos_embed(self, x)
+        height, width = x.shape[1:3]
+        x, index = self.original._pos_embed(self, x)
+        return x, self.rope.rotaries(lay_out_patches(self.rope, height, width, 0, index))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, EncoderWithRope)
+
+
 def lay_out_patches(rope: Any, height: int, width: int, num_prefix_tokens: int, index: Tensor) -> Grid | Coordinates:
     """Where the patches are, of which timm has gathered those with these numbers."""
     positions: Any = rope.place(Grid((height, width), prefix=num_prefix_tokens))
@@ -167,7 +196,7 @@ class LrpeAttentionRope(_Attention, AttentionRope):
 
 
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
-    """The exchanges that put our encoding into every Eva of ``model`` that has one; raises where one does not fit."""
+    """The exchanges that put our encoding into every ViT of ``model`` that has one; raises where one does not fit."""
     found: dict[str, Any] = {path or "model": part for path, part in parts(model).items() if isinstance(part, Eva)}
     for path, part in found.items():
         if type(part) is not Eva:
@@ -175,14 +204,64 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
                 f"{path}: expected timm's Eva itself, got {type(part).__name__}, a subclass, which may differ from it"
             )
     rotary = {path: vit for path, vit in found.items() if vit.rope is not None}
+    encoders: dict[str, Any] = {path or "model": part for path, part in parts(model).items() if _is_encoder(part)}
+    refused = refusals(model)
+    if not rotary and not encoders and refused:
+        path, reason = next(iter(refused.items()))
+        raise ValueError(f"{path}: {reason}")
     if found and not rotary:
         raise ValueError(
             f"{next(iter(found))}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)"
         )
-    return [step for path, vit in rotary.items() for step in _plan_eva(path, vit, impl)]
+    steps = [step for path, vit in rotary.items() for step in _plan_vit(path, vit, LrpeEva, impl)]
+    for path, vit in encoders.items():
+        steps += _plan_vit(path, vit, adapted_class(EncoderWithRope, type(vit)), impl)
+    return steps
 
 
-def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
+def _is_encoder(part: Any) -> bool:
+    """Whether positions come into a model as in :class:`EncoderWithRope`: the code that brings them there is the same.
+
+    Told by the source of ``_pos_embed`` and of what calls it: that of timm's encoders, or one that is equal to it.
+    """
+    if isinstance(part, (Eva, Adapted)) or type(getattr(part, "rope", None)) not in ROPES:
+        return False
+    return any(
+        all(normal_source(type(part), name) == normal_source(cls, name) for name in ("_pos_embed", "forward_features"))
+        for cls in _encoders()
+    )
+
+
+@cache
+def _encoders() -> tuple[type, ...]:
+    """Those that are known, as far as timm has them."""
+    found: list[type] = []
+    for module, name in (("qwen3_vit", "Qwen3VitEncoder"), ("deepseek_vit", "DeepseekVitEncoder")):
+        try:
+            found.append(getattr(import_module(f"timm.models.{module}"), name))
+        except (ImportError, AttributeError):
+            continue
+    return tuple(found)
+
+
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Why parts of timm with a rotary encoding are left as they are."""
+    found: dict[str, str] = {}
+    for path, part in parts(model).items():
+        name = type(part).__name__
+        rotary = name != "NaFlexVit" or part.rope is not None
+        if rotary and name in REASONS and type(part).__module__.startswith("timm."):
+            found[path or "model"] = REASONS[name]
+    return found
+
+
+REASONS = {
+    "NaFlexVit": "expected images of one size in a batch, got a NaFlexVit, whose samples have tables of their own",
+    "Gemma4RotaryEmbedding2D": "expected pairs over all channels, got pairs within the channels of each axis",
+}
+
+
+def _plan_vit(path: str, vit: Any, cls: Any, impl: Impl) -> list[Step]:
     attentions = [block.attn for block in vit.blocks]
     for i, attn in enumerate(attentions):
         if type(attn) not in ATTENTIONS:
@@ -209,7 +288,7 @@ def _plan_eva(path: str, vit: Any, impl: Impl) -> list[Step]:
         draws = {name: getattr(vit.rope, f"{name}_coords") for name in ("shift", "jitter", "rescale")}
         augment = AugmentPositions(**draws, seed=torch.initial_seed()).train(vit.training)
     step.attributes["augment"] = augment
-    return [Step(vit, LrpeEva), step, *(Step(attn, ATTENTIONS[type(attn)]) for attn in attentions)]
+    return [Step(vit, cls), step, *(Step(attn, ATTENTIONS[type(attn)]) for attn in attentions)]
 
 
 def _axial(path: str, rope: Any, name: str, cls: Any, series: Tensor | None, options: dict[str, Any]) -> Step:

@@ -1,14 +1,20 @@
-"""transformers' Qwen2-VL, Qwen2.5-VL and Qwen3-VL (and its MoE): language model and vision tower.
+"""transformers' models, by rule: text models, and towers whose rotary module is given positions.
 
-Their attentions call a function of their modeling file, ``apply_rotary_pos_emb(q, k, cos, sin)``. The rotary module
-gives a :class:`Rotary` where it gave cos and sin, and that function is exchanged for one that takes both: models that
-are not adapted compute as before. Source: transformers 5.23, ``transformers/models/qwen*_vl*/modeling_*.py``.
+The rotary module gives a :class:`Rotary` where it gave cos and sin, and the functions that the attentions call with it
+are exchanged for some that take both: models that are not adapted compute as before. Which module and function that
+may be is no list of classes: :mod:`.transformers_read` reads what they compute, :mod:`.transformers_flow` whether what
+the module gives goes to such functions and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 from .extras import require
@@ -17,25 +23,66 @@ require("transformers")
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
-from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
-from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 
 from ..engine.validate import Impl
+from ..modules import RotateMd
+from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
-from ..presets.registry import preset
-from .exchange import Adapted, PresetRotate, Rotary, Step, found_series, install, parts, with_series
-from .norms import DeferredNorm, NormedAttention, defer_norms
+from ..positions.grid import Grid
+from .exchange import Adapted, Exact, Rotary, Step, adapted_class, reduce_adapted
+from .norms import defer_norms
+from .transformers_exceptions import EXCEPTIONS
+from .transformers_flow import find_misuse
+from .transformers_read import (
+    Form,
+    Misfit,
+    Reading,
+    Unknown,
+    by_length,
+    leaves_prefix,
+    read_function,
+    read_image_rotary,
+    read_rotary,
+)
 
-__all__ = ["plan"]
+__all__ = ["plan", "refusals"]
 
 
 # --- rotary modules ------------------------------------------------------------------------------------------
 
 
-class WindowedRotary(Rotary):
-    """The tower of Qwen2.5-VL brings cos and sin (N, ..) into the order of its windows: by shape and by index."""
+class AxesRotate(Exact, RotateMd):
+    """Our encoding with the frequencies of a model's rotary module, of one axis or several."""
+
+    def __init__(
+        self, reading: Reading, pairs: Any, *, by_function: bool = False, moved: bool = False, impl: Impl, device: Any
+    ) -> None:
+        channels, num_axes = reading.omega.shape
+        super().__init__(
+            2 * channels, num_axes, frequencies=partial(_frequencies, reading.omega), pairs=pairs, impl=impl,
+            device=device, dtype=torch.float64,
+        )  # fmt: skip
+        self.kind, self.layout, self.gain_of_all = reading.kind, reading.layout, reading.amplitude
+        self.by_function, self.reordered = by_function, moved or reading.kind == "table"
+
+    def at(self, coords: Tensor, omega: Tensor | None = None, amplitude: float | None = None) -> Rotary:
+        omega = self.get_omega() if omega is None else omega
+        amplitude = self.gain_of_all if amplitude is None else amplitude
+        cls = Places if self.reordered else ByFunction if self.by_function else Rotary
+        return cls(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
+
+
+def _frequencies(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
+    return omega[None]
+
+
+class ByFunction(Rotary):
+    """Where a model has functions of both pairs, and calls one or the other."""
+
+
+class Places(Rotary):
+    """Some towers bring cos and sin (N, ..) into another order of tokens, by shape and by index; some decoders go on
+    with a part of the tokens of cos and sin (B, N, ..)."""
 
     positions: Coordinates
 
@@ -43,171 +90,371 @@ class WindowedRotary(Rotary):
         return self._moved(self.positions.coords.reshape(shape))
 
     def __getitem__(self, index: Any) -> Rotary:
-        return self._moved(self.positions.coords[index])
+        coords = self.positions.coords
+        if isinstance(index, tuple) and coords.ndim == 2:  # one sample's for the whole batch
+            return self._moved(coords[None][index][0])
+        return self._moved(coords[index])
 
     def _moved(self, coords: Tensor) -> Rotary:
         return self.at(replace(self.positions, coords=coords))
 
 
-class _Rope(Adapted):
+class Patches(Rotary):
+    """Patches of an image, in front of which are tokens that are not rotated, however many."""
+
+    positions: Grid
+
+    def encode(self, *xs: Tensor) -> Sequence[Tensor]:
+        prefix = xs[0].shape[2] - self.positions.num_grid_tokens
+        whole = self if prefix == self.positions.prefix else self.at(replace(self.positions, prefix=prefix))
+        return Rotary.encode(whole, *xs)
+
+
+class AdaptedImageRope(Adapted):
+    """A rotary module that gives :class:`Patches` for the pixels of an image (B, C, H, W)."""
+
+    extras = ("rotation", "augment")
+    rotation: AxesRotate
+    augment: AugmentPositions | None
+    training: bool
+    config: Any
+
+    @torch.no_grad()
+    def forward(self, pixel_values: Tensor) -> Any:
+        if not hasattr(self, "rotation"):
+            return self.original.forward(self, pixel_values)
+        shape = tuple(size // self.config.patch_size for size in pixel_values.shape[-2:])
+        positions: Any = Grid(shape).cells("axis")
+        if self.augment is not None and self.training:
+            positions = self.augment(positions, pixel_values.device)
+        rotation = self.rotation
+        rotary = Patches(rotation.get_omega(), positions, rotation.pairs, impl=rotation.impl)
+        return rotary, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, AdaptedImageRope)
+
+
+class AdaptedRope(Adapted):
+    """A rotary module that gives :class:`Rotary`, at the places that ``position_ids`` says."""
+
     extras = ("rotation",)
-    rotation: PresetRotate
+    rotation: Any
+    inv_freq: Tensor
+    attention_scaling: float
 
-
-class _Text(_Rope):
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
-        """position_ids (3, B, N), or (B, N) for text alone."""
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         if not hasattr(self, "rotation"):
-            return self.original.forward(self, x, position_ids)
-        coords = position_ids.expand(3, -1, -1).permute(1, 2, 0)
-        # One sample's positions hold for a whole batch.
-        return self.rotation.at(Coordinates(coords[0] if coords.shape[0] == 1 else coords)), None
+            args = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
+            return self.original.forward(self, *args)
+        rotation = self.rotation if layer_type is None else self.rotation[layer_type]
+        coords, omega, amplitude = _coordinates(rotation, position_ids), None, None
+        if by_length(self):  # the original updates its frequencies
+            self.original.forward(self, x, position_ids)
+            omega, amplitude = self.inv_freq.float()[None, :, None], self.attention_scaling
+        rotary = rotation.at(coords, omega, amplitude)
+        if rotation.layout == "complex":
+            return rotary
+        return rotary, (rotary if rotation.reordered else None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_adapted(self, AdaptedRope)
 
 
-class _Vision(_Rope):
-    @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
-        """position_ids (N, 2)."""
-        if not hasattr(self, "rotation"):
-            return self.original.forward(self, x, position_ids)
-        rotary = self._rotary(Coordinates(position_ids))
-        return rotary, rotary
-
-    def _rotary(self, positions: Coordinates) -> Rotary:
-        return self.rotation.at(positions)
-
-
-class LrpeQwen2VLRotaryEmbedding(_Text, qwen2_vl.Qwen2VLRotaryEmbedding):
-    pass
-
-
-class LrpeQwen2_5_VLRotaryEmbedding(_Text, qwen2_5_vl.Qwen2_5_VLRotaryEmbedding):
-    pass
-
-
-class LrpeQwen3VLTextRotaryEmbedding(_Text, qwen3_vl.Qwen3VLTextRotaryEmbedding):
-    pass
-
-
-class LrpeQwen3VLMoeTextRotaryEmbedding(_Text, qwen3_vl_moe.Qwen3VLMoeTextRotaryEmbedding):
-    pass
-
-
-class LrpeQwen2VLVisionRotaryEmbedding(_Vision, qwen2_vl.Qwen2VLVisionRotaryEmbedding):
-    pass
-
-
-class LrpeQwen2_5_VLVisionRotaryEmbedding(_Vision, qwen2_5_vl.Qwen2_5_VLVisionRotaryEmbedding):
-    def _rotary(self, positions: Coordinates) -> Rotary:
-        rotary = self.rotation.at(positions)
-        return WindowedRotary(rotary.omega, positions, rotary.pairs, rotary.amplitude, rotary.impl, rotary.rotary_dim)
-
-
-class LrpeQwen3VLVisionRotaryEmbedding(_Vision, qwen3_vl.Qwen3VLVisionRotaryEmbedding):
-    pass
-
-
-class LrpeQwen3VLMoeVisionRotaryEmbedding(_Vision, qwen3_vl_moe.Qwen3VLMoeVisionRotaryEmbedding):
-    pass
-
-
-ROPES: dict[type, tuple[type, str]] = {
-    cls.__bases__[-1]: (cls, name)
-    for name, classes in {
-        "qwen2_vl": (LrpeQwen2VLRotaryEmbedding, LrpeQwen2_5_VLRotaryEmbedding),
-        "qwen3_vl": (LrpeQwen3VLTextRotaryEmbedding, LrpeQwen3VLMoeTextRotaryEmbedding),
-        "qwen2_vl_vision": (
-            LrpeQwen2VLVisionRotaryEmbedding, LrpeQwen2_5_VLVisionRotaryEmbedding, LrpeQwen3VLVisionRotaryEmbedding,
-            LrpeQwen3VLMoeVisionRotaryEmbedding,
-        ),
-    }.items()
-    for cls in classes
-}  # fmt: skip
+def _coordinates(rotation: AxesRotate, position_ids: Tensor) -> Tensor:
+    """(N, K), or (B, N, K); one sample's hold for a whole batch."""
+    if rotation.kind == "table":
+        return position_ids
+    if rotation.kind == "places":
+        coords = position_ids
+    elif rotation.kind == "axes":
+        coords = position_ids.expand(rotation.num_axes, -1, -1).permute(1, 2, 0)
+    else:
+        coords = position_ids[..., None]
+    return coords[0] if coords.shape[0] == 1 else coords
 
 
 # --- the functions that the attentions call ----------------------------------------------------------------------
 
 
-def _text(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary(q, k)
+@dataclass
+class Call:
+    """A function ``f(q, k, cos, sin)`` that takes a :class:`Rotary`, too."""
+
+    form: Form
+
+    def __call__(self, rotary: Rotary, xs: Sequence[Tensor], options: dict[str, Any]) -> Any:
+        form = self.form
+        for name, default in form.others:
+            if options.get(name, default) is not default and name != "position_ids":
+                raise TypeError(f"{name}: expected {default!r} in a model with our encoding, got another; restore it")
+        if isinstance(rotary, ByFunction):
+            rotary = rotary.at(rotary.positions)
+            rotary.pairs = form.pairs
+        if form.reverse:
+            rotary = rotary.at(rotary.positions, -rotary.omega)
+        shape = form.shape
+        if shape == "given":
+            shape = {0: "bhnd", 1: "bhnd", 2: "bnhd"}.get(options.get("unsqueeze_dim", form.unsqueeze_dim))
+        elif shape == "bnhd" and xs[0].ndim == 3:
+            shape = "nhd"
+        if shape is None:
+            raise TypeError(f"unsqueeze_dim: expected 1 or 2, got {options['unsqueeze_dim']}")
+        if shape == "bnhd":
+            xs = [x.transpose(1, 2) for x in xs]
+        elif shape == "nhd":  # images end to end
+            xs = [x[None].transpose(1, 2) for x in xs]
+        ys = _turn(rotary, xs, form.gathered)
+        if shape == "bnhd":
+            ys = [y.transpose(1, 2) for y in ys]
+        elif shape == "nhd":
+            ys = [y.transpose(1, 2)[0] for y in ys]
+        return tuple(ys) if form.num_tensors == 2 else ys[0]
 
 
-def _vision(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k (N, H, D), images end to end."""
-    q, k = rotary.bnhd(q[None], k[None])
-    return q[0], k[0]
+def _turn(rotary: Rotary, xs: Sequence[Tensor], gathered: bool) -> Sequence[Tensor]:
+    ys = rotary.encode(*xs)
+    if not gathered:
+        return ys
+    width = rotary.omega.shape[1] * 2
+    return [
+        torch.cat([y[..., 0:width:2], y[..., 1:width:2], y[..., width:]], -1) for y in ys
+    ]  # fmt: skip
 
 
-FUNCTIONS = {"apply_rotary_pos_emb": _text, "apply_rotary_pos_emb_vision": _vision}
+def _exchange(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    ours, names, num = Call(form), (*form.names, form.first), form.num_tensors
+    rest = tuple(inspect.signature(function).parameters)[num:]
+
+    @functools.wraps(function)
+    def apply_rotary(*args: Any, **kwargs: Any) -> Any:
+        given = args[num] if len(args) > num else kwargs.get(names[num])
+        if not isinstance(given, Rotary):
+            return function(*args, **kwargs)
+        xs = [args[i] if len(args) > i else kwargs[name] for i, name in enumerate(names[:num])]
+        return ours(given, xs, {**dict(zip(rest, args[num:])), **kwargs})  # noqa: B905
+
+    vars(apply_rotary)["takes_rotary"] = form
+    return apply_rotary
 
 
-# --- the exchange ----------------------------------------------------------------------------------------------
+# --- what a model is made of -------------------------------------------------------------------------------------
 
 
-class LrpeQwen3VLTextRMSNorm(DeferredNorm, qwen3_vl.Qwen3VLTextRMSNorm):
-    pass
+@dataclass
+class Found:
+    """A rotary module, and what it gives cos and sin to."""
+
+    path: str
+    rope: Any
+    owner: nn.Module
+    users: list[nn.Module]  # modules of the owner, with itself
+    readings: dict[str | None, Reading]
+    functions: list[tuple[dict[str, Any], str, Form]]  # where each is looked up, its name
+    reason: str | None = None  # why not
+
+    misfit: bool = False  # which is an error, where other parts are taken, too
+    sliced: bool = False  # what it gives is cut by tokens on its way
+
+    @property
+    def pairs(self) -> Any:
+        return self.functions[0][2].pairs
+
+    @property
+    def by_function(self) -> bool:
+        return len({form.pairs for *_, form in self.functions}) > 1
 
 
-class LrpeQwen3VLMoeTextRMSNorm(DeferredNorm, qwen3_vl_moe.Qwen3VLMoeTextRMSNorm):
-    pass
+def find_ropes(model: nn.Module) -> list[Found]:
+    """Every rotary module with ``inv_freq``, in the module that has it."""
+    owners = {
+        path: module
+        for path, module in model.named_modules()
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and next(_own_ropes(module), None)
+    }
+    found: list[Found] = []
+    for path, owner in owners.items():
+        inner = [f"{other}." for other in owners if other.startswith(f"{path}." if path else "") and other != path]
+        users = [
+            module
+            for name, module in model.named_modules()
+            if (not path or name == path or name.startswith(f"{path}."))
+            and not any(f"{name}.".startswith(other) for other in inner)
+        ]
+        for name, rope in _own_ropes(owner):
+            found.append(_read(f"{path}.{name}".lstrip("."), name.split(".")[0], rope, owner, users))
+    if _is_rope(model):
+        raise ValueError("model: expected the model that has the rotary module, got the module alone")
+    return found
 
 
-class LrpeQwen3VLTextAttention(NormedAttention, qwen3_vl.Qwen3VLTextAttention):
-    pass
+def _own_ropes(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Rotary modules that are attributes of a module, or in a list that is one."""
+    for name, part in owner._modules.items():
+        inner = part._modules if isinstance(part, (nn.ModuleList, nn.ModuleDict)) else {}
+        yield from ((f"{name}.{key}", each) for key, each in inner.items() if _is_rope(each))
+        if _is_rope(part):
+            yield name, part  # pyright: ignore[reportReturnType]
 
 
-class LrpeQwen3VLMoeTextAttention(NormedAttention, qwen3_vl_moe.Qwen3VLMoeTextAttention):
-    pass
+def _is_rope(part: Any) -> bool:
+    """Of transformers, or like it: frequencies and a forward of positions, or of pixels."""
+    if not isinstance(part, nn.Module) or isinstance(part, Exact) or type(part).__module__.startswith("diffusers"):
+        return False
+    if not any(name.endswith("inv_freq") for name in part._buffers):
+        return False
+    names = inspect.signature(type(part).forward).parameters
+    return "position_ids" in names or list(names) == ["self", "pixel_values"]
 
 
-NORMS = {cls.__bases__[-1]: cls for cls in (LrpeQwen3VLTextRMSNorm, LrpeQwen3VLMoeTextRMSNorm)}
-ATTENTIONS = {cls.__bases__[-1]: cls for cls in (LrpeQwen3VLTextAttention, LrpeQwen3VLMoeTextAttention)}
+def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Module]) -> Found:
+    found = Found(path, rope, owner, users, {}, [])
+    try:
+        reason = next((EXCEPTIONS[c.__name__] for c in (type(rope), type(owner)) if c.__name__ in EXCEPTIONS), None)
+        if reason is not None:
+            raise Unknown(reason)
+        _check_sections(rope)
+        for layer_type in _layer_types(rope):
+            reading = found.readings[layer_type] = _read_one(rope, layer_type)
+            if by_length(rope) and (reading.kind != "sequence" or layer_type is not None):
+                raise Misfit(f"expected frequencies that don't depend on the length, got {rope.rope_type!r}")
+        reading = next(iter(found.readings.values()))
+        if len({r.layout for r in found.readings.values()} | {r.kind for r in found.readings.values()}) != 2:
+            raise Unknown("expected all layer types to be of one layout")
+        found.functions = list(_functions(users, reading))
+        forms = {(form.pairs, form.gathered) for *_, form in found.functions}
+        if not forms:
+            raise Unknown("expected a function of q, k, cos and sin that is known, found none")
+        if len({pairs for pairs, _ in forms}) > 1 and reading.kind == "table":
+            raise Unknown("expected its functions to turn the same pairs")
+        known = {id(space[name]) for space, name, _ in found.functions}
+        misuse = find_misuse(name, owner, users, known, "reordered" if reading.kind == "table" else "no")
+        if misuse is not None and reading.kind in ("sequence", "axes", "places"):
+            found.sliced = find_misuse(name, owner, users, known, "sliced") is None
+        if misuse is not None and not found.sliced:
+            raise Unknown(misuse)
+        if reading.kind == "image" and not all(
+            leaves_prefix(inspect.unwrap(space[name]), form, len(reading.omega))
+            for space, name, form in found.functions
+        ):
+            raise Unknown("expected a function that leaves tokens in front of the patches alone")
+    except Unknown as error:
+        found.reason, found.misfit = str(error), isinstance(error, Misfit)
+    return found
+
+
+def _read_one(rope: Any, layer_type: str | None) -> Reading:
+    if "pixel_values" in inspect.signature(type(rope).forward).parameters:
+        return read_image_rotary(rope)
+    return read_rotary(rope, layer_type)
+
+
+def _layer_types(rope: Any) -> list[str | None]:
+    ends = [name.removesuffix("_inv_freq") for name in rope._buffers if name.endswith("_inv_freq")]
+    return [name for name in ends if not name.endswith("original") and name != "original"] or [None]
+
+
+def _check_sections(rope: Any) -> None:
+    sections = getattr(rope, "mrope_section", None)
+    if sections is None:
+        return
+    if len(sections) < 3:
+        raise Misfit(f"expected an mrope_section of time, height and width, got {list(sections)}")
+    pairs = len(rope.inv_freq) if getattr(rope, "inv_freq", None) is not None else sum(sections)
+    splits = "split" in _names(getattr(type(rope), "recomposition_frequencies", None))
+    if splits and (sum(sections) != pairs or min(sections) < 0):
+        raise Misfit(f"expected an mrope_section that sums to head_dim / 2 = {pairs}, got {list(sections)}")
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def _functions(users: list[nn.Module], reading: Reading) -> Iterator[tuple[dict[str, Any], str, Form]]:
+    """Known functions by where the users' methods look them up."""
+    seen: set[tuple[int, str]] = set()
+    for method in _methods(users):
+        space = method.__globals__
+        for name in method.__code__.co_names:
+            function = space.get(name)
+            if (id(space), name) in seen or not callable(function) or isinstance(function, type):
+                continue
+            seen.add((id(space), name))
+            original = function.__wrapped__ if hasattr(function, "takes_rotary") else function  # pyright: ignore
+            if not isinstance(inspect.unwrap(original), FunctionType):
+                continue
+            form = read_function(original, reading.layout, len(reading.omega))
+            if form is not None:
+                yield space, name, form
+
+
+def _methods(users: list[nn.Module]) -> Iterator[FunctionType]:
+    classes = {cls for part in users for cls in type(part).__mro__ if issubclass(cls, nn.Module)}
+    own = [vars(part).get("forward") for part in users]
+    for method in [*(m for cls in classes if cls is not nn.Module for m in vars(cls).values()), *own]:
+        method = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
+        if isinstance(method, FunctionType):
+            yield method
 
 
 def plan(model: nn.Module, impl: Impl) -> list[Step]:
     """The exchanges that put our encoding into the known rotary modules of ``model``."""
+    found = find_ropes(model)
+    taken = [each for each in found if each.reason is None]
+    refused = [each for each in found if each.reason is not None]
+    named = next((EXCEPTIONS[cls] for cls in (type(m).__name__ for m in model.modules()) if cls in EXCEPTIONS), None)
+    if not found and named is not None:
+        raise ValueError(f"model: {named}")
+    wrong = [each for each in refused if each.misfit or not taken]
+    if wrong:
+        raise ValueError(f"{wrong[0].path}: {wrong[0].reason}")
     steps: list[Step] = []
-    for path, part in parts(model).items():
-        if type(part) in ROPES:
-            cls, name = ROPES[type(part)]
-            steps.append(Step(part, cls, {"rotation": _rotation(path, part, name, impl)}))
-    if steps:
-        steps += defer_norms(model, ATTENTIONS, NORMS)
-        install(model, FUNCTIONS)
+    for each in taken:
+        device = next(each.rope.buffers()).device
+        options: dict[str, Any] = {
+            "by_function": each.by_function, "moved": each.sliced, "impl": impl, "device": device,
+        }  # fmt: skip
+        made = {key: AxesRotate(reading, each.pairs, **options) for key, reading in each.readings.items()}
+        rotation: Any = made[None] if None in made else nn.ModuleDict(made)  # pyright: ignore[reportArgumentType]
+        if None in made and made[None].kind == "image":
+            attributes = {"rotation": rotation, "augment": _read_augmentation(each.rope)}
+            steps.append(Step(each.rope, adapted_class(AdaptedImageRope, type(each.rope)), attributes))
+        else:
+            steps.append(Step(each.rope, adapted_class(AdaptedRope, type(each.rope)), {"rotation": rotation}))
+    if taken:
+        steps += defer_norms(model, _classes("Attention"), _classes("RMSNorm"))
+    for each in taken:
+        for space, name, form in each.functions:
+            if not hasattr(space[name], "takes_rotary"):
+                space[name] = _exchange(space[name], form)
     return steps
 
 
-def _rotation(path: str, rope: Any, name: str, impl: Impl) -> PresetRotate:
-    """The preset at the rotary's own base, sections and scaling; where it has other frequencies, those."""
-    config, parameters = rope.config, rope.config.rope_parameters
-    if "dynamic" in rope.rope_type or rope.rope_type == "longrope":
-        raise ValueError(f"{path}: expected frequencies that don't depend on the length, got {rope.rope_type!r}")
-    width = getattr(config, "embed_dim", None) or config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    sections = getattr(rope, "mrope_section", None)
-    scaling = None
-    if rope.rope_type not in ("default", "axial"):
-        if rope.inv_freq.is_meta:
-            raise ValueError(f"{path}: expected {rope.rope_type!r} frequencies in memory, got them on the meta device")
-        stretched, amplitude = rope.inv_freq.detach().cpu().double(), float(rope.attention_scaling)
-        scaling = lambda theta: (stretched, amplitude)  # noqa: E731
-    split = None if sections is None else _split(path, name, sections, head_dim // 2)
-    chosen = preset(name, head_dim, base=parameters["rope_theta"], split=split, scaling=scaling)
-    series = found_series(rope.inv_freq, chosen.omega[0].sum(-1)[: len(rope.inv_freq)])
-    omega = with_series(path, chosen.omega, series)
-    return PresetRotate(chosen, omega=omega, device=rope.inv_freq.device, impl=impl)
+def _read_augmentation(rope: Any) -> AugmentPositions | None:
+    """Random positions in training, as the configuration has them; from a generator of its own, seeded by rank."""
+    draws = {name: getattr(rope.config, f"pos_embed_{name}", None) for name in ("shift", "jitter", "rescale")}
+    if not any(draws.values()):
+        return None
+    return AugmentPositions(**draws, seed=torch.initial_seed()).train(rope.training)
 
 
-def _split(path: str, name: str, sections: Sequence[int], num_pairs: int) -> list[int]:
-    """Pairs of time, height and width, as the original takes its ``mrope_section``."""
-    if len(sections) < 3 or (name != "qwen3_vl" and (len(sections) > 3 or min(sections) < 0)):
-        raise ValueError(f"{path}: expected an mrope_section of time, height and width, got {list(sections)}")
-    if name == "qwen3_vl":  # reads two of them, takes turns as far as there are pairs, and time has the rest
-        height, width = (len(range(num_pairs)[i : 3 * n : 3]) for i, n in enumerate(sections[1:3], 1))
-        return [num_pairs - height - width, height, width]
-    if sum(sections) != num_pairs:
-        raise ValueError(
-            f"{path}: expected an mrope_section that sums to head_dim / 2 = {num_pairs}, got {list(sections)}"
-        )
-    return list(sections)
+NORMED = ("qwen3.Qwen3", "qwen3_moe.Qwen3Moe", "qwen3_vl.Qwen3VLText", "qwen3_vl_moe.Qwen3VLMoeText")
+
+
+def _classes(kind: str) -> list[type]:
+    """Those whose norms of q and k go with the map, as far as the library has them."""
+    found: list[type] = []
+    for name in NORMED:
+        folder, prefix = name.split(".")
+        try:
+            module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+        except ImportError:
+            continue
+        found += [cls] if (cls := getattr(module, prefix + kind, None)) is not None else []
+    return found
+
+
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Why rotary modules of ``model`` are left as they are."""
+    return {each.path: each.reason for each in find_ropes(model) if each.reason is not None}

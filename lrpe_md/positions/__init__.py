@@ -7,6 +7,7 @@ from .coordinates import Rules as Rules
 from .grid import Grid as Grid
 from .grid import grid_coordinates as grid_coordinates
 from .grid import offset_positions as offset_positions
+from .grid import relative_times as relative_times
 from .grid import window_order as window_order
 from .sequences import After as After
 from .sequences import Before as Before

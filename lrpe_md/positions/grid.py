@@ -12,7 +12,7 @@ grids in one sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..checks import as_integer, check_at_least, check_dense
 from .coordinates import Bound, Coordinates, PerAxis, Rules, check_axes, check_index, check_reach, per_axis
 
-__all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "window_order"]
+__all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "relative_times", "window_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,40 @@ class Grid(Rules):
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
         """The same positions as a table."""
-        coords, rotated = self._table(torch.device(device), dtype)
+        return self._as_table(*self._table(torch.device(device), dtype))
+
+    def along(self, places: Mapping[int, Tensor]) -> Coordinates:
+        """Index i of an axis at ``places[axis][i]``, instead of where origin, scale and shift have it; a table.
+
+        For times that are no affine map of a frame's index, or that the device alone knows. The others stay.
+
+        Args:
+            places: axis → numbers (n,), at least as many as the grid has on this axis.
+
+        Raises:
+            ValueError: an axis or a number of places that does not fit.
+        """
+        for axis, own in places.items():
+            check_axes((axis,), self.num_axes)
+            if own.ndim != 1 or own.shape[0] < self.shape[axis]:
+                raise ValueError(
+                    f"places: expected (n,) for the {self.shape[axis]} tokens of axis {axis}, got {tuple(own.shape)}"
+                )
+        device = next((own.device for own in places.values()), torch.device("cpu"))
+        coords, rotated = self._table(device, torch.float64)
+        index, _ = grid_coordinates(
+            self.num_tokens, self.shape, self.prefix, self.start, None, device=device, dtype=torch.int64
+        )
+        columns = [
+            torch.where(rotated, places[j].double()[index[:, j]], 0).expand_as(coords[..., j])
+            if j in places
+            else coords[..., j]
+            for j in range(self.num_axes)
+        ]
+        return self._as_table(torch.stack(columns, dim=-1), rotated)
+
+    def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
+        """Positions of this shard's tokens (.., N, K), with prefix and suffix where it is whole."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
@@ -336,6 +369,20 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     for i, n, w in zip(_unravel(index, shape).unbind(-1), shape, windows, strict=True):
         number = number * -(-n // w) + i // w
     return number.argsort(stable=True)
+
+
+def relative_times(num_frames: int, horizon: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Times (num_frames,) of the frames that a stream still holds, the newest last: those of a video of ``horizon``.
+
+    Block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3): the newest is never later than
+    horizon - 1, those before it are moved back with it, and what is further back than that shares time 0. For
+    ``places`` of :meth:`Grid.along` and of the modules. A cut to another scene (eq. 4) is ``times[i:] += gap``.
+
+    Raises:
+        ValueError: less than one frame.
+    """
+    check_at_least(1, num_frames=num_frames, horizon=horizon)
+    return (torch.arange(num_frames, device=device) - max(num_frames - horizon, 0)).clamp_min(0).double()
 
 
 def grid_coordinates(

@@ -30,9 +30,10 @@ from rich.console import Console
 
 from ..common.devices import choose_device
 from ..common.folder import missing, open_folder, parse_shard
+from ..common.markdown import PAGES
 from ..common.options import choose
 from ..common.provenance import environment
-from .report import committed, fill_readme, write_report
+from .report import committed, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, overrides, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -137,13 +138,13 @@ def report(
     task: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(TASKS)}. [all]")] = None,
     folder: Annotated[Path | None, typer.Option(help="Of `run`, of one task. [those of scripts/results]")] = None,
     baseline: Annotated[str, typer.Option(help="The encoding that others are compared with.")] = "rotate",
-    readme: Annotated[Path | None, typer.Option(help="Fill in the sections of this file.")] = None,
+    pages: Annotated[Path, typer.Option(help="Without --folder: where the pages go.")] = PAGES,
 ) -> None:
-    """results.csv of the runs that have ended, table.md and plots; and the README's sections."""
+    """results.csv of the runs that have ended, table.md and plots; without a folder the pages of the documentation."""
     names = choose("TASK", task or TASKS, TASKS)
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: holds one task, got {', '.join(names)}")
     for each in [folder] if folder else [path for path in map(committed, names) if path.exists()]:
         write_report(each, baseline)
-    if readme is not None:
-        fill_readme(readme, names)
+    if folder is None:
+        write_pages(pages)

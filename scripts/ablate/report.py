@@ -1,22 +1,20 @@
-"""The report of a comparison: results.csv, table.md, plots, and the sections of the README."""
+"""The report of a comparison: results.csv, table.md, plots, and the pages of docs/results."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 import typer
 
-from ..common.folder import ROOT, from_root, write
-from ..common.markdown import fill
+from ..common.folder import ROOT, write
+from ..common.markdown import PICTURES, page, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_sizes
-from .report_sizes import DIFFERENCE, TRAININGS
 from .tasks import TASKS, collect
 
+COMMAND = "python -m scripts.ablate report"
 LAYOUTS = {"sizes": report_sizes.markdown, "lengths": report_lengths.markdown}
 PLOTS = {
     "sizes": report_sizes.plot_sizes, "trained": report_sizes.plot_trained, "lengths": report_lengths.plot_lengths,
@@ -57,32 +55,23 @@ def committed(task: str) -> Path:
     return ROOT / "scripts" / "results" / f"ablate-{task}"
 
 
-def markers(task: str) -> tuple[str, str]:
-    return f"<!-- ablate-{task}:begin -->", f"<!-- ablate-{task}:end -->"
+def folders() -> list[Path]:
+    """Those of scripts/results, one a comparison."""
+    return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
-def section(task: str, folder: Path) -> str:
-    """What the README shows of a folder with table.md, which it has the first tables of, and plots, and samples.png
-    where there is one."""
-    if not (folder / "table.md").exists():
-        return f"(No results yet: `python -m scripts.ablate run {task} DATA`, then `report`.)\n"
-    where = from_root(folder)
-    text = (folder / "table.md").read_text(encoding="utf-8")
-    text, *details = re.split(f"^(?:{DIFFERENCE}|{TRAININGS})", text, maxsplit=1, flags=re.MULTILINE)
-    if details:
-        text += f"[Paired differences, and the trainings: loss, time, memory]({where}/table.md)\n"
-    samples = f"![Samples of held-out captions]({where}/samples.png)\n" * (folder / "samples.png").exists()
-    measure = TASKS[task].measure
-    by = {"sizes": f"{measure} by size", "lengths": f"{measure.capitalize()} by length and by position"}
-    plots = "".join(f"![{by[TASKS[task].layout]}]({where}/{name})\n" for name in TASKS[task].plots)
-    return f"{samples}{plots}\n{text}"
+def render(folder: Path) -> str:
+    """The page of a folder with table.md, plots, and samples.png where there is one."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    task = TASKS[config["settings"]["task"]]
+    name = folder.name.removeprefix("ablate-")
+    by = {"sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position"}
+    pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()
+    pictures += [(by[task.layout], plot) for plot in task.plots]
+    shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
+    return page(f"Comparison: {name}", COMMAND, shown, (folder / "table.md").read_text(encoding="utf-8"))
 
 
-def fill_readme(readme: Path, tasks: Iterable[str]) -> None:
-    """Fill in the sections of a file that it has, from the committed results."""
-    tasks = list(tasks)
-    text = readme.read_text(encoding="utf-8")
-    for task in tasks:
-        text = fill(text, *markers(task), section(task, committed(task)))
-    write(readme, text)
-    print(f"{readme}: the sections of {', '.join(tasks)}")
+def write_pages(to: Path) -> None:
+    for folder in folders():
+        write_page(to / f"{folder.name}.md", render(folder))

@@ -16,7 +16,6 @@ from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
 POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
-DIFFERENCE, TRAININGS = "Difference to ", "The trainings"  # tables that the README leaves out begin so
 COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
 MARKERS = "osD^vPX*"
 
@@ -149,9 +148,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
             )
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds say little: the interval is 12.7 standard errors wide either way, three's 4.3"
-        lines += [f"{DIFFERENCE}{baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+        lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        f"{TRAININGS}: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
+        "The trainings: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
         "above the others' it says that the learning rate was too high for that encoding.",
         "",
         *_trainings(results, ranking),

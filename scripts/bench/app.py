@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import typer
 
-from . import compiled, counters, linear, linear_scaling, norm, operators, report, training, tune
+from . import (
+    compare,
+    compiled,
+    counters,
+    decode,
+    linear,
+    linear_scaling,
+    my_shapes,
+    norm,
+    operators,
+    report,
+    training,
+    tune,
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.command("my-shapes")(my_shapes.main)
+app.command("compare")(compare.main)
 app.command("operators")(operators.main)
 app.command("linear")(linear.main)
 app.command("linear-scaling")(linear_scaling.main)
 app.command("compiled")(compiled.main)
 app.command("norm")(norm.main)
+app.command("decode")(decode.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)
 app.command("tune")(tune.main)

@@ -140,7 +140,8 @@ class Run:
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
-        found = f"{row['ms']:.4f} ms, {row['share']:.3f} of copy  " if "ms" in row else ""
+        found = f"{row['ms']:.4f} ms  " if "ms" in row else ""
+        found += f"{row['share']:.3f} of copy  " if "share" in row else ""
         key = self.columns[: self.columns.index("ms")]
         text = f"{' '.join(str(row.get(name)) for name in key)} {found}{row.get('note', '')}"
         self.console.print(text, highlight=False, markup=False)

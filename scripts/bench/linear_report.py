@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..common.markdown import table
+from ..common.markdown import PICTURES, table
 from ..common.plots import OKABE_ITO, STYLE, plt
 from .training_report import training, where
 
@@ -62,7 +62,7 @@ def linear_table(rows: Any) -> str:
         "**Linear attention**: share of the copy's speed (4·BHND elements forward, 7·BHND backward), and milliseconds "
         f"in brackets, L2 cold, medians, bfloat16. {where(measured)}.",
         "",
-        f"![Linear attention: share of copy](scripts/results/{BARS})",
+        f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
     ]
     for which, title in PASSES.items():
@@ -91,7 +91,7 @@ def scaling_table(rows: Any) -> str:
         "**Training steps by tokens**: thousand tokens a second, and peak memory in GiB (forward, backward and "
         f"optimiser step of backbones of four blocks, 768 wide, bfloat16). {where(rows)}.",
         "",
-        f"![Throughput and memory against tokens](scripts/results/{LINES})",
+        f"![Throughput and memory against tokens]({PICTURES}/{LINES})",
         "",
     ]
     found = []

@@ -94,6 +94,7 @@ class Session:
     time_inexact: bool
     here: dict[str, Any]
     console: Console
+    turns: int = TURNS
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -306,7 +307,7 @@ def time_peer(
         wanted = {check for mode in modes for check in checks.get(mode, [mode])}
         wrong = {check: judge.violations(peer, forward, check) for check in sorted(wanted)}
         del judge
-        turns = [inputs, *(copy() for _ in range(TURNS - 1))]
+        turns = [inputs, *(copy() for _ in range(session.turns - 1))]
         for mode in modes:
             found_wrong = [text for check in checks.get(mode, [mode]) for text in wrong[check]]
             note = "; ".join([*([peer.note] if peer.note else []), *found_wrong])

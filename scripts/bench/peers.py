@@ -30,6 +30,7 @@ from lrpe_md.testing import Case, Inputs, bind
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
 
 OURS = "lrpe-md"
+BOTH = "half", "interleaved"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Peer:
     overwrites: Literal["nothing", "grads", "all"] = "nothing"
     adapt: Callable[[Inputs], Inputs] | None = None  # the nearest call that it can do
     text: bool = False  # compared on text alone
+    pairs: tuple[str, ...] = ("half",)  # that rotate can take
     note: str = ""
 
 
@@ -130,9 +132,15 @@ def rotate_with_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
+def rotate_neighbours_with_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
 def torch_tables(inputs: Inputs) -> Forward:
     ready = by_tensor(inputs, *tables(inputs))
-    call = cosine_with_tables if inputs.case.map == "cosine" else rotate_with_tables
+    rotate = rotate_with_tables if inputs.case.pairs == "half" else rotate_neighbours_with_tables
+    call = cosine_with_tables if inputs.case.map == "cosine" else rotate
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         return tuple(call(x, *ts) for x, ts in zip(xs, ready, strict=True))
@@ -176,14 +184,15 @@ def timm(inputs: Inputs) -> Forward:
     from timm.layers import apply_rot_embed_cat  # pyright: ignore[reportPrivateImportUsage]
 
     cos, sin = tables(inputs)
-    prefix = inputs.case.prefix
-    embedding = torch.cat([sin, sin, cos, cos], dim=-1)[:, prefix:].contiguous()
+    prefix, half = inputs.case.prefix, inputs.case.pairs == "half"
+    sin, cos = (torch.cat([t, t], dim=-1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))
+    embedding = torch.cat([sin, cos], dim=-1)[:, prefix:].contiguous()
     ready = [t[0] if len(t) == 1 else t for (t,) in by_tensor(inputs, embedding)]
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         return tuple(
             torch.cat(
-                [x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], t, half=True)], dim=2
+                [x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], t, half=half)], dim=2
             ).type_as(x)
             for x, t in zip(xs, ready, strict=True)
         )  # fmt: skip
@@ -210,24 +219,31 @@ def flash_attn(root: Path) -> dict[str, Peer]:
 
     class Rotary(torch.autograd.Function):  # the package's own needs its CUDA extension
         @staticmethod
-        def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             ctx.save_for_backward(cos, sin)
-            return rotary.apply_rotary(x, cos, sin)
+            ctx.interleaved = interleaved
+            return rotary.apply_rotary(x, cos, sin, interleaved=interleaved)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            return rotary.apply_rotary(grads[0], *ctx.saved_tensors, conjugate=True), None, None
+            back = rotary.apply_rotary(grads[0], *ctx.saved_tensors, interleaved=ctx.interleaved, conjugate=True)
+            return back, None, None, None
 
     def build(inputs: Inputs) -> Forward:
         cos, sin = (t[0].contiguous() for t in tables(inputs))
+        interleaved = inputs.case.pairs == "interleaved"
 
         def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-            ys: list[Any] = [Rotary.apply(x.transpose(1, 2), cos, sin) for x in xs]
+            ys: list[Any] = [Rotary.apply(x.transpose(1, 2), cos, sin, interleaved) for x in xs]
             return tuple(y.transpose(1, 2) for y in ys)
 
         return forward
 
-    return {"flash-attn": Peer(build, ("rotate",), per_head=False, note="tables; one launch a tensor")}
+    return {
+        "flash-attn": Peer(
+            build, ("rotate",), per_head=False, pairs=BOTH, note="tables; one launch a tensor"
+        )
+    }  # fmt: skip
 
 
 def liger(root: Path) -> dict[str, Peer]:
@@ -306,13 +322,13 @@ def xopes(root: Path) -> dict[str, Peer]:
 # --- all -------------------------------------------------------------------------------------------------------------
 
 PEERS = {
-    OURS: Peer(kernels, omega_grad=True),
-    "torch.compile, tables": Peer(compiled(torch_tables), compiled=True),
-    "torch.compile, angles": Peer(compiled(torch_eager), compiled=True, omega_grad=True),
+    OURS: Peer(kernels, omega_grad=True, pairs=BOTH),
+    "torch.compile, tables": Peer(compiled(torch_tables), compiled=True, pairs=BOTH),
+    "torch.compile, angles": Peer(compiled(torch_eager), compiled=True, omega_grad=True, pairs=BOTH),
     "torch.compile, rotate_half": Peer(compiled(rotate_half), ("rotate",), compiled=True, text=True, note="tables"),
-    "timm, compiled": Peer(compiled(timm), ("rotate",), compiled=True, note="tables"),
-    "timm, eager": Peer(timm, ("rotate",), note="tables"),
-    "torch, eager": Peer(torch_eager, omega_grad=True),
+    "timm, compiled": Peer(compiled(timm), ("rotate",), compiled=True, pairs=BOTH, note="tables"),
+    "timm, eager": Peer(timm, ("rotate",), pairs=BOTH, note="tables"),
+    "torch, eager": Peer(torch_eager, omega_grad=True, pairs=BOTH),
 }
 LIBRARIES = {"flash-attn": flash_attn, "liger": liger, "xopes": xopes}
 CACHED = Peer(cached, ("cosine",), omega_grad=True)

@@ -1,9 +1,8 @@
-"""The README's performance sections and their plots, from the CSVs of the two benchmarks.
+"""The pages of docs/results on speed and on adapted models, and their plots, from scripts/results.
 
-    make readme-tables            or python -m scripts.bench report [FOLDER] [--readme FILE] [--gpu NAME]
+    make results                  or python -m scripts.bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
-All is from scripts/results: benchmark-*.csv, counters.csv, training.csv, backbones.csv, linear-scaling.csv. Of several
-files that measured the same, the latest counts.
+Of several files that measured the same, the latest counts.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import numpy as np
 import pandas as pd
 import typer
 
-from lrpe_md.testing import WORKLOADS
+from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
 from ..common.folder import ROOT
-from ..common.markdown import fill, table
+from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, STYLE, plt
-from . import linear_report
+from . import front, linear_report
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS
-from .training_report import BACKBONES, backbones, training, where
+from .training_report import backbones, training, where
 
 RESULTS = ROOT / "scripts" / "results"
-BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+COMMAND = "python -m scripts.bench report"
 PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
@@ -72,8 +71,7 @@ def render(rows: pd.DataFrame) -> str:
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton", "commit")}
-    lines = ["## Performance", ""]
-    lines += [f"{one['gpu']}, torch {one['torch']}, triton {one['triton']}, commit {one['commit']}."]
+    lines = [f"{one['gpu']}, torch {one['torch']}, triton {one['triton']}, commit {one['commit']}."]
     speeds: Any = rows.copy_gbps.dropna()
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
@@ -85,13 +83,54 @@ def render(rows: pd.DataFrame) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def section(rows: pd.DataFrame, folder: Path) -> str:
-    """What is between the README's markers."""
-    parts = (
-        render(rows), counters(folder / "counters.csv"), training(folder / "training.csv"),
-        linear_report.section(folder),
-    )  # fmt: skip
-    return "\n".join(text for text in parts if text)
+WORDS = """
+A workload is a shape of the batch: the tokens of its grid, of the class token and of others in front of it, in so many
+heads of head_dim channels. Share of the copy's speed: the bytes that must move, over the time and over what a copy of a
+large tensor reads and writes a second.
+"""
+
+
+def workloads() -> str:
+    lines = [
+        [f"**{name}**", " × ".join(map(str, w.shape)), str(w.prefix), str(w.batch), str(w.heads), str(w.head_dim)]
+        for name, w in {**WORKLOADS, **TEXT_WORKLOADS}.items()
+    ]
+    return "\n".join(table(["workload", "grid", "prefix tokens", "batch", "heads", "head_dim"], lines, words=2))
+
+
+def adapters(folder: Path) -> str:
+    """How many models `adapt_rotary` takes, and which, with the reasons for the others."""
+    parts: list[str] = []
+    counts: list[list[str]] = []
+    for file in sorted(folder.glob("*.csv")):
+        rows: Any = pd.read_csv(file, keep_default_na=False)
+        of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
+        counts.append([file.stem, *(str(len(part)) for part in of.values())])
+        taken = ", ".join(f"`{name}`" for name in of["adapted"].model)
+        others = [
+            [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
+            for outcome in ("refused", "untried")
+            for row in of[outcome].itertuples()
+        ]
+        lines = table(["model", "", "reason"], others, words=3) if others else []
+        parts.append("\n".join([f"## {file.stem}", "", f"Adapted: {taken}.", "", *lines]))
+    if not parts:
+        return ""
+    return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
+
+
+def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
+    """Every page that there is something for, by its file."""
+    speed = render(rows), counters(folder / "counters.csv")
+    found = {
+        "performance.md": ("Speed of the encoding", (WORDS, workloads(), *speed) if any(speed) else ()),
+        "training-steps.md": (
+            "Training steps", (training(folder / "training.csv"), backbones(folder / "backbones.csv")),
+        ),
+        "linear-attention.md": ("Speed of linear attention", (linear_report.section(folder),)),
+        "adapted-models.md": ("Adapted models", (adapters(folder / "adapters"),)),
+    }  # fmt: skip
+    return {name: page(title, COMMAND, *parts) for name, (title, parts) in found.items() if any(parts)}
 
 
 def pass_rows(rows: pd.DataFrame) -> Any:
@@ -125,7 +164,7 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "is `torch.autograd.grad` on a graph that stays, for all. ✗: outside the error budget against float64. "
         "The copy of as many bytes is what the size alone leaves of the large copy's speed.",
         "",
-        f"![Share of copy bandwidth by workload]({RESULTS.relative_to(ROOT)}/performance-passes.png)",
+        f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
     ]
     for op in ordered(plain.op):
@@ -157,7 +196,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
 def scaling(rows: pd.DataFrame) -> list[str]:
     if not len(rows[(rows["mode"] == "scaling") & rows.p50.notna()]):
         return []
-    return [f"![Time against the number of tokens]({RESULTS.relative_to(ROOT)}/performance-scaling.png)", ""]
+    return [f"![Time against the number of tokens]({PICTURES}/performance-scaling.png)", ""]
 
 
 def host(rows: pd.DataFrame) -> list[str]:
@@ -358,24 +397,21 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def update(readme: str, section: str) -> str:
-    """The README with the section between its markers."""
-    return fill(readme, BEGIN, END, section)
-
-
 def main(
     folder: Annotated[Path, typer.Argument(help="Where benchmark-*.csv are and the plots go.")] = RESULTS,
-    readme: Annotated[Path, typer.Option(help="The file with the markers.")] = ROOT / "README.md",
+    to: Annotated[Path, typer.Option("--pages", help="Where the pages go.")] = PAGES,
     gpu: Annotated[str | None, typer.Option(help="The one with most rows where not given.")] = None,
 ) -> None:
-    """Tables between the README's markers, and the plots."""
+    """The pages of what was measured, and the plots."""
     rows = read(folder, gpu)
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):
             print(folder / name)
     for path in linear_report.plots(folder):
         print(path)
-    text = update(readme.read_text(encoding="utf-8"), section(rows, folder))
-    text = fill(text, *BACKBONES, backbones(folder / "backbones.csv"))
-    readme.write_text(text, encoding="utf-8")
-    print(f"{readme}: {len(rows)} measurements of {folder}")
+    if front.plot_speed(rows, folder / front.SPEED):
+        print(folder / front.SPEED)
+    if front.plot_encodings(folder / "ablate-image" / "results.csv", folder / front.ENCODINGS):
+        print(folder / front.ENCODINGS)
+    for name, text in pages(rows, folder).items():
+        write_page(to / name, text)

@@ -1,17 +1,28 @@
-"""Tables, and sections of a file between their markers."""
+"""Tables, and pages of the documentation that are written by a command."""
 
 from __future__ import annotations
 
+from pathlib import Path
 
-def fill(text: str, begin: str, end: str, section: str) -> str:
-    """The text with the section between its markers."""
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-        raise ValueError(f"expected {begin} and then {end}, once each")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{section}{end}{rest.split(end)[1]}"
+from .folder import ROOT, write
+
+PAGES = ROOT / "docs" / "results"
+PICTURES = "../../scripts/results"  # as a page refers to them
 
 
 def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
     """Lines of markdown, an empty one behind them; the first columns are words, the others numbers."""
     rule = ["---"] * words + ["---:"] * (len(head) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]
+
+
+def page(title: str, command: str, *parts: str) -> str:
+    """A whole page; parts that are empty are left out."""
+    body = "\n\n".join(part.strip() for part in parts if part.strip())
+    return f"# {title}\n\n<!-- Written by `{command}`, from scripts/results. -->\n\n{body}\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, text)
+    print(path)

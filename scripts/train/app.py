@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from . import sample
 from .config import command
 from .tasks import diffusion, digits, image, lm, video
 
@@ -13,4 +14,4 @@ command(app, image.ImageTraining, "image")(image.run)
 command(app, video.VideoTraining, "video")(video.run)
 command(app, diffusion.DiffusionTraining, "diffusion")(diffusion.run)
 command(app, lm.LmTraining, "lm")(lm.run)
-app.command("sample")(lm.sample_text)
+app.command("sample")(sample.main)

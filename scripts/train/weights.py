@@ -79,7 +79,7 @@ def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
                     f"--weights {path}: those of another architecture; give the model --heads {heads}"
                 )
             return state.get("average", state["model"])
-        found: Any = load_state_dict(str(file))
+        found: Any = load_state_dict(str(file), weights_only=True)
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise typer.BadParameter(f"--weights {path}: can't be read ({said})") from error

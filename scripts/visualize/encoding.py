@@ -40,7 +40,9 @@ def main(out: Annotated[Path, typer.Argument(help="The PNG.")] = Path("scripts/r
         axes[1, column].plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
         axes[1, column].set_title(f"{name}: score with the ringed token", fontsize=10)
     for axis in axes.flat:
-        axis.set(xticks=[0, 10, 20], yticks=[0, 10])
+        axis.set(xticks=[0, 10, 20], yticks=[0, 10], xlabel="column of the patch")
+    for row in axes:
+        row[0].set_ylabel("row of the patch")
     figure.colorbar(wave, ax=axes[0], shrink=0.9)
     figure.colorbar(score, ax=axes[1], shrink=0.9)
     out.parent.mkdir(parents=True, exist_ok=True)

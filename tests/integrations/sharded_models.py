@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from lrpe_md import Coordinates, Grid, RotateMd, adapt, adapt_rotary, rotate
-from lrpe_md.integrations import exchange, restore_rotary
+from lrpe_md.integrations import diffusers_apply, exchange, restore_rotary, trial_diffusers
 
-NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed"]
+BY_RULE = {"qwen image": "QwenImageTransformer2DModel", "skyreels": "SkyReelsV2Transformer3DModel"}  # of diffusers
+NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed", *BY_RULE]
 BLOCKS = ("blocks", "layers", "transformer_blocks", "single_transformer_blocks")
 
 
@@ -60,9 +62,17 @@ def shard_1(model: nn.Module, mesh: Any) -> nn.Module:
     return FullyShardedDataParallel(model, mixed_precision=half, use_orig_params=True, device_id=torch.device("cpu"))
 
 
+def by_rule(name: str) -> tuple[Any, Any, Any]:
+    def call(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+        return model(**given).sample
+
+    return partial(trial_diffusers.build, name), call, lambda: trial_diffusers.inputs(trial_diffusers.build(name))
+
+
 def rotary_model(name: str, shard: Any, mesh: Any) -> None:
     """Frequencies and positions reach the encoding as they are, and the outputs are no worse than the original's."""
-    build, call, x = {**models.ALL, "llama": (text_models.causal_lm, text_models.logits, text_models.embeddings)}[name]
+    every = {**models.ALL, "llama": (text_models.causal_lm, text_models.logits, text_models.embeddings)}
+    build, call, x = every[name] if name in every else by_rule(BY_RULE[name])
     torch.manual_seed(0)
     model, x = build(), x()
     seen: list[Any] = []
@@ -73,6 +83,7 @@ def rotary_model(name: str, shard: Any, mesh: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "rotate", recorded)
+        patch.setattr(diffusers_apply, "rotate", recorded)
         exact = call(adapt_rotary(copy.deepcopy(model)), x).detach()
         plain, seen = seen, []
         sharded = shard(adapt_rotary(copy.deepcopy(model)), mesh)

@@ -106,6 +106,12 @@ def cases() -> list[SimpleNamespace]:
     for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # of the models that norm q and k
         changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
         found.append(SimpleNamespace(**{**first, **changes}))
+    for start, change in (  # outputs that begin where the device says, of which nothing else depends
+        ("k", {"map": "half", "head_dim": 128, "rotary": "first", "positions": "origin by sample"}),
+        ("both by sample", {"map": "interleaved", "head_dim": 20, "norm": "rms", "long": True}),
+        ("k by sample", {"map": "cosine", "tensors": 1, "dtype": torch.float32}),
+    ):
+        found.append(SimpleNamespace(**{**first, **change, "start": start}))
     return found
 
 
@@ -222,7 +228,7 @@ def call(case: SimpleNamespace) -> None:
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
     launcher = launch_heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
-        launcher.forward(checked, xs, case.cache)
+        launcher.forward(checked, xs, case.cache, *take_outputs(case, checked, xs))
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
@@ -230,6 +236,18 @@ def call(case: SimpleNamespace) -> None:
     need = case.run == "backward omega"
     learned = need and case.norm != "none"
     launcher.backward(checked, grads, xs, stats, theta, calls.Needs(need, need and case.phase, learned))
+
+
+def take_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[Any, ...]:
+    """Where outputs are to be: a cache of k, or of both, and where they begin."""
+    kind = getattr(case, "start", "")
+    if not kind:
+        return ()
+    width = checked.spec.out_dim(case.head_dim)
+    outs: list[Any] = [torch.empty(2, x.shape[1], 4096, width, dtype=case.dtype) for x in xs]
+    if len(xs) == 2 and not kind.startswith("both"):
+        outs[0] = None
+    return outs, torch.zeros(2 if "sample" in kind else 1, dtype=torch.int64)
 
 
 def take_weights(options: calls.Options, case: SimpleNamespace, xs: list) -> tuple[calls.Options, calls.Weights]:

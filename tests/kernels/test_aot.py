@@ -33,7 +33,8 @@ def test_compiles(target):
     rows = finish(start(target))
     failed = [f"{row['kernel']} {row['case']}: {row['error']}" for row in rows if row["error"]]
     assert not failed, "\n".join(failed)
-    assert 30 <= len(rows) <= 80  # the last: grids with an origin, and norms
+    assert 30 <= len(rows) <= 80  # the last: grids with an origin, norms, and places of outputs
+    assert sum("start" in row["case"] for row in rows) == 3
     for row in rows:
         early = []
         if target == "sm_90" and row["case"]["run"] == "backward omega":

@@ -1,14 +1,16 @@
 """The quick interpreter (tests/interpreting.py) computes what Triton's does."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreting import PatchOnce, quicken
+from interpreting import OWN, PatchOnce, quicken
 from triton.runtime import interpreter
 
 from lrpe_md.engine import dispatch
-from lrpe_md.testing import Case, make_inputs, run
+from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 
 pytestmark = pytest.mark.skipif(not dispatch.INTERPRETING, reason="needs the interpreter")
 
@@ -69,16 +71,57 @@ def test_the_language_is_restored():
     assert [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype)] == before
 
 
+@pytest.fixture
+def slow():
+    """A context in which the interpreter is Triton's own."""
+
+    @contextmanager
+    def undo():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter, "_patch_lang", interpreter._patch_lang.patch)
+            patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
+            for owner, name, own in OWN:
+                assert getattr(owner, name) is not own, name
+                patch.setattr(owner, name, own)
+            yield
+
+    return undo
+
+
 @pytest.mark.parametrize("case", [Case(act="softmax", dim=-2), Case("rotate", coords="by_sample", phase=True)], ids=str)
-def test_the_same_bits(case, monkeypatch):
+def test_the_same_bits(case, slow):
     inputs = make_inputs(case)
     quick = run(inputs, "triton")
-    with monkeypatch.context() as slow:
-        slow.setattr(interpreter, "_patch_lang", interpreter._patch_lang.patch)
-        slow.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
+    with slow():
         expected = run(inputs, "triton")
     for name, tensor in quick.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_same_bits_of_linear_attention(slow):
+    inputs = make_linear_inputs(LinearCase("rotate", dtype=torch.float16, mask="causal", act="softplus", phase="both"))
+    quick = run_linear(inputs, "triton")
+    with slow():
+        expected = run_linear(inputs, "triton")
+    for name, tensor in quick.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@triton.jit
+def _join(p_x, p_out, M: tl.constexpr, N: tl.constexpr):
+    x = tl.load(p_x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(p_out + tl.arange(0, M)[:, None], x)
+
+
+def test_the_same_errors(slow):
+    """Sizes that don't fit, and sizes that no block has."""
+    for sizes in ((4, 2), (3, 2)):
+        said = []
+        for context in (nullcontext, slow):
+            with context(), pytest.raises(interpreter.InterpreterError) as error:
+                _join[(1,)](torch.ones(8), torch.empty(8), *sizes)
+            said.append(str(error.value))
+        assert said[0] == said[1]
 
 
 def test_another_triton_is_told(monkeypatch):

@@ -12,9 +12,12 @@ timm = pytest.importorskip("timm")
 from lrpe_md.models.video import LrpeVideoTransformer, inflate  # noqa: E402
 from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
 
-from lrpe_md import preset  # noqa: E402
+from lrpe_md import Coordinates, preset  # noqa: E402
+from lrpe_md.integrations import set_places  # noqa: E402
 from lrpe_md.integrations.attention import Context  # noqa: E402
+from lrpe_md.integrations.encoding import EncodingStack  # noqa: E402
 from lrpe_md.integrations.timm import LrpeAttention, adapt  # noqa: E402
+from lrpe_md.positions import relative_times  # noqa: E402
 
 TINY = {
     "img_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 1, "embed_dim": 96, "depth": 2, "num_heads": 2,
@@ -404,10 +407,11 @@ def causal(name, **kwargs):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_frames_see_earlier_ones_alone(name):
+def test_frames_see_earlier_ones_alone(name, attention):
     """The tokens of the first frames are those of a video that ends there."""
-    model, x = causal(name), video(5, 8, 12).double()
+    model, x = causal(name, attention=attention), video(5, 8, 12).double()
     tokens, prefix = model.forward_features(x), model.num_prefix_tokens
     assert tokens.shape[1] == prefix + 5 * 6
     for frames in (1, 3):
@@ -420,9 +424,10 @@ def test_frames_see_earlier_ones_alone(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_is_the_whole(name):
-    model, x = causal(name), video(5, 8, 12).double()
+def test_a_stream_is_the_whole(name, attention):
+    model, x = causal(name, attention=attention), video(5, 8, 12).double()
     whole = model.forward_features(x)
     for sizes in ((1,) * 5, (2, 3), (5,)):
         state, found = None, []
@@ -430,15 +435,19 @@ def test_a_stream_is_the_whole(name):
             tokens, state = model.stream(piece, state)
             found.append(tokens)
         assert state.num_frames == 5
-        assert len(state.sums) == (4 if name == "parallel" else 2)
+        assert len(state.layers) == (4 if name == "parallel" else 2)
         torch.testing.assert_close(torch.cat(found, 1), whole)
-    sums = [t for pair in state.sums for t in pair if t is not None]
+    if attention == "softmax":
+        assert all(t.shape[2] == model.num_prefix_tokens + 5 * 6 for pair in state.layers for t in pair)
+        return
+    sums = [t for pair in state.layers for t in pair if t is not None]
     state = model.stream(x[:, :, :1])[1]
-    assert [t.shape for t in sums] == [t.shape for pair in state.sums for t in pair if t is not None]
+    assert [t.shape for t in sums] == [t.shape for pair in state.layers for t in pair if t is not None]
 
 
-def test_a_stream_learns_through_its_state():
-    model, x = causal("cosine-split"), video(3).double()
+@pytest.mark.parametrize("change", [{}, {"attention": "softmax"}, {"attention": "softmax", "window": 2}], ids=str)
+def test_a_stream_learns_through_its_state(change):
+    model, x = causal("cosine-split", **change), video(3).double()
     model.set_grad_checkpointing()
     names, parameters = zip(*model.named_parameters(), strict=True)
     first, state = model.stream(x[:, :, :2])
@@ -469,8 +478,9 @@ def test_a_stream_compiles_once():
 
 
 @torch.no_grad()
-def test_tubes_of_causal_frames_may_be_dropped():
-    model, x = causal("registers", drop_unit="tube", patch_drop_rate=0.5), video(3).double()
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_tubes_of_causal_frames_may_be_dropped(attention):
+    model, x = causal("registers", attention=attention, drop_unit="tube", patch_drop_rate=0.5), video(3).double()
     keep = torch.tensor([0, 3])
     tokens = model.forward_features(x, keep=keep)
     assert tokens.shape[1] == 3 + 3 * 2
@@ -483,8 +493,10 @@ def test_errors_of_causal_frames():
     made = {"attention": "linear", "causal": "frames", "global_pool": "avg"}
     for message, change in {
         r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
-        r"causal: 'frames' is of attention='linear' .* got 'softmax', 'joint'": {"attention": "softmax"},
-        r"causal: .* got 'linear', 'factorised'": {"space_time": "factorised"},
+        r"causal: 'frames' is of space_time='joint', got 'factorised'": {"space_time": "factorised"},
+        r"window: expected None but with causal='frames' and attention='softmax', got 2": {"window": 2},
+        r"window: expected at least 1 frame, or None, got 0": {"attention": "softmax", "window": 0},
+        r"window: expected None with absolute='sincos'": {"attention": "softmax", "window": 2, "absolute": "sincos"},
         r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},
         r"drop_unit: 'token' leaves frames": {"patch_drop_rate": 0.5},
     }.items():
@@ -495,8 +507,21 @@ def test_errors_of_causal_frames():
         model.forward_features(x, is_causal=True)
     with pytest.raises(ValueError, match="keep: single tokens"):
         model.forward_features(x, keep=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"attention: expected 'linear' where frames"):
-        adapt(build(**made), "rotate", attention="softmax")(x)
+    other = adapt(build(**made), "rotate", attention="softmax")
+    other.window = 1
+    with pytest.raises(ValueError, match=r"window: expected None but .* got 1 with 'frames', 'linear'"):
+        adapt(other, "rotate", attention="linear")(x)
+    softmax = build(**{**made, "attention": "softmax", "drop_unit": "tube"})
+    _, state = softmax.stream(x)
+    with pytest.raises(ValueError, match=r"state: expected keys and values \(1, 2, 1 \+ a multiple of 4, 48\)"):
+        softmax.stream(x[:1], state)
+    with pytest.raises(ValueError, match="attn_mask: expected None where frames"):
+        softmax.forward_features(x, torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="is_causal: expected False where frames"):
+        softmax.forward_features(x, is_causal=True)
+    softmax.window = 1
+    with pytest.raises(ValueError, match="window: expected None where places are dropped"):
+        softmax.forward_features(x, keep=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
         build(attention="linear").stream(x)
     with pytest.raises(ValueError, match="stream: absolute='learned' is laid over the whole video"):
@@ -510,3 +535,160 @@ def test_errors_of_causal_frames():
     model.reference = (4, 2, 2)
     with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
         model.stream(x)
+
+
+def recompute(model, x, window, times=None):
+    """Tokens of each frame and of the prefix, frame by frame: keys of all frames that it sees, encoded anew at where
+    they are in its window, or at the times that a function of their number gives, from features that are kept, not from
+    keys."""
+    size, prefix = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.num_prefix_tokens
+    tokens, _ = model._embed(x)
+    places = size[1] * size[2]
+    features = [tokens[:, :prefix], *tokens[:, prefix:].split(places, 1)]
+    for i, block in enumerate(model.blocks):
+        after = []
+        for f, own in enumerate(features):
+            first = max(1, f - window + 1)
+            seen = features[:1] if f == 0 else [features[0], *features[first : f + 1]]
+            normed = block.norm1(torch.cat(seen, 1))
+            seen_tokens = normed.shape[1]
+            attn = block.attn
+            qkv = attn.qkv(normed).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
+            q, k, v = attn.q_norm(qkv[0]), attn.k_norm(qkv[1]), qkv[2]
+            where = model.positions((len(seen) - 1, *size[1:]))
+            if times is not None:
+                axes = torch.tensor(times(len(seen) - 1)), torch.arange(size[1]), torch.arange(size[2])
+                where = Coordinates(torch.cartesian_prod(*(axis.double() for axis in axes)), prefix)
+            q, k = EncodingStack(model.encoding)[i](q, k, positions=where)
+            weights = (q @ k.transpose(-2, -1) * attn.scale).softmax(-1)
+            out = attn.proj(attn.norm((weights @ v)[:, :, seen_tokens - own.shape[1] :].transpose(1, 2).flatten(2)))
+            own = own + block.ls1(out)
+            after.append(own + block.ls2(block.mlp(block.norm2(own))))
+        features = after
+    return model.norm(torch.cat(features, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+@pytest.mark.parametrize("name", ["rotate", "cosine-split", "wan, norm", "registers", "no prefix"])
+def test_a_moving_window_is_recomputing_it(name, window):
+    """Keys that were kept before their rotation, encoded at their places in the window, against all of it anew."""
+    model, x = causal(name, attention="softmax", window=window), video(6, 8, 12).double()
+    expected = recompute(model, x, window)
+    torch.testing.assert_close(model.forward_features(x), expected)
+    for sizes in ((1,) * 6, (3, 1, 2), (4, 2)):
+        state, found = None, []
+        for piece in x.split(sizes, 2):
+            tokens, state = model.stream(piece, state)
+            found.append(tokens)
+            held = min(state.num_frames, window - 1)
+            kept = [t for pair in state.layers for t in pair]
+            assert all(t.untyped_storage().nbytes() == t.numel() * 8 for t in kept), "a part of something larger"
+            assert all(t.shape[2] == model.num_prefix_tokens + held * 6 for pair in state.layers for t in pair)
+        torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
+@torch.no_grad()
+def test_the_test_of_the_window_can_fail():
+    model, x = causal("registers", attention="softmax", window=2), video(4).double()
+    model.window = 3
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model.forward_features(x), recompute(model, x, 2))
+
+
+@torch.no_grad()
+def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
+    """Whatever its length: the positions that the encoding is called with are those of a video of so many frames."""
+    model, x = causal("registers", attention="softmax", window=3), video(9).double()
+    seen, forward = [], model.encoding.forward
+
+    def listen(*xs, positions):
+        seen.extend(positions if isinstance(positions, tuple) else (positions,))
+        return forward(*xs, positions=positions)
+
+    monkeypatch.setattr(model.encoding, "forward", listen)
+    state = None
+    for piece in x.split(1, 2):
+        _, state = model.stream(piece, state)
+    assert max(float(where.coordinates()[:, 0].max()) for where in seen) == 2
+    model.window = None
+    seen.clear()
+    model.stream(x)
+    assert max(float(where.coordinates()[:, 0].max()) for where in seen) == 8
+
+
+@torch.no_grad()
+def test_a_stream_in_a_full_window_compiles_once():
+    torch._dynamo.reset()
+    model, x = causal("registers", attention="softmax", window=2), video(9).double()
+    counter = CompileCounter()
+    stream = torch.compile(model.stream, backend=counter, fullgraph=True)
+    whole, found = model.forward_features(x), []
+    tokens, state = model.stream(x[:, :, :2])
+    counts = []
+    for i in range(2, 9):
+        tokens, state = stream(x[:, :, i : i + 1], state)
+        found.append(tokens)
+        counts.append(counter.frame_count)
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 8 :])
+    assert counts[-1] == counts[1] <= 2  # a number of frames, then any
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize("name", ["rotate", "cosine-split", "registers", "no prefix"])
+def test_a_stream_beyond_its_horizon(name, horizon):
+    """All frames are kept; those further back than the horizon share time 0 (eq. 3 of arXiv 2511.20649)."""
+    model, x = causal(name, attention="softmax"), video(6, 8, 12).double()
+    plain = model.forward_features(x)
+    expected = recompute(model, x, 9, lambda frames: [max(j - max(frames - horizon, 0), 0) for j in range(frames)])
+    state, found = None, []
+    for seen, piece in enumerate(x.split(1, 2)):
+        set_places(model, 0, relative_times(seen + 1, horizon))
+        tokens, state = model.stream(piece, state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    assert (expected - plain).abs().max() > 1e-6
+    set_places(model, 0, None)
+    torch.testing.assert_close(model.forward_features(x), plain)
+
+
+@torch.no_grad()
+def test_a_cut_in_a_window():
+    """The newest frame jumps ahead in time, those before it stay (eq. 4)."""
+    model, x = causal("registers", attention="softmax", window=3), video(5, 8, 12).double()
+    expected = recompute(model, x, 3, lambda frames: [[0], [0, 1], [0, 1, 9]][frames - 1] if frames else [])
+    set_places(model, 0, torch.tensor([0, 1, 9]))
+    state, found = None, []
+    for piece in x.split((2, 1, 2), 2):
+        tokens, state = model.stream(piece, state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    torch.testing.assert_close(model.forward_features(x), expected)
+
+
+@torch.no_grad()
+def test_places_of_whole_videos():
+    """Without causality, too, and where tokens are dropped; not where an axis is taken apart."""
+    model, x = build(encoding="rotate").double(), video(4).double()
+    wanted = model.forward_features(x)
+    set_places(model, 0, torch.arange(4) + 7)
+    shifted = model.forward_features(x)
+    set_places(model, 0, torch.arange(4) * 2)
+    assert (model.forward_features(x) - wanted).abs().max() > 1e-6
+    grid = model.positions((4, 2, 2))
+    moved = grid.offset((7, 0, 0))
+    model.positions = lambda *_: moved
+    set_places(model, 0, None)
+    torch.testing.assert_close(model.forward_features(x), shifted)
+    apart = build(encoding="rotate", space_time="factorised")
+    set_places(apart, 0, torch.arange(4))
+    with pytest.raises(ValueError, match="places: expected None with space_time='factorised'"):
+        apart(video(4))
+    model = build(encoding="rotate").double()
+    keep, places = torch.tensor([0, 5, 6, 13]), torch.tensor([0, 1, 8, 9])
+    set_places(model, 0, places)
+    found = model.forward_features(x, keep=keep)
+    set_places(model, 0, None)
+    model.positions = lambda *_: Coordinates(torch.cartesian_prod(places, torch.arange(2), torch.arange(2)).double(), 1)
+    torch.testing.assert_close(found, model.forward_features(x, keep=keep))

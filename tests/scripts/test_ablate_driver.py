@@ -1,6 +1,7 @@
-"""``scripts.ablate run`` and ``report`` on the three tasks: shards, resuming, refusals, numbers, the README."""
+"""``scripts.ablate run`` and ``report`` on the three tasks: shards, resuming, refusals, numbers, the pages."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from lrpe_md.scripts.ablate import report as ablate_report
 from lrpe_md.scripts.ablate import report_sizes
 from lrpe_md.scripts.ablate import tasks as ablate_tasks
 from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
-from lrpe_md.scripts.common.markdown import fill
+from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.train.outcome import largest_rise
 from PIL import Image
 from scipy.stats import ttest_rel
@@ -22,7 +23,6 @@ from test_train_video import DECODERS, brightening, write_video
 from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).parents[2]
-README = [name for name, task in TASKS.items()]
 SIZES = [name for name, task in TASKS.items() if task.layout == "sizes"]
 TINY = ["--set", "size=8", "--set", "patch=4", "--set", "test_sizes=12,8x12", "--set", "dim=24"]
 
@@ -150,7 +150,7 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
     assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
     assert (out / "samples.png").exists() == (task == "diffusion")
-    assert ("samples.png" in ablate_report.section(task, out)) == (task == "diffusion")
+    assert ("samples.png" in ablate_report.render(out)) == (task == "diffusion")
 
 
 def test_the_largest_rise_of_a_loss():
@@ -269,30 +269,25 @@ def test_the_default_comparison_can_be_configured(task):
             assert (config.seed, config.tensorboard, config.device) == (seed, False, "cpu")
 
 
-def test_the_readme_shows_the_results():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for task in README:
-        section = ablate_report.section(task, ablate_report.committed(task))
-        assert fill(readme, *ablate_report.markers(task), section) == readme
+def test_the_pages_show_the_results():
+    """`python -m scripts.ablate report` after a new comparison."""
+    folders = ablate_report.folders()
+    assert {f"ablate-{task}" for task in TASKS} <= {folder.name for folder in folders}
+    for folder in folders:
+        assert (PAGES / f"{folder.name}.md").read_text(encoding="utf-8") == ablate_report.render(folder), folder.name
 
 
-def test_the_readme_is_filled_in(tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    text = "".join(f"a\n{begin}\nold\n{end}\n" for begin, end in map(ablate_report.markers, README))
-    readme.write_text(text)
-    folder = tmp_path / "ablate-image"
-    folder.mkdir()
-    (folder / "table.md").write_text(f"the table\n\n{ablate_report.DIFFERENCE}rotate.\n\nthe details\n")
-    for module in (ablate_driver, ablate_report):
-        monkeypatch.setattr(module, "committed", lambda task: tmp_path / f"ablate-{task}")
+def test_pages_are_written(tmp_path, monkeypatch):
+    folder = tmp_path / "ablate-other"
+    shutil.copytree(ablate_report.committed("image"), folder)
+    (folder / "table.md").write_text("the table")
+    monkeypatch.setattr(ablate_report, "folders", lambda: [folder])
     monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
-    assert invoke("report", "--readme", str(readme)).exit_code == 0
-    filled = readme.read_text()
-    assert "old" not in filled
-    assert "the table" in filled
-    assert "the details" not in filled
-    assert "ablate-image/table.md)" in filled
-    assert filled.count("No results yet") == len(README) - 1
+    assert invoke("report", "--pages", str(tmp_path / "pages")).exit_code == 0
+    text = (tmp_path / "pages" / "ablate-other.md").read_text(encoding="utf-8")
+    assert text.startswith("# Comparison: other\n")
+    assert text.endswith("\n\nthe table\n")
+    assert "(../../scripts/results/ablate-other/sizes.png)" in text
 
 
 def test_trainings_of_equal_time(images, tmp_path):

@@ -1,4 +1,4 @@
-"""The ablation of the language model end to end on a tiny one: shards, resuming, the report, the README."""
+"""The ablation of the language model end to end on a tiny one: shards, resuming, the report, its page."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "found neither" in refused.output
 
 
-def test_the_readme_shows_the_plot_and_the_table() -> None:
-    section = report.section("lm", report.committed("lm"))
-    assert section.startswith("![Bits per byte by length and by position](scripts/results/ablate-lm/lengths.png)\n\n")
-    assert (report.committed("lm") / "table.md").read_text() in section
+def test_the_page_shows_the_plot_and_the_table() -> None:
+    page = report.render(report.committed("lm"))
+    assert "![Bits per byte by length and by position](../../scripts/results/ablate-lm/lengths.png)\n\n" in page
+    assert (report.committed("lm") / "table.md").read_text(encoding="utf-8") in page

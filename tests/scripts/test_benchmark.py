@@ -1,4 +1,4 @@
-"""The benchmark end to end on tiny sizes: its rows, what it refuses to time, its helpers, and the README's tables."""
+"""The benchmark end to end on tiny sizes: its rows, what it refuses to time, its helpers, the pages of its tables."""
 
 import time
 from dataclasses import replace
@@ -26,6 +26,7 @@ from lrpe_md.scripts.bench.measure import (
 )
 from lrpe_md.scripts.bench.modes import custom_op, raw_launch
 from lrpe_md.scripts.bench.peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
+from lrpe_md.scripts.common.markdown import PAGES
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -341,15 +342,12 @@ def made(folder: Path) -> None:
 
 def test_report_on_made_numbers(tmp_path):
     made(tmp_path)
-    readme = tmp_path / "README.md"
-    places = [(benchmark_report.BEGIN, benchmark_report.END), benchmark_report.BACKBONES]
-    readme.write_text("\n".join(["before", *(f"{begin}\nold\n{end}" for begin, end in places), "after\n"]))
-    benchmark_report.main(tmp_path, readme, None)
-    text = readme.read_text()
+    pages = tmp_path / "pages"
+    benchmark_report.main(tmp_path, pages, None)
+    assert [path.name for path in pages.iterdir()] == ["performance.md"]
+    text = (pages / "performance.md").read_text()
     lines = text.splitlines()
-    assert lines[0] == "before"
-    assert lines[-1] == "after"
-    assert "old" not in lines
+    assert lines[0] == "# Speed of the encoding"
     assert "A copy of 2 GiB of bfloat16 reads and writes 1,000 GB/s." in text
     assert "|  | forward: img64 | video | backward: video |" in lines
     assert "| **lrpe-md** | 0.91 | 0.93 | 0.94 |" in lines
@@ -364,8 +362,8 @@ def test_report_on_made_numbers(tmp_path):
     assert "elsewhere" not in text
     for name in ("performance-passes.png", "performance-scaling.png"):
         assert 5_000 < (tmp_path / name).stat().st_size < 300_000
-    benchmark_report.main(tmp_path, readme, None)
-    assert readme.read_text() == text
+    benchmark_report.main(tmp_path, pages, None)
+    assert (pages / "performance.md").read_text() == text
 
 
 NCU = """==PROF== Connected to process 1
@@ -392,7 +390,7 @@ def test_what_ncu_reports():
 
 
 def test_every_pass_is_counted(tmp_path, monkeypatch):
-    """On tiny inputs, and what the README shows of them."""
+    """On tiny inputs, and what the page shows of them."""
     monkeypatch.setattr(benchmark_counters, "WORKLOADS", {"vit224": TINY, "img64": TINY})
     monkeypatch.setattr(benchmark_counters, "PEERS", dict.fromkeys((OURS, benchmark_counters.TABLES), PEERS[OURS]))
     found = [(key, fn()) for key, fn in benchmark_counters.passes(CPU)]
@@ -411,16 +409,13 @@ def test_every_pass_is_counted(tmp_path, monkeypatch):
 
 
 def test_report_without_measurements(tmp_path):
-    assert benchmark_report.render(benchmark_report.read(tmp_path)) == ""
-    with pytest.raises(ValueError, match="once each"):
-        benchmark_report.update("no markers", "")
+    assert benchmark_report.pages(benchmark_report.read(tmp_path), tmp_path) == {}
 
 
-def test_readme_shows_what_was_measured():
-    """`make readme-tables` after new measurements."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pages_show_what_was_measured():
+    """`make results` after new measurements."""
     folder = benchmark_report.RESULTS
-    section = benchmark_report.section(benchmark_report.read(folder), folder)
-    assert benchmark_report.update(readme, section) == readme
-    for name in ("performance-passes.png", "performance-scaling.png"):
-        assert (name not in section) or (benchmark_report.RESULTS / name).stat().st_size < 300_000
+    pages = benchmark_report.pages(benchmark_report.read(folder), folder)
+    assert set(pages) == {"performance.md", "training-steps.md", "linear-attention.md", "adapted-models.md"}
+    for name, text in pages.items():
+        assert (PAGES / name).read_text(encoding="utf-8") == text, name

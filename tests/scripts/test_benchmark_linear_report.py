@@ -9,7 +9,6 @@ from lrpe_md.scripts.bench.app import app
 from typer.testing import CliRunner
 
 HERE = {"gpu": "made up", "versions": "torch 0", "commit": "0123"}
-README = f"{report.BEGIN}\n{report.END}\n{report.BACKBONES[0]}\n{report.BACKBONES[1]}\n"
 
 
 def measured(workload, map, which, impl, share):
@@ -47,14 +46,13 @@ def write_scaling(folder):
 def folder(tmp_path):
     write_linear(tmp_path)
     write_scaling(tmp_path)
-    (tmp_path / "README.md").write_text(README)
     return tmp_path
 
 
 def test_tables_and_plots(folder):
-    done = CliRunner().invoke(app, ["report", str(folder), "--readme", str(folder / "README.md")])
+    done = CliRunner().invoke(app, ["report", str(folder), "--pages", str(folder)])
     assert done.exit_code == 0, (done.output, done.exception)
-    text = (folder / "README.md").read_text()
+    text = (folder / "linear-attention.md").read_text(encoding="utf-8")
     assert "| **lrpe-md, rotate** | 0.90 (1.111) |" in text
     assert "| **lrpe-md, no positions** |" in text
     assert "* diffusers, sana, rotate: no room" in text

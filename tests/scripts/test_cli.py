@@ -1,9 +1,12 @@
 """The console command, and the same programs as modules of a checkout."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from lrpe_md.scripts import cli
@@ -12,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "typer", "accelerate", "pandas", "joblib", "torchmetrics", "sklearn", "matplotlib", "rich", "timm", "scipy",
 )  # fmt: skip
+PLACES = ("scripts", "lrpe_md.scripts")
 USERS = {
     "typer": list(cli.PROGRAMS),
     "rich": ["train", "ablate", "bench"],
@@ -20,17 +24,85 @@ USERS = {
 }
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200", **environment}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=env)
+# Runs each case, a module, the package that is to be missing, and arguments, in a fork of one process, which has
+# imported what takes longest.
+RUN = """
+import importlib, importlib.abc, json, os, runpy, sys, traceback
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def run(module, arguments):
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+found = []
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+for module, missing, arguments in json.loads(sys.argv[2]):
+    assert missing not in {name.partition(".")[0] for name in sys.modules}, missing
+    streams = [os.memfd_create(name) for name in ("out", "err")]
+    child = os.fork()
+    if not child:
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
+        if missing:
+            sys.meta_path.insert(0, Missing())
+        code = run(module, arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = [os.pread(stream, 2**20, 0).decode() for stream in streams]
+    found.append([code, *said])
+print(json.dumps(found))
+"""
 
 
-@pytest.mark.parametrize("name", cli.PROGRAMS)
-@pytest.mark.parametrize("package", ["scripts", "lrpe_md.scripts"])
-def test_programs_are_modules_of_a_checkout(package, name):
-    shown = python("-m", f"{package}.{name}", "--help")
-    assert shown.returncode == 0, shown.stderr
-    assert f"scripts.{name}" in shown.stdout
+class Said(NamedTuple):
+    code: int
+    out: str
+    error: str
+
+
+def run_modules(cases: list[tuple[str, str | None, list[str]]], imported: Sequence[str] = ("timm",)) -> list[Said]:
+    """(module, package that is missing, arguments) each, where these are imported."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(imported), json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
+        env=env, check=True,
+    )  # fmt: skip
+    return [Said(*each) for each in json.loads(done.stdout)]
+
+
+def test_programs_are_modules_of_a_checkout():
+    cases = [(f"{package}.{name}", None, ["--help"]) for package in PLACES for name in cli.PROGRAMS]
+    imported = ("timm", "accelerate", "torchmetrics.classification", "sklearn.datasets", "matplotlib.pyplot", "pandas")
+    for (module, *_), shown in zip(cases, run_modules(cases, imported), strict=True):
+        assert shown.code == 0, shown.error
+        assert module.removeprefix("lrpe_md.") in shown.out
+
+
+def test_a_program_starts_by_itself():
+    """As above, without what was imported before."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.visualize", "--help"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "scripts.visualize" in done.stdout
 
 
 def test_usage_and_an_unknown_program(monkeypatch, capsys):
@@ -53,29 +125,16 @@ def test_a_program_gets_its_options(monkeypatch, capsys):
     assert "--weight-decay" in shown
 
 
-WITHOUT = """
-import importlib.abc, sys
-
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == sys.argv[1]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-from lrpe_md.scripts.cli import run_program
-run_program(sys.argv[2], ["--help"])
-"""
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_missing_package_is_named_and_what_to_install(package):
+def test_a_missing_package_is_named_and_what_to_install():
     """Importing the command itself needs none of them."""
-    for name in USERS.get(package, ["train"]):
-        said = python("-c", WITHOUT, package, name)
-        assert said.returncode == 1
-        assert said.stderr.strip() == (
-            f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'"
-        )
+    wanted = [(package, name) for package in PACKAGES for name in USERS.get(package, ["train"])]
+    cases = [(f"lrpe_md.scripts.{name}", package, ["--help"]) for package, name in wanted]
+    found = run_modules([case for case in cases if case[1] != "timm"])
+    found += run_modules([case for case in cases if case[1] == "timm"], ["torch"])
+    wanted.sort(key=lambda each: each[0] == "timm")
+    for (package, name), said in zip(wanted, found, strict=True):
+        assert said.code == 1
+        assert said.error.strip() == (f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'")
 
 
 def test_our_own_mistakes_are_not_taken_for_missing_packages(monkeypatch):

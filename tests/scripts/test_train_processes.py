@@ -66,7 +66,9 @@ def on_two_processes(arguments: list[str]) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")  # a fork of a process that has differentiated can't
+    # A fork of a process that has differentiated can't; those of this one's server have only imported.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lrpe_md.scripts.train.app", "torch.distributed.fsdp", "timm", "tensorboard"])
     processes = [context.Process(target=run_program, args=(rank, port, arguments)) for rank in range(2)]
     for process in processes:
         process.start()

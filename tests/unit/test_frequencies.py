@@ -19,10 +19,13 @@ from lrpe_md.frequencies.dense import (
 )
 from lrpe_md.frequencies.scalings import (
     dynamic_ntk_scaling,
+    dype_ntk_scaling,
+    dype_yarn_scaling,
     linear_scaling,
     llama3_scaling,
     longrope_scaling,
     ntk_scaling,
+    riflex_scaling,
     yarn_scaling,
 )
 from lrpe_md.frequencies.series import head_bands_theta, log_linspace_theta, period_theta
@@ -77,6 +80,12 @@ def test_series():
             r"short, long: .*4 frequencies, got \(1,\)",
         ),
         (lambda: llama3_scaling(torch.ones(4), low=4.0, high=1.0), "high"),
+        (lambda: riflex_scaling(torch.ones(4), 8), "repeats_at, index: expected one of them, got None, None"),
+        (lambda: riflex_scaling(torch.ones(4), 8, index=4), "index: expected a number from 0 to 3, got 4"),
+        (lambda: riflex_scaling(torch.ones(4), 0, index=1), "length: .*got 0"),
+        (lambda: dype_ntk_scaling(torch.ones(4), 2.0, 1.5), "time: expected .* from 1 .noise. to 0, got 1.5"),
+        (lambda: dype_ntk_scaling(torch.ones(1), 2.0, 0.5), "theta: .*at least 2"),
+        (lambda: dype_yarn_scaling(torch.ones(4), 2.0, torch.ones(2), original_length=8), "time: expected one number"),
     ],
 )
 def test_errors(call, message):
@@ -232,10 +241,116 @@ def test_scalings_keep_dtype_and_gradient():
         yarn_scaling(theta, 2.0, original_length=512),
         longrope_scaling(theta, [1.0] * 8, [2.0] * 8, factor=2.0, length=64, original_length=32),
         llama3_scaling(theta, 2.0, original_length=512),
+        riflex_scaling(theta, 4000, index=7),
+        dype_ntk_scaling(theta, 2.0, 0.5),
+        dype_yarn_scaling(theta, 2.0, torch.tensor(0.5), original_length=512),
     ):
         assert scaled.dtype == torch.float32
         assert scaled.shape == (3, 8)
-        assert (torch.autograd.grad(scaled.sum(), theta)[0] > 0).all()
+        gradient = torch.autograd.grad(scaled.sum(), theta)[0]
+        replaced = (scaled.detach() / theta.detach())[0, 7] < 0.5 and scaled.grad_fn.name().startswith("Where")
+        assert (gradient[:, :7] > 0).all()
+        assert (gradient[:, 7] > 0).all() != replaced  # RIFLEx's is no function of theta
+
+
+@pytest.mark.parametrize(
+    ("dim", "base", "repeats_at", "index"), [(16, 256.0, 48, 3), (44, 1e4, 50, 5), (40, 1e4, 26, 3)]
+)
+@pytest.mark.parametrize("length", [20, 66, 200])
+def test_riflex(dim, base, repeats_at, index, length):
+    """Eq. 7 and 8 in the paper's words, numbers alone: the component whose period is closest to the first repetition
+    gets a period of the whole video, of which the authors use 90%; shorter videos stay as they are."""
+    periods = [round(2 * math.pi * base ** (2 * j / dim)) for j in range(dim // 2)]
+    nearest = min(range(dim // 2), key=lambda j: abs(periods[j] - repeats_at))
+    expected = [base ** (-2 * j / dim) for j in range(dim // 2)]
+    if length > periods[nearest]:
+        expected[nearest] = 0.9 * 2 * math.pi / length
+    found, amplitude = riflex_scaling(geometric(dim, base), length, repeats_at=repeats_at)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert nearest == index
+    assert torch.equal(found, riflex_scaling(geometric(dim, base), length, index=index)[0])
+    assert amplitude == 1
+    both = riflex_scaling(torch.stack([geometric(dim, base), geometric(dim, base) / 7]), length, repeats_at=repeats_at)[
+        0
+    ]
+    assert torch.equal(both[0], found)
+    assert torch.equal(both[1], riflex_scaling(geometric(dim, base) / 7, length, repeats_at=repeats_at)[0])
+    assert riflex_scaling(geometric(dim, base), 1e4, index=0, share=1.0)[0][0] == 2 * math.pi / 1e4
+
+
+TIMES = [1.0, 0.7, 0.31, 0.1, 0.04]
+
+
+@pytest.mark.parametrize("factor", [1.5, 4.0])
+@pytest.mark.parametrize("time", [*TIMES, 0.0])
+def test_dype_on_ntk(factor, time):
+    """The paper's: the base, made larger for NTK, to the power of 2 t²."""
+    dim, base = 56, 1e4
+    larger = base * max(1.0, (factor ** (dim / (dim - 2))) ** (2 * time**2))
+    expected = geometric(dim, larger)
+    for t in (time, torch.tensor(time, dtype=torch.float64)):
+        found, amplitude = dype_ntk_scaling(geometric(dim, base), factor, t)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        assert amplitude == 1
+    assert torch.equal(dype_ntk_scaling(geometric(dim, base), 0.5, time)[0], geometric(dim, base))
+
+
+def dype_by_turns(dim, base, factor, time, length):
+    """DY-YaRN, number by number: how many turns a component makes in the trained length says which range it is in."""
+    if factor <= 1:
+        return [base ** (-2 * i / dim) for i in range(dim // 2)]
+
+    def place(turns):  # the index that makes so many
+        return dim * math.log(length / (2 * math.pi * turns * time**2)) / (2 * math.log(base))
+
+    def weight(i, most, least):
+        begin, end = max(math.floor(place(most)), 0), min(math.ceil(place(least)), dim // 2)
+        assert begin < end
+        return min(max((end - i) / (end - begin), 0.0), 1.0)
+
+    found = []
+    for i in range(dim // 2):
+        theta = base ** (-2 * i / dim)
+        ntk = (base * factor ** (dim / (dim - 2))) ** (-2 * i / dim)
+        low, high = weight(i, 1.25, 0.75), weight(i, 16, 2)
+        mixed = (1 - low) * theta / factor + low * ntk
+        found.append((1 - high) * mixed + high * theta)
+    return found
+
+
+@pytest.mark.parametrize(("dim", "base"), [(56, 1e4), (60, 500.0)])
+@pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
+@pytest.mark.parametrize("time", TIMES)
+def test_dype_on_yarn(dim, base, factor, time):
+    if base == 500.0 and time < 0.3:
+        return  # all are kept: the next test
+    expected = torch.tensor(dype_by_turns(dim, base, factor, time, 64), dtype=torch.float64)
+    for t in (time, torch.tensor(time, dtype=torch.float64)):
+        found, amplitude = dype_yarn_scaling(geometric(dim, base), factor, t, original_length=64)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+        assert amplitude == pytest.approx(max(0.1 * math.log(factor) + 1, 1.0))
+
+
+def test_dype_on_yarn_at_its_ends():
+    """Towards the end of the diffusion all is kept, also at t = 0, where the authors' formula is no number; where
+    nothing turns often enough all is interpolated."""
+    theta = geometric(56, 1e4)
+    for time in (0.0, 0.001, torch.zeros(())):
+        found, _ = dype_yarn_scaling(theta, 4.0, time, original_length=64)
+        torch.testing.assert_close(found, theta, rtol=1e-12, atol=0)
+    found, _ = dype_yarn_scaling(theta, 4.0, 1.0, original_length=0.5)
+    torch.testing.assert_close(found, theta / 4, rtol=1e-12, atol=0)
+
+
+def test_scalings_by_time_wait_for_nothing():
+    """On the meta device there is no value to wait for."""
+    theta, time = geometric(56, 1e4).to("meta"), torch.zeros((), device="meta")
+    for scaled, _ in (
+        riflex_scaling(theta, 66, repeats_at=30), riflex_scaling(theta, 66, index=2), ntk_scaling(theta, 2.0),
+        linear_scaling(theta, 2.0), dype_ntk_scaling(theta, 2.0, time),
+        dype_yarn_scaling(theta, 2.0, time, original_length=64),
+    ):  # fmt: skip
+        assert scaled.shape == theta.shape
 
 
 def test_yarn_keeps_what_turns_fast():

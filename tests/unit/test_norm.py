@@ -164,7 +164,10 @@ def test_positions_of_q_and_k_apart(over):
         assert torch.equal(y, rotate(x, omega=OMEGA, positions=where, norm=Norm(weight=weight, over=over)))
 
 
-def test_linear_attention_has_none():
+def test_linear_attention_is_given_it():
+    norm = Norm()
     for module, where in ((RotateMd(D, 2), {"positions": GRID}), (Rotate1d(D), {})):
-        with pytest.raises(ValueError, match="norm: expected None with attend"):
-            module(Q, K, norm=Norm(), attend=lambda *args: args, **where)
+        description, q, k = module(Q, K, norm=norm, attend=lambda *args: args, **where)
+        assert description.norm is norm
+        assert q is Q
+        assert k is K

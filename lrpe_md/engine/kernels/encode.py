@@ -188,9 +188,13 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 @triton.jit
 def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
     """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'."""
-    xa, xb, ga, gb, place = fetched
+    xa, xb, ga, gb, place, written = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
+    m_o = m_n
+    if V.has_start:
+        low, high = written
+        m_o = m_n & (o_n >= low) & (o_n < high)
     dangles = cos
     dweights = ()
     x = ()
@@ -217,13 +221,13 @@ def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
         if V.norm != "none":
             dweights = form_weight_gradients(out, x_hat, V=V)
             out = normalise_row_backward(out, x_hat, scale, weights, V=V)
-        store_input_gradients(o_row, out, o_n, m_n, c0, V)
+        store_input_gradients(o_row, out, o_n, m_o, c0, V)
     else:
         out = x_bar
-        store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_n, c0, V)
+        store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_o, c0, V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
-        store_tile(o_row, out[i], o_n, m_n, i, V)
+        store_tile(o_row, out[i], o_n, m_o, i, V)
     return dangles, dweights
 
 
@@ -246,14 +250,36 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 
 
 @triton.jit
+def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
+    """A row of the output where its sample begins there, and which of its tokens, counted as o_n, fit in.
+
+    start: pointer to the places of the samples, and the length of q's and of k's output, 0 where it begins at token 0;
+    then from one sample's place to the next.
+    """
+    p_start, numbers = start
+    length0, length1, step = unpack(numbers)
+    length = tl.where(is_k, length1, length0) if V.has_k else length0
+    placed = length > 0
+    first = tl.where(placed, tl.load(p_start + b * step), 0).to(tl.int64)
+    low = tl.minimum(tl.maximum(-first - n0, 0), num_n)
+    high = tl.where(placed, tl.maximum(tl.minimum(length - first - n0, num_n), 0), num_n)
+    p, stride_n, stride_d = o_row
+    p += first * stride_n.to(tl.int64) * (8 if V.aligned else 1)
+    if V.aligned:
+        p = tl.multiple_of(p, 16)
+    return (p, stride_n, stride_d), (low.to(tl.int32), high.to(tl.int32))
+
+
+@triton.jit
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """For each of rows r0 .. r0 + block_r: x and dy as one tile (twice) or as two, and where the row is.
 
     Where one of x and dy is not read the other stands for it. tensors: x, dy, the output and the statistics of softmax
-    over the sequence. rows: behind the last one, the first sample, the group and its heads. Where: places of x, dy and
-    the output, number of tokens, pointer to the maximum over the sequence and from there to the sum.
+    over the sequence, and more, as :func:`lrpe_kernel` has it. rows: behind the last one, the first sample, the group
+    and its heads. Where: places of x, dy and the output, number of tokens, pointer to the maximum over the sequence and
+    from there to the sum; and, with V.has_start, which tokens are written.
     """
-    x, dy, o, stat = tensors
+    x, dy, o, stat, more = tensors
     r_hi, sample, g, G, heads = rows
     fetched = ()
     ROWS: tl.constexpr = V.block_r
@@ -261,6 +287,10 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
         b, h, is_k, mine = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(mine, num_n, 0)
         o_row = point_to_row(o, is_k, b, h, n0, V)
+        written = (0, 0)
+        if V.has_start:
+            _, start = more
+            o_row, written = move_output(o_row, start, is_k, tl.where(mine, b, 0), n0, num_n, V)
         if V.load_x:
             x_row = point_to_row(x, is_k, b, h, n0, V)
             xa, xb = load_inputs(x_row, o_n, o_n < num, c0, V)
@@ -280,7 +310,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
             row_stat = (p_stat, num_heads * B * V.head_dim)
         else:
             row_stat = (0, 0)
-        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat)),)
+        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat), written),)
     return fetched
 
 
@@ -332,7 +362,7 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
                 dweights = add_weight_gradients(dweights, both, token_group, V=V)
         if V.need_dangles:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
-                _, _, _, _, place = fetched[i]
+                _, _, _, _, place, _ = fetched[i]
                 _, _, _, num, _ = place
                 row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
             pair = row_dangles if i % 2 == 0 else pair + row_dangles
@@ -401,7 +431,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, norm,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, more,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -425,8 +455,9 @@ def lrpe_kernel(
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
     (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
     radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
-    below 0 where tokens are in front of it. norm: None, or pointers to weight, bias, those of k, and partial sums for
-    their gradients; parts of q in a sample, and runs of parts. The rows of a part then have weights in common.
+    below 0 where tokens are in front of it. more: of a norm, None, or pointers to weight, bias, those of k, and partial
+    sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then have weights in common.
+    With V.has_start that and where outputs begin, see :func:`move_output`.
 
     V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
@@ -463,7 +494,7 @@ def lrpe_kernel(
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
-    tensors = (x, dy, o, (p_stat0, p_stat1, B))
+    tensors = (x, dy, o, (p_stat0, p_stat1, B), more)
     rows = (r_hi, sample, g, G, heads)
     p_omega += g * omega_h
     if V.has_phase:
@@ -486,6 +517,9 @@ def lrpe_kernel(
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     weights = ()
     if V.has_weight or V.has_bias:
+        norm = more
+        if V.has_start:
+            norm, _ = more
         p_weight, p_bias, p_weight_k, p_bias_k, p_dweight, norm_numbers = norm
         p_weights = (p_weight, p_bias, p_weight_k, p_bias_k)
         q_parts, num_runs = unpack(norm_numbers)

@@ -3,9 +3,10 @@
     python -m scripts.train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
     torchrun --nproc-per-node 4 -m scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
-Writes checkpoint.pt, history.csv, result.json, samples.npz and samples.png to the folder of the run; the same command
-goes on where it was interrupted. Emoji with their names: ``npm pack emoji-datasource-google``, its folder
-img/google/64 beside a metadata.jsonl with file_name and text.
+Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and words.txt (those of the captions) to the
+folder of the run; the same command goes on where it was interrupted. ``scripts.train sample`` draws your own prompts.
+Emoji with their names: ``npm pack emoji-datasource-google``, its folder img/google/64 beside a metadata.jsonl with
+file_name and text.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from ....models.dit import DiT
 from ....models.flow import draw_times, flow_matching_loss, sample
 from ....models.text import TextEncoder, drop_text, tokenize
 from ...common.devices import sent
-from ...common.folder import save_whole
+from ...common.folder import save_whole, write
 from ...common.options import choose
 from ..config import Training, describe, option
 from ..data.captions import Captioned, load_captioned
 from ..encodings import CAPTIONED, Backbone
 from ..loop import Trainer
 from ..order import shuffle
+from ..prompts import words_of
 from ..samples import HELD_OUT, keep, pixels, write_sheet
 from ..work import Work, train
 
@@ -211,6 +213,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
             f"--batch {config.batch}: there are {(~data.held_out).sum()} pairs to train on; make it smaller"
         )
     pairs = Pairs(config, data, device)
+    known = words_of(caption for caption, out in zip(data.captions, data.held_out, strict=True) if not out)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         if config.sharding == "fsdp":
@@ -222,6 +225,8 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
             "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train), "tokens": patches(config),
         }  # fmt: skip
         show(config, trainer, *draw(config, pairs, trainer))
+        if trainer.accelerator.is_main_process:
+            write(config.out / "words.txt", "".join(f"{word}\n" for word in sorted(known)))
         return result
 
     def validate(trainer: Trainer) -> dict[str, float]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -32,13 +32,13 @@ from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
 
 from ....models.lm import CausalLm, LmConfig, Scaling
 from ....models.lm_decode import generate, left_pad
-from ...common.devices import choose_device, sent
+from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
 from ..config import Schedule, Training, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import ENCODINGS, TEXT, Backbone
-from ..loop import Trainer, read_checkpoint
+from ..loop import Trainer
 from ..work import Work, train
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -259,40 +259,36 @@ def measure(
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-def load_model(out: Path) -> tuple[CausalLm, int]:
-    """The model of a training's folder, on the CPU, and the length that it was trained at."""
-    path = out / "checkpoint.pt"
-    state = read_checkpoint(path) if path.exists() else {"settings": {}}
-    if state["settings"].get("model", {}).get("vocab_size") is None:
-        raise typer.BadParameter(f"FOLDER: expected one that `train lm` made, with a checkpoint, got {out}")
+def load_model(state: dict[str, Any]) -> CausalLm:
+    """The model of a checkpoint, on the CPU."""
     model = CausalLm(LmConfig(**state["settings"]["model"]))
     model.load_state_dict(state.get("average", state["model"]))
-    return model.eval(), state["settings"]["length"]
+    return model.eval()
 
 
 def sample_text(
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a training.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated: a batch.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.95,
-    seed: Annotated[int, typer.Option()] = 0,
-    scaling: Annotated[str | None, typer.Option(help="linear, ntk or yarn, to the length of the result.")] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, *, tokens: int, temperature: float,
+    top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
-    """Continue a prompt, or several."""
-    on, (model, trained) = choose_device(device), load_model(out)
-    prompts = [torch.tensor(list(p.encode())) for p in prompt or ["\n"]]
+    """Continue prompts by the model of a checkpoint, and print them."""
+    model, trained = load_model(state), state["settings"]["length"]
+    rows = [torch.tensor(list(p.encode())) for p in prompts]
     try:
-        batch, padding = left_pad(prompts)
+        batch, padding = left_pad(rows)
     except ValueError as error:
         raise typer.BadParameter(f"--prompt: {error}") from error
     if scaling:
         choose("--scaling", [scaling], SCALINGS)
         model.rescale(SCALINGS[scaling](max((batch.shape[1] + tokens) / trained, 1.0), trained))
-    generator = torch.Generator(on).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     made = generate(
-        model.to(on), batch.to(on), tokens, temperature=temperature, top_p=top_p, generator=generator, padding=padding
+        model.to(device),
+        batch.to(device),
+        tokens,
+        temperature=temperature,
+        top_p=top_p,
+        generator=generator,
+        padding=padding,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for row, pads in zip(made.tolist(), padding.tolist(), strict=True):

@@ -1,0 +1,78 @@
+"""Fine-tune one of timm's rotary ViTs at another resolution, on a folder of images by class, through the fused kernels.
+
+    python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
+
+FOLDER has a folder of images for each class. `adapt_rotary` changes no weight and no name: what is saved loads into
+timm's own model, with or without this library.
+"""
+
+import argparse
+from pathlib import Path
+
+import timm
+import torch
+from timm.data import create_transform
+from timm.data.dataset import ImageDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, random_split
+
+from lrpe_md import adapt_rotary
+
+
+def main(argv: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", default="vit_small_patch16_rope_mixed_224", help="eva02_*, vit_*_rope_*, *_dinov3*")
+    parser.add_argument("--pretrained", action="store_true", help="load timm's weights")
+    parser.add_argument("--model-kwargs", nargs="*", default=[], help="of timm.create_model, as depth=6")
+    parser.add_argument("--size", default="384x384", help="HEIGHTxWIDTH, multiples of the patch")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--head-only", action="store_true", help="keep the blocks as they are")
+    parser.add_argument("--out", type=Path, default=Path("finetuned.pt"))
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    height, width = map(int, args.size.split("x"))
+
+    classes = sorted(path.name for path in args.data.iterdir() if path.is_dir())
+    kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
+    model = timm.create_model(
+        args.model, pretrained=args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs
+    )
+    adapt_rotary(model).to(device)
+    if args.head_only:
+        model.blocks.requires_grad_(False)
+
+    config = timm.data.resolve_model_data_config(model)
+    transform = {
+        part: create_transform((3, height, width), is_training=part, mean=config["mean"], std=config["std"])
+        for part in (True, False)
+    }
+    seen, held_out = (ImageDataset(str(args.data), transform=transform[part]) for part in (True, False))
+    split = [len(seen) - len(seen) // 5, len(seen) // 5]
+    train, _ = random_split(seen, split, torch.Generator().manual_seed(0))
+    _, test = random_split(held_out, split, torch.Generator().manual_seed(0))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.05)
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    for epoch in range(args.epochs):
+        model.train()
+        for images, labels in DataLoader(train, args.batch, shuffle=True, drop_last=len(train) > args.batch):
+            with cast:
+                loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), cast:
+            right = [(model(x.to(device)).argmax(-1).cpu() == y) for x, y in DataLoader(test, args.batch)]
+        accuracy = torch.cat(right).float().mean().item()
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, held-out accuracy {accuracy:.1%} at {height}×{width}")
+    torch.save(model.state_dict(), args.out)
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What the site needs of the repository outside docs/: pictures and files that pages link to, and the changelog."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
+KEPT = "repository"  # where such files are on the site
+
+
+def on_files(files: Any, config: Any) -> Any:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "changelog.md", content=changelog))
+    wanted: set[str] = set()
+    for path in Path(config.docs_dir).rglob("*.md"):
+        here = path.relative_to(config.docs_dir).parent.as_posix()
+        for _, target, _ in LINK.findall(path.read_text(encoding="utf-8")):
+            wanted |= {outside(here, target)} - {None}  # pyright: ignore[reportOperatorIssue]
+    for name in sorted(wanted):
+        if (ROOT / name).is_file():
+            files.append(File.generated(config, f"{KEPT}/{name}", abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    here = posixpath.dirname(page.file.src_uri)
+
+    def move(link: re.Match[str]) -> str:
+        name = outside(here, link[2])
+        if name is None:
+            return link[0]
+        if not (ROOT / name).is_file():
+            return link[0]  # which the strict build refuses
+        return f"{link[1]}{posixpath.relpath(posixpath.join(KEPT, name), here or '.')}{link[3]}"
+
+    return LINK.sub(move, markdown)
+
+
+def outside(here: str, target: str) -> str | None:
+    """The path from the root of a link that leaves docs/; None: it does not."""
+    path = posixpath.normpath(posixpath.join("docs", here, target))
+    return None if path.startswith(("docs/", "..")) else path

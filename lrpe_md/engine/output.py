@@ -1,0 +1,245 @@
+"""Outputs that the caller gives: checked before anything is launched, and written where no launch writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_dense
+from .boundary import transforming
+from .call import Call
+
+__all__ = ["Target", "check_target", "take_target", "write"]
+
+FORM = "(B, H, N, D)"
+
+
+class Target(NamedTuple):
+    """Where outputs are to be.
+
+    outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None: a new one. start: the place along L of the
+    first token, integers (1,) or (B,) that are read on the device.
+    """
+
+    outs: tuple[Tensor | None, ...]
+    start: Tensor | None = None
+
+    def only(self, i: int) -> Target:
+        """Of one tensor."""
+        return Target((self.outs[i],), self.start)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self.outs, self.start
+
+    def can_launch(self, call: Call) -> bool:
+        """A launch can write them itself: a row's channels are side by side, and each program has whole rows."""
+        if call.spec.norm != "none" and call.spec.norm_over == "heads":
+            return False
+        return all(t is None or (t.stride(-1) == 1 and not t.is_neg()) for t in self.outs)
+
+
+def take_target(out: Any, start: Any, number: int) -> Target | None:
+    """What the public functions are given, for so many tensors."""
+    if out is None:
+        if start is not None:
+            raise ValueError("out_start: expected None without out, in which it is a place")
+        return None
+    if type(out) is tuple and len(out) == number and all(t is None or type(t) is Tensor for t in out):
+        return Target(out, None if start is None else _check_start(start))
+    outs = (out,) if isinstance(out, Tensor) else out
+    kinds = {type(t) for t in outs if t is not None} if isinstance(outs, (tuple, list)) else {type(outs)}
+    if not isinstance(outs, (tuple, list)) or not all(issubclass(kind, Tensor) for kind in kinds):
+        raise TypeError(f"out: expected a tensor, or one for q and one for k, got {type(out).__name__}")
+    if len(outs) != number:
+        raise ValueError(
+            f"out: expected {'a tensor' if number == 1 else 'a pair, for q and for k, either of which may be None'}, "
+            f"got {len(outs)} for {number} tensor{'s' * (number > 1)}"
+        )
+    if start is not None:
+        start = _check_start(start)
+    return Target(tuple(outs), start)
+
+
+def _check_start(start: Any) -> Tensor:
+    if not isinstance(start, Tensor):
+        raise TypeError(
+            f"out_start: expected a tensor of integers, which is read on the device, got {type(start).__name__}; for a "
+            "number slice out"
+        )
+    if start.ndim > 1 or start.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"out_start: expected int32 or int64 of shape (), (1,) or (B,), got {start.dtype} {tuple(start.shape)}"
+        )
+    return start if start.ndim == 1 else start.reshape(1)
+
+
+def check_target(
+    target: Target, xs: Sequence[Tensor], read: Sequence[Tensor | None], names: Sequence[str], width: int, direct: bool
+) -> None:
+    """Before anything is written.
+
+    read, names: what else is read; width: channels of an output; direct: the tensors are plain, with memory. What
+    shapes, strides and dtypes say is checked once for calls of these, and remembered.
+    """
+    start = target.start
+    if transforming():
+        raise ValueError("out: expected None under a torch.func transform or with dual numbers, which write nothing")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *read)):
+        raise ValueError(
+            "out: expected no gradient to be recorded, since what is written has none; call under torch.no_grad() or "
+            "torch.inference_mode(), or leave out out"
+        )
+    if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):
+        raise ValueError(
+            f"out_start: expected one place, or one for each of {xs[0].shape[0]} samples, on {xs[0].device}, got "
+            f"{tuple(start.shape)} on {start.device}"
+        )
+    if not direct:
+        _check_outs(target, xs, width, False)
+        return
+    others = [*xs, *read] if start is None else [*xs, *read, start]
+    for out in target.outs:
+        if out is None:
+            continue
+        if out.requires_grad or out.is_nested or out.layout is not torch.strided:
+            _check_outs(target, xs, width, True)
+        others.append(out)
+    key = width, len(xs), start is None, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in others]
+    reaches = _remembered.get(key)
+    if reaches is None or any(t is not None and t.device != xs[0].device for t in target.outs):
+        _check_outs(target, xs, width, True)
+        if len(_remembered) >= 4096:
+            _remembered.clear()
+        reaches = [None if t is None else (_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
+        _remembered[key] = reaches
+    if not xs[0].is_meta:  # which has no memory
+        _check_apart(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
+
+
+_remembered: dict[Any, list[int | None]] = {}  # bytes from the first element of each tensor to the end of its last
+
+
+def _check_apart(
+    target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
+) -> None:
+    """tensors: what is read, then the outputs that there are."""
+    places = [None if t is None else t.data_ptr() for t in tensors]
+    number = sum(t is not None for t in target.outs)
+    first = len(tensors) - number
+    for i in range(first, len(tensors)):
+        out: Any = tensors[i]
+        low: Any = places[i]
+        end = low + reaches[i]
+        for j in range(i):
+            place: Any = places[j]
+            if place is None or place >= end or place + reaches[j] <= low:
+                continue
+            other: Any = tensors[j]
+            if _may_overlap(out, other):
+                name = _name_of(target, i - first)
+                read = _name_of(target, j - first) if j >= first else [*names, "out_start"][j]
+                raise ValueError(f"{name}: expected memory apart from that of {read}, with which it overlaps")
+
+
+def _name_of(target: Target, number: int) -> str:
+    """Of the outputs that there are."""
+    given = [i for i, t in enumerate(target.outs) if t is not None]
+    return "out" if len(target.outs) == 1 else f"out[{given[number]}]"
+
+
+def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
+    """What does not depend on where they are in memory."""
+    batch, _, num_tokens, _ = xs[0].shape
+    for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
+        if out is None:
+            continue
+        name = "out" if len(xs) == 1 else f"out[{i}]"
+        _check_out(name, out, x, (batch, x.shape[1], num_tokens, width), target.start is not None)
+        if direct and _overlaps_itself(out.shape, out.stride()):
+            raise ValueError(f"{name}: expected memory of its own for each element, got strides {out.stride()}")
+
+
+def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed: bool) -> None:
+    check_dense(name, out, FORM)
+    found = tuple(out.shape)
+    fits = found == shape
+    if placed and len(found) == 4:
+        fits = found[2] >= shape[2] and (*found[:2], found[3]) == (*shape[:2], shape[3])
+    if not fits:
+        form = f"{shape}" if not placed else f"({shape[0]}, {shape[1]}, at least {shape[2]}, {shape[3]})"
+        raise ValueError(f"{name}: expected shape {form}, got {found}")
+    if out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"{name}: expected the dtype and device of what is encoded, {x.dtype} on {x.device}, got {out.dtype} on "
+            f"{out.device}"
+        )
+    if out.requires_grad:
+        raise ValueError(f"{name}: expected a tensor that requires no gradient; detach it")
+
+
+@lru_cache(maxsize=4096)
+def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Where no dimension holds another whole, elements may share memory."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
+    """Elements from the first to the one furthest from it."""
+    return sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
+
+
+def _may_overlap(a: Tensor, b: Tensor) -> bool:
+    """False where no element of one is in the memory of the other."""
+    if not (a.numel() and b.numel()):
+        return False
+    first, second, item = a.data_ptr(), b.data_ptr(), a.element_size()
+    if first + (_reach(a.shape, a.stride()) + 1) * item <= second:
+        return False
+    if second + (_reach(b.shape, b.stride()) + 1) * b.element_size() <= first:
+        return False
+    if item != b.element_size() or (first - second) % item:
+        return True
+    # Side by side in rows of something larger: the same place in it for neither.
+    steps = {step for t in (a, b) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1 and step > 0}
+    return not any(_apart_modulo(a, b, (second - first) // item, step) for step in steps)
+
+
+def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
+    """Whether a's and b's addresses, modulo this step, are two arcs that don't meet. ahead: of b."""
+    arcs = [
+        sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
+    ]  # fmt: skip
+    return ahead % step > arcs[0] and -ahead % step > arcs[1]
+
+
+def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What was computed elsewhere, where it is to be; the outputs."""
+    found = []
+    for out, y in zip(target.outs, ys, strict=True):
+        if out is not None:
+            with torch.no_grad():
+                _write(out, y, target.start)
+        found.append(y if out is None else out)
+    return tuple(found)
+
+
+def _write(out: Tensor, y: Tensor, start: Tensor | None) -> None:
+    if start is None:
+        out.copy_(y)
+        return
+    rows = start[:, None] + torch.arange(y.shape[2], device=y.device)
+    if start.shape[0] == 1:
+        out.index_copy_(2, rows[0], y)
+    else:
+        out.scatter_(2, rows[:, None, :, None].expand(y.shape), y)

@@ -1,0 +1,166 @@
+"""Frequencies, amplitudes and places of a whole model, changed between two steps: of a diffusion, of a stream.
+
+    from lrpe_md.integrations import set_places, set_scaling
+
+    adapt_rotary(pipe.transformer)                                            # Wan: axes (t, h, w)
+    riflex = partial(riflex_scaling, length=66, index=5)
+    set_scaling(pipe.transformer, (riflex, None, None))                       # RIFLEx, of time alone
+    set_scaling(model, None)                                                  # as trained
+    set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
+
+Models are those of ``adapt_rotary``, but for language models, which scale by their configuration, and those with
+encodings of ours: ``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..module_base import FrequencyModule, copy_together
+from ..presets.scheme import Scaling
+from .encoding import Stretched, scale_series
+from .exchange import Exact, PresetRotate
+
+__all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
+
+Scalings = Scaling | Sequence[Scaling | None] | None
+
+
+class Scaled(NamedTuple):
+    """Frequencies and amplitudes that are made, and wait to be put in place: :func:`prepare_scaling`."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+    def apply(self) -> None:
+        """One launch of copies on the device (one a dtype), which nothing waits for."""
+        with torch.no_grad():
+            copy_together(self.pairs)
+
+
+def set_scaling(model: nn.Module, scaling: Scalings) -> None:
+    """Scale the trained frequencies of all encodings in ``model`` from now on, in place.
+
+    Nothing waits for the device, and nothing is compiled or captured again, but for the first time: then a model gets
+    buffers that a program made before does not read. So call ``set_scaling(model, None)`` before ``torch.compile`` and
+    before a capture. They are not in the state_dict. Frozen programs (Inductor's ``freezing``, exported ones) keep
+    what they had.
+
+    Args:
+        model: what it is made of says where encodings are; of a pipeline its transformer.
+        scaling: theta (E,) or (H, E) → scaled theta and amplitude, one of ``lrpe_md.frequencies``' ``*_scaling`` with
+            its numbers bound; one for all axes or a sequence of one an axis, slowest first, None for an axis that stays
+            as it is. It is given the frequencies of an axis in the order of the channels, in float64 on their device.
+            None: all as trained. What is learned goes on learning, and is scaled as it is now.
+
+    The amplitude is that of the pairs of its axis, and of tokens that are rotated: a prefix, such as text that a preset
+    has at zero, keeps 1.
+
+    Raises:
+        ValueError: no encoding, another number of axes, frequencies that have no axis each, as mixed ones, or those of
+            an adapted language model.
+    """
+    prepare_scaling(model, scaling).apply()
+
+
+@torch.no_grad()
+def prepare_scaling(model: nn.Module, scaling: Scalings) -> Scaled:
+    """What :func:`set_scaling` would put in place, for later: ``prepare_scaling(..).apply()`` in a loop costs a launch.
+
+    Of what the model has learned so far, and for where it is: prepare again behind an optimizer's step or ``.to``.
+
+        steps = [prepare_scaling(dit, (partial(dype_ntk_scaling, factor=2.0, time=t),) * 2) for t in times]
+        for step, t in zip(steps, times):
+            step.apply()
+            ...
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for path, module in _find(model):
+        if isinstance(module, Stretched):
+            own = _by_axis(path, scaling, 1)
+            pairs += module.rescaled(own[0])
+            continue
+        _check_kind(path, module)
+        pairs += module.adjusted(*_scale(path, module, _by_axis(path, scaling, module.num_axes)))
+    return Scaled(pairs)
+
+
+def set_places(model: nn.Module, axis: int, places: Tensor | None) -> None:
+    """Index i of an axis of the grids of all encodings in ``model`` is at ``places[i]`` from now on; None: as it was.
+
+    For coordinates that change between two steps: :func:`lrpe_md.positions.relative_times` of a stream, a jump between
+    scenes. As :meth:`FrequencyModule.set_places` for each: in place where there were as many before.
+
+    Raises:
+        ValueError: no encoding, an axis that one of them lacks, or no (n,).
+    """
+    modules = [(path, module) for path, module in _find(model) if isinstance(module, FrequencyModule)]
+    if not modules:
+        raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
+    for path, module in modules:
+        _check_kind(path, module)
+        if not 0 <= axis < module.num_axes:
+            raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
+    for _, module in modules:
+        module.set_places(axis, places)
+
+
+def _find(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Encodings by their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
+    found = {path: m for path, m in model.named_modules() if isinstance(m, (FrequencyModule, Stretched))}
+    if not found:
+        raise ValueError(
+            f"model: expected one with encodings, got none in {type(model).__name__}; adapt_rotary(model) makes them"
+        )
+    inside = {id(module.frequencies) for module in found.values() if isinstance(module, Stretched)}
+    return ((path or type(model).__name__, module) for path, module in found.items() if id(module) not in inside)
+
+
+def _check_kind(path: str, module: nn.Module) -> None:
+    if isinstance(module, Exact) and not isinstance(module, PresetRotate):
+        raise ValueError(
+            f"{path}: expected images or videos, got {type(module).__name__} of a language model, which scales by its "
+            "configuration: set rope_parameters there"
+        )
+
+
+def _by_axis(path: str, scaling: Scalings, num_axes: int) -> list[Scaling | None]:
+    given = list(scaling) if isinstance(scaling, Sequence) else [scaling] * num_axes
+    if len(given) != num_axes:
+        raise ValueError(f"scaling: expected one for each of {num_axes} axes ({path}), got {len(given)}")
+    return given
+
+
+def _scale(path: str, module: FrequencyModule, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
+    """What its frequencies (H, C, K) are multiplied by, and its amplitude (1, C)."""
+    if not any(scalings):
+        return None, None
+    trained = module.trained().double()
+    ratio = torch.ones_like(trained)
+    gain = torch.ones_like(ratio[:1, :, 0])
+    for axis, (scaling, channels) in enumerate(zip(scalings, _channels(path, module, trained), strict=True)):
+        if scaling is None or not channels.numel():
+            continue
+        factors, amplitude = scale_series(trained[:, channels, axis], scaling)
+        ratio[:, :, axis].index_copy_(1, channels, factors)
+        own = torch.ones_like(factors[:1]) * amplitude
+        gain.index_copy_(1, channels, own)
+    return ratio, gain
+
+
+def _channels(path: str, module: FrequencyModule, trained: Tensor) -> list[Tensor]:
+    """Channels of each axis, read once for a device: what is zero stays zero."""
+    known = vars(module).setdefault("_channels_of_axes", {})
+    if trained.device not in known:
+        used = trained[0] != 0
+        if bool((used.sum(-1) > 1).any()) or bool((used != (trained != 0)).any()):
+            raise ValueError(
+                f"{path}: expected frequencies of one axis a channel, the same in all heads, to scale them"
+            )
+        known[trained.device] = [column.nonzero()[:, 0] for column in used.unbind(-1)]
+    return known[trained.device]

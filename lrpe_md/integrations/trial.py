@@ -1,0 +1,197 @@
+"""Which rotary models of the installed libraries ``adapt_rotary`` takes, each tried on a tiny random model.
+
+A model counts as adapted where its outputs and all gradients are those of the stock model in float32, the names of its
+parameters have not changed, and restored it gives the same bits as before.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from .exchange import Adapted, adapt_rotary, find_others, parts, restore_rotary
+
+__all__ = [
+    "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "read", "try_library", "try_model", "write",
+]  # fmt: skip
+
+BOUND = 1e-5  # of outputs and gradients, relative to the largest of each kind where that is above 1
+LIBRARIES = ("timm", "diffusers", "transformers")
+Outcome = Literal["adapted", "refused", "untried", "wrong"]
+
+
+class Result(NamedTuple):
+    """What a model gives for an input, and all gradients at a random direction."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to be tried.
+
+    Args:
+        name: of its type or class.
+        build: makes it, tiny and random, in eval mode.
+        call: runs it forward and backward; the same for the same weights.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    call: Callable[[nn.Module], Result]
+
+
+class Row(NamedTuple):
+    """A line of the table; reason: why it is refused, or could not be tried, or what of it stays as in the original."""
+
+    library: str
+    model: str
+    outcome: Outcome
+    reason: str
+
+
+def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
+    """Outputs with gradients of a random sum of them."""
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(1)
+    floats = [y for y in outputs if y.is_floating_point() or y.is_complex()]
+    total: Any = sum(
+        (y.real * torch.randn(y.shape, generator=generator)).sum() / max(y.numel(), 1) ** 0.5
+        for y in floats
+        if y.requires_grad
+    )
+    if isinstance(total, Tensor):
+        total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Result([y.detach().clone() for y in floats], gradients)
+
+
+def try_library(library: str) -> Iterator[Row]:
+    """A row for every rotary model of a library, as far as it is installed."""
+    if find_spec(library) is None:
+        return
+    for candidate in import_module(f".trial_{library}", __package__).candidates():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what libraries print is no row
+            warnings.simplefilter("ignore")
+            row = try_model(library, candidate)
+        yield row
+
+
+def try_model(library: str, candidate: Candidate) -> Row:
+    """Build, adapt, compare, restore and compare again."""
+    row = Row(library, candidate.name, "adapted", "")
+    try:
+        model = candidate.build()
+    except Exception as error:
+        return row._replace(outcome="untried", reason=_say_untried(error))
+    try:
+        stock = candidate.call(model)
+    except Exception as error:
+        return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
+    names = list(model.state_dict())
+    try:
+        adapt_rotary(model)
+    except (TypeError, ValueError) as error:
+        return row._replace(outcome="refused", reason=_say(error))
+    if not any(isinstance(part, Adapted) for part in parts(model).values()):
+        return row._replace(outcome="refused", reason="no part of it was adapted")
+    try:
+        found = candidate.call(model)
+    except Exception as error:
+        return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
+    left = _left(model)
+    same_names = list(model.state_dict()) == names
+    again = candidate.call(restore_rotary(model))
+    for worse, reason in (
+        (_distance(found, stock) > BOUND, f"differs by {_distance(found, stock):.1e}"),
+        (not same_names, "names of parameters changed"),
+        (_distance(again, stock) > 0, "restored it differs"),
+    ):
+        if worse:
+            return row._replace(outcome="wrong", reason=reason)
+    return row._replace(reason="" if not left else "as in the original: " + "; ".join(left))
+
+
+def _say_untried(error: Exception) -> str:
+    return f"{type(error).__name__}: {_say(error)}"[:160]
+
+
+def _refused(row: Row, model: nn.Module) -> Row | None:
+    """The row of a model that can't be called, where it is refused all the same."""
+    try:
+        adapt_rotary(model)
+    except (TypeError, ValueError) as error:
+        return row._replace(outcome="refused", reason=_say(error))
+    return None
+
+
+def _distance(found: Result, stock: Result) -> float:
+    """The largest difference of outputs and of gradients, relative to the largest of each kind above 1."""
+    if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
+        return float("inf")
+    names = list(stock.gradients)
+    outputs = list(zip(found.outputs, stock.outputs, strict=True))
+    gradients = [(found.gradients[name], stock.gradients[name]) for name in names]
+    return max(_largest(outputs), _largest(gradients))
+
+
+def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    pairs = [(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs if b.numel()]
+    if not pairs:
+        return 0.0
+    scale = max(1.0, *(float(b.abs().max()) for _, b in pairs))
+    return max(float((a - b).abs().max()) for a, b in pairs) / scale
+
+
+def _left(model: nn.Module) -> list[str]:
+    """Rotary parts that stay, with the reason."""
+    return [f"{path} ({left.reason})" for path, left in find_others(model).items()]
+
+
+def _say(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if text.startswith("model: expected one with a rotary encoding of"):
+        return "none of its rotary code is known"
+    return text or type(error).__name__
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def write(rows: Iterator[Row] | Sequence[Row], file: TextIO = sys.stdout) -> list[Row]:
+    """As CSV, a line as soon as it is known."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(Row._fields)
+    done: list[Row] = []
+    for row in rows:
+        writer.writerow(row)
+        file.flush()
+        done.append(row)
+    return done
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [Row(**line) for line in csv.DictReader(file)]  # pyright: ignore[reportArgumentType]
+
+
+def count(rows: Sequence[Row]) -> dict[str, int]:
+    """How many models there are of each outcome."""
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row.outcome] = found.get(row.outcome, 0) + 1
+    return found

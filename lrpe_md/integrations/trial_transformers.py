@@ -1,0 +1,215 @@
+"""A tiny random model of each type of transformers, for ``python -m lrpe_md.integrations --table``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from .extras import require
+
+require("transformers")
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from .trial import Candidate, Result, differentiate
+
+__all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
+
+SMALL: dict[str, Any] = {  # attributes of configurations, by name
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "global_head_dim": 16, "ffn_dim": 64, "ffn_hidden_size": 64,
+    "n_embd": 64, "n_layer": 2, "n_layers": 2, "n_head": 4, "n_heads": 4, "d_model": 64, "embed_dim": 64, "depth": 2,
+    "num_heads": 4, "image_size": 16, "patch_size": 4, "moe_intermediate_size": 32, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "qk_head_dim": 32, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "sliding_window": 8, "moe_num_experts": 4, "moe_k": 2, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "dense_intermediate_size": 64, "expert_dim": 32, "out_hidden_size": 64, "lm_head_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1], "window_size": 16,
+    "encoder_hidden_size": 64, "decoder_hidden_size": 64, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64,
+    "num_kv_heads": 2, "n_kv_heads": 2, "intermediate_size_mlp": 64, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64, "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "encoder_layers": 2,
+    "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "num_kv_shared_layers": 0, "laurel_rank": 8, "altup_num_inputs": 2, "mamba_expand": 2,
+    "swiglu_limit": 7.0, "kv_channels": 16, "attention_head_dim": 16, "moe_num_shared_experts": 1, "num_channels": 3,
+    "moe_latent_size": 32, "lru_width": 64, "attention_window_size": 8, "encoder_num_hidden_layers": 2,
+    "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+    "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2, "num_register_tokens": 2,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {  # of a type
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8},
+    "esm": {"vocab_size": 64, "position_embedding_type": "rotary"},
+    "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
+}  # fmt: skip
+
+ROTARY = re.compile(r"[Rr]otary|RoPE|[^p]rope[^r]|Rope")
+
+
+def rotary_types() -> list[str]:
+    """Types of which the library has a model, in whose files there is rotary code."""
+    return sorted(name for name in CONFIG_MAPPING_NAMES if _rotary_source(name))
+
+
+def _rotary_source(model_type: str) -> bool:
+    try:
+        model = _model_class(model_type)
+        module = inspect.getmodule(model)
+        return module is not None and ROTARY.search(inspect.getsource(module)) is not None
+    except Exception:
+        return False
+
+
+def _model_class(model_type: str) -> Any:
+    config = type(AutoConfig.for_model(model_type))
+    found = MODEL_MAPPING[config]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def build(model_type: str) -> nn.Module:
+    """A model of two layers, with weights large enough that attention is far from uniform."""
+    torch.manual_seed(0)
+    config = shrink(model_type, OWN.get(model_type, {}))
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.nan_to_num_().clamp_(-2, 2).add_(torch.randn_like(p), alpha=0.05)
+    return model.eval()
+
+
+def shrink(model_type: str, own: dict[str, Any]) -> Any:
+    """A tiny configuration of a type; ``own``: values in place of those that are the same for all."""
+    config_class: Any = type(AutoConfig.for_model(model_type))
+    return config_class(**{**_shrink(config_class()), **own})
+
+
+def _shrink(default: Any) -> dict[str, Any]:
+    """Arguments of a configuration of its class."""
+    kwargs: dict[str, Any] = {}
+    values = vars(default)
+    mapped = getattr(default, "attribute_map", {})
+    for name, value in values.items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            kwargs[name] = {**_shrink(value), "model_type": value.model_type}
+        elif mapped.get(name, name) == name and name in SMALL and (value is not None or name == "head_dim"):
+            kwargs[name] = _same_kind(value, SMALL[name])
+    heads, groups = kwargs.get("num_attention_heads"), values.get("num_key_value_heads")
+    if groups is not None and groups == values.get("num_attention_heads"):
+        kwargs["num_key_value_heads"] = heads
+    if values.get("layer_types"):
+        kinds = list(dict.fromkeys(values["layer_types"]))
+        layers = max(2, len(kinds))
+        kwargs["layer_types"] = (kinds * 2)[:layers]
+        for name in ("num_hidden_layers", "num_layers"):
+            if name in kwargs:
+                kwargs[name] = layers
+    parameters = values.get("rope_parameters")
+    if isinstance(parameters, dict):
+        kwargs["rope_parameters"] = _sections(parameters, kwargs.get("head_dim") or 16, _has_sections(type(default)))
+    return kwargs
+
+
+def _has_sections(config_class: Any) -> bool:
+    try:
+        module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        return "mrope_section" in inspect.getsource(module)
+    except (ImportError, OSError):
+        return False
+
+
+def _sections(parameters: dict[str, Any], head_dim: int, has_sections: bool) -> dict[str, Any]:
+    nested = any(isinstance(value, dict) for value in parameters.values())
+    found: dict[str, Any] = {
+        k: _sections(v, head_dim, has_sections) if isinstance(v, dict) else v for k, v in parameters.items()
+    }
+    if has_sections and not nested:
+        pairs = int(head_dim * found.get("partial_rotary_factor", 1.0)) // 2
+        small = pairs * 3 // 8
+        found["mrope_section"] = [pairs - 2 * small, small, small]
+    return found
+
+
+def _same_kind(value: Any, small: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not isinstance(small, list):
+        return [small] * len(value)
+    return small
+
+
+# --- a call ----------------------------------------------------------------------------------------------------------
+
+
+def call(model: nn.Module) -> Result:
+    """All that a tiny input gives, and all gradients at a random direction."""
+    torch.manual_seed(0)
+    return differentiate(model, list(_tensors(model(**inputs(model)))))
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, dict):
+        for value in given.values():
+            yield from _tensors(value)
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from _tensors(value)
+
+
+def inputs(model: Any) -> dict[str, Any]:
+    """By the names in its forward."""
+    names, config = inspect.signature(model.forward).parameters, model.config
+    generator = torch.Generator().manual_seed(2)
+    given: dict[str, Any] = {}
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    patch = getattr(config, "patch_size", 4)
+    if "input_ids" in names:
+        given["input_ids"] = torch.randint(5, 20, (2, 9), generator=generator)
+        if "decoder_input_ids" in names:
+            given["decoder_input_ids"] = torch.randint(5, 20, (2, 7), generator=generator)
+    elif "grid_thw" in names or "image_grid_thw" in names:
+        first = "hidden_states" if "hidden_states" in names else "pixel_values"
+        width = channels * (getattr(config, "temporal_patch_size", None) or 1) * patch**2
+        given[first] = torch.randn(32, width, generator=generator)
+        given["grid_thw" if "grid_thw" in names else "image_grid_thw"] = torch.tensor([[1, 4, 6], [1, 2, 4]])
+    elif "pixel_position_ids" in names:
+        given["pixel_values"] = torch.rand(2, 36, channels * patch**2, generator=generator)
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6))
+        given["pixel_position_ids"] = places.expand(2, -1, -1)
+        given["padding_positions"] = torch.zeros(2, 36, dtype=torch.bool)
+        given = {name: value for name, value in given.items() if name in names}
+    elif "pixel_values" in names:
+        size = getattr(config, "image_size", None) or 16
+        height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+        given["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
+    elif "pixel_values_videos" in names:
+        size, frames = getattr(config, "image_size", 16) or 16, getattr(config, "frames_per_clip", 4) or 4
+        given["pixel_values_videos"] = torch.randn(2, frames, channels, size, size, generator=generator)
+    elif "input_features" in names:
+        sizes = (getattr(config, name, 0) for name in ("num_mel_bins", "feature_size", "input_feat_size"))
+        bins = next((n for n in sizes if n), 64)
+        given["input_features"] = torch.randn(2, 32, bins, generator=generator)
+    elif "input_values" in names:
+        given["input_values"] = torch.randn(2, 1, 4096, generator=generator)
+    if "use_cache" in names:
+        given["use_cache"] = False
+    return given
+
+
+def candidates() -> Iterator[Candidate]:
+    for name in rotary_types():
+        yield Candidate(name, partial(build, name), call)

@@ -1,0 +1,107 @@
+"""``python -m scripts.bench compare OLD [NEW]``: what has become slower between the results of two commits."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..common.folder import ROOT
+from .measure import KEY
+
+FOLDER = "scripts/results"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What identifies a row of a file, and the column that should not grow."""
+
+    key: tuple[str, ...]
+    value: str
+
+
+KINDS = {  # by name of the file, the first that fits
+    "benchmark-linear.csv": Kind(("workload", "map", "act", "normalizer", "mask", "pass", "impl", "gpu"), "ms"),
+    "linear-scaling.csv": Kind(("backbone", "tokens", "attention", "map", "mode", "gpu"), "ms"),
+    "linear-training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
+    "training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
+    "backbones.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
+    "benchmark-*.csv": Kind((*KEY, "gpu"), "p50"),
+}
+
+
+def read(commit: str | None, root: Path = ROOT) -> dict[str, str]:
+    """CSVs of the results by name, at a commit or as they lie there.
+
+    Raises:
+        ValueError: git does not know the commit.
+    """
+    if commit is None:
+        return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / FOLDER).glob("*.csv"))}
+    return {
+        Path(name).name: git(root, "show", f"{commit}:{name}")
+        for name in git(root, "ls-tree", "--name-only", commit, f"{FOLDER}/").split("\n")
+        if name.endswith(".csv")
+    }
+
+
+def git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().split("\n")[0])
+    return done.stdout
+
+
+def load(text: str, kind: Kind) -> Any:
+    """The value of each row, the last of those with the same key; empty where the file is of another kind."""
+    rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    if not {*kind.key, kind.value} <= set(rows):
+        return pd.Series(dtype=float)
+    rows[kind.value] = pd.to_numeric(rows[kind.value], errors="coerce")
+    rows = rows.dropna(subset=[kind.value]).drop_duplicates(list(kind.key), keep="last")
+    return rows.set_index(list(kind.key))[kind.value]
+
+
+def fallen(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
+    """Rows that are in both and grew by more than a share of their value; ours alone where there are peers."""
+    found: list[tuple[str, str, float, float]] = []
+    for name in old.keys() & new.keys():
+        kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)
+        if kind is None:
+            continue
+        before, after = load(old[name], kind), load(new[name], kind)
+        for key in before.index.intersection(after.index):
+            ours = dict(zip(kind.key, key, strict=True))
+            if "lrpe-md" not in ours.get("peer", ours.get("impl", "lrpe-md")):
+                continue
+            if after[key] > (1 + tolerance) * before[key]:
+                row = ", ".join(str(part) for part in key if part)
+                found.append((name, row, float(before[key]), float(after[key])))
+    return pd.DataFrame(sorted(found), columns=["file", "row", "before", "after"])
+
+
+def main(
+    old: Annotated[str, typer.Argument(help="A commit.")],
+    new: Annotated[str | None, typer.Argument(help="Another. [the files as they are]")] = None,
+    tolerance: Annotated[float, typer.Option(help="The share by which a time may grow.")] = 0.03,
+) -> None:
+    """Name every measurement of ours that fell between two commits; exit code 1 where there is one."""
+    try:
+        rows = fallen(read(old), read(new), tolerance)
+    except ValueError as error:
+        raise typer.BadParameter(f"OLD, NEW: expected commits, {error}") from None
+    table = Table("file", "measurement", "before", "after", "")
+    for row in rows.itertuples():
+        _, name, what, before, after = row
+        table.add_row(name, what, f"{before:.4g}", f"{after:.4g}", f"{100 * after / before - 100:+.1f}%")
+    console = Console()
+    console.print(table if len(rows) else f"Nothing is slower by more than {tolerance:.0%}.")
+    raise typer.Exit(int(len(rows) > 0))

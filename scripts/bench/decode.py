@@ -1,0 +1,301 @@
+"""How fast are q and k rotated and the keys put into a static cache, as decoding does it in each layer? Writes a CSV.
+
+    python -m scripts.bench decode                                  one token at B 1 to 64, and prompts of 2,048
+    python -m scripts.bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
+
+Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in memory as a projection leaves them (B, N, H, D); a
+cache of 4,096 places, whose next one is read on the device. "half" rotates half of the channels. Values, which all
+store alike, are left out. cos and sin of those that take tables are made before, as a model makes them once for all
+layers; ours forms the angles itself.
+
+Measures: "gpu", one call with a cold L2 cache on the GPU's clock; "graph", a call of 64 in a replayed CUDA graph;
+"host", the time that the host spends on a call. A share is that of a copy of what must move, q and k read and written,
+against a copy of 2 GiB timed in the same run. A wrong result is not timed: q and the cache are held against float64
+first.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from lrpe_md import Grid, geometric_theta, rotate
+
+from ..common.provenance import measured_on
+from .linear_measure import Run, time_calls
+from .measure import in_words, quantiles
+from .modes import host_times
+from .operators import choose_in_order
+
+COLUMNS: tuple[str, ...] = (
+    "workload", "batch", "tokens", "rotary_dim", "measure", "impl", "ms", "share", "gpu", "versions", "commit", "note",
+)  # fmt: skip
+MEASURES = ("gpu", "graph", "host")
+TURNS, CAPTURED = 3, 64
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    tokens: int = 1
+    rotary_dim: int = 128
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    length: int = 4096  # of the cache
+    start: int = 1000  # the next place in it
+
+
+WORKLOADS = {
+    **{f"decode-{batch}": Shape(batch) for batch in (1, 4, 16, 64)},
+    **{f"decode-{batch}-half": Shape(batch, rotary_dim=64) for batch in (1, 16, 64)},
+    **{f"prefill-{batch}": Shape(batch, 2048, start=0) for batch in (1, 4)},
+    "prefill-1-half": Shape(1, 2048, 64, start=0),
+}
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    omega: Tensor
+    start: Tensor  # (1,), read on the device
+    cache: Tensor  # (B, H, L, D), keys
+    shape: Shape
+
+    @property
+    def where(self) -> Grid:
+        return Grid((self.shape.tokens,), origin=self.start)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.start + torch.arange(self.shape.tokens, device=self.start.device)
+
+    @property
+    def rotary_dim(self) -> int | None:
+        return None if self.shape.rotary_dim == self.shape.head_dim else self.shape.rotary_dim
+
+    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (1, N, R), as transformers has them."""
+        angles = self.rows[:, None].double() * self.omega[0, :, 0].double()
+        both = torch.cat([angles, angles], dim=-1)[None]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def make_inputs(shape: Shape, device: torch.device) -> Inputs:
+    sizes = [(shape.batch, shape.tokens, heads, shape.head_dim) for heads in shape.heads]
+    q, k = (torch.randn(size, device=device, dtype=BF16).transpose(1, 2) for size in sizes)
+    omega = geometric_theta(shape.rotary_dim // 2, 5e5).to(device)[None, :, None].float()
+    start = torch.full((1,), shape.start, dtype=torch.int64, device=device)
+    cache = torch.zeros(shape.batch, shape.heads[1], shape.length, shape.head_dim, device=device, dtype=BF16)
+    return Inputs(q, k, omega, start, cache, shape)
+
+
+# --- implementations: q rotated, and k in the cache ------------------------------------------------------------------
+
+Step = Callable[[], Tensor]
+
+
+def build_into(inputs: Inputs) -> Step:
+    """One launch for both, keys where they are to be."""
+    omega, where, cache, start = inputs.omega, inputs.where, inputs.cache, inputs.start
+    into = (None, cache)
+
+    def step() -> Tensor:
+        q, _ = rotate(
+            inputs.q, inputs.k, omega=omega, positions=where, rotary_dim=inputs.rotary_dim, out=into, out_start=start
+        )
+        return q
+
+    return step
+
+
+def build_copied(inputs: Inputs) -> Step:
+    rows = inputs.rows
+
+    def step() -> Tensor:
+        q, k = rotate(
+            inputs.q, inputs.k, omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim
+        )  # fmt: skip
+        inputs.cache.index_copy_(2, rows, k)
+        return q
+
+    return step
+
+
+def build_tables(inputs: Inputs, apply: Callable[..., Any], dtype: torch.dtype = BF16) -> Step:
+    """A function of q, k, cos and sin, and then the copy."""
+    cos, sin = inputs.tables(dtype)
+    rows = inputs.rows
+
+    def step() -> Tensor:
+        q, k = apply(inputs.q, inputs.k, cos, sin)
+        inputs.cache.index_copy_(2, rows, k)
+        return q
+
+    return step
+
+
+def build_transformers(inputs: Inputs) -> Step:
+    family = "llama" if inputs.rotary_dim is None else "gpt_neox"  # which rotates a part
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return build_tables(inputs, module.apply_rotary_pos_emb)
+
+
+def build_liger(inputs: Inputs) -> Step:
+    """In place on q and k."""
+    module = importlib.import_module("liger_kernel.transformers.rope")
+    return build_tables(inputs, lambda q, k, cos, sin: module.liger_rotary_pos_emb(q, k, cos, sin))
+
+
+def build_hub(inputs: Inputs) -> Step:
+    """What transformers takes from the hub in its place; whole heads alone."""
+    get_kernel = importlib.import_module("kernels").get_kernel
+    return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
+
+
+def compiled(build: Callable[[Inputs], Step]) -> Callable[[Inputs], Step]:
+    return lambda inputs: torch.compile(build(inputs))
+
+
+INTO, COPIED, THEIRS, LIGER, HUB = (
+    "lrpe-md, out=", "lrpe-md, index_copy", "transformers", "liger-kernel", "kernels-community/rotary"
+)  # fmt: skip
+IMPLS: dict[str, Callable[[Inputs], Step]] = {
+    INTO: build_into, f"{INTO}, compiled": compiled(build_into), COPIED: build_copied,
+    f"{COPIED}, compiled": compiled(build_copied), THEIRS: build_transformers,
+    f"{THEIRS}, compiled": compiled(build_transformers), LIGER: build_liger, HUB: build_hub,
+}  # fmt: skip
+NEEDS = {LIGER: "liger_kernel", HUB: "kernels", THEIRS: "transformers", f"{THEIRS}, compiled": "transformers"}
+WHOLE_HEADS = (LIGER, HUB)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
+    """What differs from float64 by more than 16-bit tables and outputs can."""
+    exact = rotate(
+        inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
+        impl="reference",
+    )  # fmt: skip
+    inputs.cache.zero_()
+    q = build(inputs)()
+    part = slice(inputs.shape.start, inputs.shape.start + inputs.shape.tokens)
+    for name, found, wanted in (("q", q, exact[0]), ("k", inputs.cache[:, :, part], exact[1])):
+        error = ((found.double() - wanted).norm() / wanted.norm()).item()
+        if not error < 2**-6:
+            return f"{name}: off by {error:.2g}"
+    rest = inputs.cache.clone()
+    rest[:, :, part] = 0
+    return "written elsewhere in the cache" if rest.any() else ""
+
+
+def capture(step: Step) -> Callable[[], Any]:
+    """A replay of so many steps."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED):
+            step()
+    return graph.replay
+
+
+def measure(run: Run, name: str, shape: Shape, impl: str) -> None:
+    build = IMPLS[impl]
+    key = {
+        "workload": name, "batch": shape.batch, "tokens": shape.tokens, "rotary_dim": shape.rotary_dim, "impl": impl
+    }  # fmt: skip
+    with torch.no_grad():
+        wrong = find_wrong(build, make_inputs(shape, run.device))
+        if wrong:
+            run.add(**key, measure="", note=wrong)
+            return
+        steps = [build(make_inputs(shape, run.device)) for _ in range(TURNS)]
+        size = 2 * 2 * shape.batch * shape.tokens * sum(shape.heads) * shape.head_dim
+        for which in MEASURES:
+            if which == "host":
+                calls = 50 if run.device.type == "cuda" else 2
+                (times,) = host_times([steps[0]], 13, calls, lambda: synchronize(run.device))
+                run.add(**key, measure=which, ms=quantiles(times[3:])["p50"] / 1e3)
+                continue
+            if which == "graph":
+                if run.device.type != "cuda":
+                    continue
+                ms = time_calls([capture(steps[0])], run.device, run.rep) / CAPTURED
+            else:
+                ms = time_calls(list(steps), run.device, run.rep)
+            run.add(**key, measure=which, ms=ms, share=run.copy_ms * size / ms)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def shrink(shape: Shape) -> Shape:
+    return replace(
+        shape, batch=min(shape.batch, 2), tokens=min(shape.tokens, 3), heads=(4, 2), head_dim=16,
+        rotary_dim=shape.rotary_dim // 8, length=8, start=min(shape.start, 4),
+    )  # fmt: skip
+
+
+def missing(impl: str) -> str:
+    """The package that it needs and that is not there."""
+    package = NEEDS.get(impl)
+    return package if package is not None and importlib.util.find_spec(package) is None else ""
+
+
+def main(
+    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(IMPLS)}; all where not given.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
+    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-decode.csv"),
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
+    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+) -> None:
+    """Measure the rotation and the key cache of a decoding step. The CSV has every row as soon as it is known."""
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+    if device == "cpu" and not smoke:
+        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
+    impls = choose_in_order("--impl", impl, IMPLS, IMPLS)
+    console = Console(width=160, soft_wrap=True)
+    run = Run(out, where, rep, time.monotonic() + limit, measured_on(where, commit), console, columns=COLUMNS)
+    run.begin()
+    run.measure_copy(2**16 if smoke else 2**30)
+    for by, name in [(by, name) for by in impls for name in works]:
+        shape = shrink(WORKLOADS[name]) if smoke else WORKLOADS[name]
+        package = missing(by)
+        if package or (by in WHOLE_HEADS and shape.rotary_dim != shape.head_dim):
+            note = f"not installed: {package}" if package else "rotates whole heads alone"
+            run.add(workload=name, impl=by, note=note)
+            continue
+        if time.monotonic() > run.deadline:
+            console.print(f"stopped after {limit:g} s; finished rows are in {out}")
+            break
+        try:
+            measure(run, name, shape, by)
+        except Exception as error:  # a kernel that is not on this machine, or refuses: the next can be measured
+            run.add(workload=name, impl=by, note=in_words(error))
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+        torch.compiler.reset()
+    console.print(f"{len(run.rows)} rows in {out}", highlight=False)

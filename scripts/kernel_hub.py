@@ -1,0 +1,232 @@
+"""The library as a kernel of the Kernel Hub (huggingface.co/docs/kernels), pure Python ("noarch").
+
+    python -m scripts.kernel_hub --out build/kernel
+
+writes a project of kernel-builder's, and its build:
+
+    build.toml, flake.nix, CARD.md   what kernel-builder reads
+    torch-ext/lrpe_md/               the library, whose imports are relative throughout
+    build/torch-cuda/, ..            a variant a backend: the same, _ops.py with its own namespace, metadata.json
+
+In each variant operators are registered in a namespace that is named by the content, so that a kernel runs beside an
+installed lrpe_md and beside other versions of itself. Adapters to other libraries, backbones and programs stay out: a
+kernel may import torch alone. To try it:
+
+    kernels.get_local_kernel(Path("build/kernel/build"))
+
+To publish it, once ``hf auth login`` has been called by someone who may create kernels in the organisation of
+``--repo-id``:
+
+    kernel-builder upload build/kernel
+
+kernel-builder is a program of its own, https://github.com/huggingface/kernels; it needs Nix to build, not to upload. To
+have it build the variants as well: ``kernel-builder build-and-upload``, in a git repository of this folder's content.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+NAME = "lrpe-md"
+PACKAGE = Path(__file__).resolve().parents[1] / "lrpe_md"
+if not PACKAGE.is_dir():  # a wheel has this file inside the package
+    PACKAGE = PACKAGE.parent
+LEFT_OUT = ("_ops.py", "integrations", "models", "scripts", "testing.py", "__pycache__")
+BACKENDS = ("cpu", "cuda", "rocm")
+
+CARD = """\
+---
+library_name: kernels
+license: mit
+---
+
+# lrpe-md
+
+Rotary (RoPE) and cosine (LRPE) positional encodings on any number of axes, and linear attention with them: fused Triton
+kernels, forward and backward, exact at any position, for fixed and learned frequencies.
+
+```python
+import torch
+from kernels import get_kernel
+
+lrpe_md = get_kernel("{repo_id}", version={version}, trust_remote_code=True)
+q, k = torch.randn(2, 1, 8, 197, 64, device="cuda").unbind()  # (B, H, N, D): a class token, 14×14 patches
+rope = lrpe_md.RotateMd(64).to("cuda")
+q, k = rope(q, k, positions=lrpe_md.Grid((14, 14), prefix=1))
+```
+
+Without a GPU, and where Triton is not installed, a reference in torch runs.
+"""
+
+FLAKE = """\
+{
+  description = "Relative positions on any number of axes";
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+  outputs = { self, kernel-builder, ... }: kernel-builder.lib.genKernelFlakeOutputs { inherit self; path = ./.; };
+}
+"""
+
+OPS = '''\
+"""Where the registered operators are, named by the content of this build."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["add_op_namespace_prefix", "ops"]
+
+ops: Any = torch.ops.{id}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """``forward`` → ``{id}::forward``."""
+    return f"{id}::{{op_name}}"
+'''
+
+
+class KernelError(typer.BadParameter):
+    """Of what a kernel is made."""
+
+
+def read_sources() -> dict[str, str]:
+    """The files of the library that a kernel has, by their path, but for _ops.py."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
+    found = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    found["__init__.py"] = close_package(found["__init__.py"])
+    for path, source in found.items():
+        check_imports(path, source)
+    return found
+
+
+def close_package(source: str) -> str:
+    """``__init__.py`` without the adapters, and with ``__all__``, which on the Hub is what may be relied on."""
+    without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
+    without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
+    if without == source:
+        raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
+    document = ast.parse((PACKAGE / "document.py").read_text(encoding="utf-8"))
+    names = [
+        alias.asname
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+        if alias.asname
+    ]
+    for node in document.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names += ast.literal_eval(node.value)
+    return f"{without}\n__all__ = {sorted(names)!r}\n"
+
+
+def check_imports(path: str, source: str) -> None:
+    """A kernel is imported by another name: each import of ours must be relative, and stay inside what a kernel has.
+
+    Raises:
+        KernelError: one is not, or does not.
+    """
+    depth = path.count("/")
+    for node in ast.walk(ast.parse(source)):
+        absolute = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            absolute = [] if node.level else [node.module or ""]
+            place = (*path.split("/")[: depth + 1 - node.level], *(node.module or "").split("."))
+            inner = [part for part in place if part] or [alias.name for alias in node.names]
+            if node.level > depth + 1 or (node.level and {inner[0], f"{inner[0]}.py"} & {*LEFT_OUT} - {"_ops.py"}):
+                raise KernelError(f"{path}: expected no import of what a kernel leaves out, got {ast.unparse(node)!r}")
+        if any(name.split(".")[0] == "lrpe_md" for name in absolute):
+            raise KernelError(f"{path}: expected relative imports alone, got {ast.unparse(node)!r}")
+
+
+def read_version(sources: dict[str, str]) -> int:
+    """The major version, that of a kernel."""
+    found = re.search(r'^__version__ = "(\d+)\.', sources["__init__.py"], flags=re.MULTILINE)
+    if not found:
+        raise KernelError("__init__.py: expected __version__ = ..")
+    return int(found[1])
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
+    """One backend's build; its identifier, the name of its operators and of the module."""
+    digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(sources.items())).encode())
+    identifier = f"_lrpe_md_{backend}_{digest.hexdigest()[:7]}"
+    files = {**sources, "_ops.py": OPS.format(id=identifier)}
+    hashes = {path: hashlib.sha256(text.encode()).digest() for path, text in sorted(files.items())}
+    metadata = {
+        "name": NAME,
+        "id": identifier,
+        "version": read_version(sources),
+        "license": "mit",
+        "python-depends": [],
+        "backend": {"type": backend},
+        "digest": {"algorithm": "sha256", "files": {p: base64.b64encode(h).decode() for p, h in hashes.items()}},
+    }
+    write_files(folder, {**files, "metadata.json": json.dumps(metadata, indent=2)})
+    return identifier
+
+
+def write_project(folder: Path, repo_id: str) -> list[str]:
+    """All of it; the variants' identifiers."""
+    sources = read_sources()
+    version = read_version(sources)
+    quoted = ", ".join(f'"{backend}"' for backend in BACKENDS)
+    config = (
+        f'[general]\nname = "{NAME}"\nversion = {version}\nedition = 5\nlicense = "mit"\nbackends = [{quoted}]\n\n'
+        f'[general.hub]\nrepo-id = "{repo_id}"\n\n[torch-noarch]\n'
+    )
+    card = CARD.format(repo_id=repo_id, version=version)
+    write_files(folder, {"build.toml": config, "flake.nix": FLAKE, "CARD.md": card, "build/CARD.md": card})
+    write_files(folder / "torch-ext" / "lrpe_md", sources)
+    return [write_variant(folder / "build" / f"torch-{backend}", sources, backend) for backend in BACKENDS]
+
+
+def replace_folder(out: Path, made: Path) -> None:
+    """``out`` is what was made; a kernel that was there goes.
+
+    Raises:
+        KernelError: something else is there.
+    """
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        config = out / "build.toml"
+        if not config.is_file() or f'name = "{NAME}"' not in config.read_text(encoding="utf-8"):
+            raise KernelError(f"--out {out}: expected a new folder, or a kernel that was made here; choose another")
+    if out.exists():
+        shutil.rmtree(out)
+    made.rename(out)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The folder of the kernel; one that was made here is replaced.")],
+    repo_id: Annotated[str, typer.Option(help="Where it will be on the Hub, ORGANISATION/NAME.")] = "lrpe-md/lrpe-md",
+) -> None:
+    """Write the library as a kernel of the Kernel Hub, with its builds."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+        raise typer.BadParameter(f"--repo-id: expected ORGANISATION/NAME, got {repo_id!r}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".kernel-") as place:
+            made = Path(place) / "kernel"
+            names = write_project(made, repo_id)
+            replace_folder(out, made)
+    except OSError as error:
+        raise KernelError(f"--out {out}: can't be written ({error.strerror}); choose another folder") from error
+    typer.echo(f"{out}: {', '.join(names)}\nPublish it: kernel-builder upload {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,259 @@
+"""docs/examples: each runs at a small size and does what it says; so do the notebook and the blocks of recipe.md."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("timm")
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+NOTEBOOK = DOCS / "examples" / "what_an_encoding_does.ipynb"
+COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
+
+
+def load(name):
+    """An example as a module of its own."""
+    path = DOCS / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_video(path, frames):
+    """(F, H, W, 3) uint8 as an mp4."""
+    av = pytest.importorskip("av")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=12)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def moving_square(num_frames, size, step, seed=0):
+    """A white square that moves to the right, or to the left."""
+    frames = np.zeros((num_frames, size, size, 3), np.uint8)
+    top = np.random.default_rng(seed).integers(0, size - 8)
+    for i in range(num_frames):
+        left = (i * step) % (size - 8)
+        frames[i, top : top + 8, left : left + 8] = 255
+    return frames
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short_and_say_how_they_are_run(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    assert f"python docs/examples/{path.name}" in text.split('"""')[1]
+
+
+def test_every_example_is_listed_and_has_a_test():
+    listed = (DOCS / "examples" / "README.md").read_text(encoding="utf-8")
+    assert all(f"[`{path.name}`]({path.name})" in listed for path in [*EXAMPLES, NOTEBOOK])
+    assert {path.stem for path in EXAMPLES} == {
+        "vit_cosine", "finetune_timm", "video_clips", "text_to_image", "stream_video", "decode_lm", "ablate_own_model"
+    }  # fmt: skip
+
+
+def test_vit_cosine():
+    pytest.importorskip("sklearn")
+    module = load("vit_cosine")
+    accuracy = module.main(["--epochs", "2"])
+    assert set(accuracy) == {8, 12}
+    assert accuracy[8] > 0.2  # a tenth by chance
+    model = module.ViT()
+    model(torch.randn(2, 8, 8)).sum().backward()
+    grads = model.encoding.omega.grad
+    assert grads.shape == (3, 16, 2)  # each head's own
+    assert grads.abs().amax((1, 2)).min() > 0
+
+
+def test_finetune_timm(tmp_path):
+    for name, colour in COLOURS.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(6):
+            Image.new("RGB", (64, 48), colour).save(tmp_path / "data" / name / f"{i}.png")
+    command = ["--data", tmp_path / "data", "--size", "48x80", "--epochs", "2", "--batch", "4", "--lr", "1e-3"]
+    command += ["--out", tmp_path / "out.pt", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
+    accuracy = load("finetune_timm").main([str(arg) for arg in command])
+    assert 0 <= accuracy <= 1
+    import timm
+
+    kwargs = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 2}
+    plain = timm.create_model("vit_small_patch16_rope_mixed_224", dynamic_img_size=True, **kwargs)
+    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # without this library
+
+
+def test_video_clips(tmp_path):
+    for name, step in {"left": -2, "right": 2}.items():
+        for i in range(4):
+            write_video(tmp_path / "data" / name / f"{i}.mp4", moving_square(9, 32, step, i))
+    command = ["--data", str(tmp_path / "data"), "--frames", "4", "--size", "32", "--depth", "1", "--epochs", "1"]
+    module = load("video_clips")
+    accuracy = module.main(command)
+    assert set(accuracy) == {4, 8}
+    clip = module.read_clip(tmp_path / "data" / "right" / "0.mp4", 5, 32)
+    assert clip.shape == (3, 5, 32, 32)
+    places = (clip[0] > 0).float().sum(1).argmax(-1)  # the square's column in each frame
+    assert places.tolist() == sorted(set(places.tolist()))
+
+
+def test_text_to_image(tmp_path):
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(f"a {name} tile")
+    command = ["--data", tmp_path, "--prompt", "red", "--prompt", "blue", "--prompt", "", "--size", "8", "--dim", "64"]
+    command += ["--depth", "1", "--steps", "30", "--batch", "8", "--images", "2", "--sample-steps", "1"]
+    losses = load("text_to_image").main([str(arg) for arg in [*command, "--out", tmp_path / "sheet.png"]])
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (2 * 8, 3 * 8)
+
+
+def test_stream_video(tmp_path):
+    write_video(tmp_path / "clip.mp4", moving_square(6, 32, 3))
+    module = load("stream_video")
+    changes = module.main(["--video", str(tmp_path / "clip.mp4"), "--window", "2", "--size", "32"])
+    assert len(changes) == 6
+    assert all(change > 0 for change in changes[1:])
+
+    import timm
+
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=0).eval()
+    stream, frame = module.Stream(vit, window=2), torch.randn(1, 3, 32, 48)
+    for time in range(4):
+        stream.step(frame)
+        attention = vit.blocks[0].attn
+        assert attention.positions == module.Grid((1, 2, 3), prefix=1, origin=torch.tensor([time, 0, 0]))
+        assert len(attention.kept) == min(time + 1, 2)
+
+
+def test_a_moving_window_is_the_mask_over_the_whole_video():
+    """The kept keys give what one call over all frames with a mask of the window gives."""
+    import timm
+
+    module = load("stream_video")
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=32, num_heads=2, num_classes=0)
+    attention = module.WindowAttention(vit.blocks[0].attn, window=2).eval()
+    x, per_frame = torch.randn(1, 4, 6, 32), []
+    for time in range(4):
+        attention.positions = module.Grid((1, 2, 3), origin=torch.tensor([time, 0, 0]))
+        per_frame.append(attention(x[:, time]))
+    own = attention.attention
+    q, k, v = own.qkv(x.flatten(1, 2)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+    q, k = attention.rope(q, k, positions=module.Grid((4, 2, 3)))
+    frame = torch.arange(4).repeat_interleave(6)
+    behind = frame[:, None] - frame
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < 2))
+    expected = own.proj(y.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(torch.cat(per_frame, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_decode_lm(capsys):
+    pytest.importorskip("transformers")
+    theirs, ours = load("decode_lm").main(["--prompt", "A", "--prompt", "A longer one", "--tokens", "5"])
+    assert ours.shape == (2, 12 + 5)
+    assert torch.equal(theirs, ours)
+    assert "A longer one" in capsys.readouterr().out
+
+
+def test_ablate_own_model(tmp_path):
+    pytest.importorskip("sklearn")
+    module, out = load("ablate_own_model"), tmp_path / "table.csv"
+    command = ["--seeds", "2", "--epochs", "1", "--out", str(out), "--encoding", "none", "--encoding", "rotate"]
+    found = module.main(command)
+    with out.open(encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["encoding", "0", "1"], *([name, *map(str, values)] for name, values in found.items())]
+    assert found["none"] == module.main([*command[:-2]])["none"]  # seeds repeat themselves
+    for encoding in ("cosine", "mixed", "dinov3"):
+        assert module.Net(encoding)(torch.randn(2, 8, 8)).shape == (2, 10)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    monkeypatch.setattr(plt, "show", lambda: None)
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    assert len(plt.get_fignums()) >= 4
+    torch.testing.assert_close(names["here"][:10, :18], names["there"][5:15, 10:28])  # what it says of distances
+    plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """All blocks of recipe.md but those of ONNX, in their order, with random weights where it asks for trained ones.
+
+    Yields the folder, the names that the blocks made, whether trained weights were asked for, and the other blocks.
+    """
+    import timm
+
+    folder, create, asked = tmp_path_factory.mktemp("recipe"), timm.create_model, []
+    blocks = [part.split("```")[0] for part in (DOCS / "recipe.md").read_text("utf-8").split("```python\n")[1:]]
+    for i in range(8):
+        (folder / "photos" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (96, 64), (30 * i, 0, 0)).save(folder / "photos" / f"class{i % 2}" / f"{i}.jpg")
+
+    def create_random(name, pretrained=False, **kwargs):
+        asked.append(pretrained)
+        return create(name, **{"depth": 1, "embed_dim": 48, "num_heads": 3, **kwargs})
+
+    names: dict = {"__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", create_random)
+        patch.chdir(folder)
+        torch.manual_seed(0)
+        for number, block in enumerate(blocks):
+            if "onnx" not in block:
+                exec(compile(block, f"recipe.md, block {number}", "exec"), names)
+        yield folder, names, asked, [block for block in blocks if "onnx" in block]
+
+
+def test_the_recipe_runs(recipe):
+    folder, names, asked, _ = recipe
+    assert asked == [True, False]
+    assert {"finetuned.pt", "vit.pt2"} <= set(os.listdir(folder))
+    model, again = names["model"].eval(), names["again"]
+    images = torch.randn(1, 3, names["HEIGHT"], names["WIDTH"])
+    assert names["HEIGHT"] != names["WIDTH"]
+    torch.testing.assert_close(again(images), model(images))
+    targets = {node.target for node in names["program"].graph.nodes if node.op == "call_function"}
+    operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
+    assert {operator.namespace for operator in operators} <= {"aten", "prims"}
+    again.reference = None  # laid over the trained grid, or not: the recipe's reference acts
+    assert not torch.allclose(again(images), model(images), atol=1e-4)
+    again.reference = (14, 14)
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_the_recipe_exports_to_onnx(recipe):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    folder, names, _, blocks = recipe
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"recipe.md, ONNX block {number}", "exec"), names)
+    assert "vit.onnx" in os.listdir(folder)

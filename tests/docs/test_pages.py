@@ -1,0 +1,178 @@
+"""README and documentation: their code runs, their links lead somewhere, their claims are shown."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+from lrpe_md.scripts.common.markdown import PAGES
+from lrpe_md.scripts.visualize import gallery
+
+import lrpe_md
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md"}  # their code runs in tests of its own
+ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PRINTED = {  # by page, what its code prints; nothing else is on a page that runs
+    "README.md": [
+        "torch.Size([2, 281, 192])", "torch.Size([2, 1000])", "adapted: model.layers.0.self_attn.q_norm (Qwen3RMSNorm)",
+    ],
+    "concepts.md": ["True"],
+    "diffusion.md": ["torch.Size([2, 3, 24, 16])"],
+    "index.md": ["torch.Size([2, 3, 281, 128])"],
+    "libraries.md": ["torch.Size([2, 1000])", "True"],
+    "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True"],
+    "presets.md": ["577"],
+    "text.md": ["True"],
+    "video.md": ["torch.Size([1, 10])", "torch.Size([1, 10])"],
+}  # fmt: skip
+
+
+def blocks(path):
+    text = path.read_text(encoding="utf-8")
+    return [part.split("```")[0] for part in text.split("```python\n")[1:]]
+
+
+RUN = [path for path in ALL if blocks(path) and path.name not in ELSEWHERE]
+
+
+def test_every_page_with_code_is_expected():
+    assert {path.name for path in RUN} == set(PRINTED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
+def test_code_runs(path, tmp_path, monkeypatch):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    space, printed = {"__name__": "page"}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks(path):
+            exec(compile(block, str(path), "exec"), space)
+    lines = printed.getvalue().splitlines()
+    expected = PRINTED[path.name]
+    assert [line for line in lines if line in expected] == expected
+    assert "False" not in lines
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    """Of the headings, as GitHub and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+    found = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (path.parent / name).resolve() if name else path
+        assert place.exists(), target
+        assert place.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(place), target
+        assert place.suffix != ".png" or place.stat().st_size < 300_000, target
+
+
+def test_anchors_are_checked(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title, `code`\n\n```\n# no heading\n```\n")
+    assert anchors(page) == {"a-title-code"}
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_one_page():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert "<!--" not in text
+    for name in ("index", "concepts", "which-encoding", "performance"):
+        assert f"(docs/{name}.md)" in text
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_readme_shows_the_steps_that_were_measured():
+    page = (PAGES / "training-steps.md").read_text(encoding="utf-8").splitlines()
+    text = README.read_text(encoding="utf-8").splitlines()
+    head = next(cells(line) for line in text if "vit_b, compiled" in line)
+    columns = cells(next(line for line in page if "vit_b, compiled" in line))
+    rows = {cells(line)[0]: cells(line) for line in page if line.startswith("| ")}
+    shown = [cells(line) for line in text if re.match(r"\| (\*\*|timm)", line) and "%" in line]
+    assert len(shown) == 4
+    for name, *numbers in shown:
+        assert numbers == [rows[name][columns.index(column)] for column in head[1:]], name
+
+
+def test_the_recommendation_is_in_both_places():
+    """And what it says of other sizes and of rotation is what the comparison of images shows."""
+    said = "in linear attention rotation or cosine with silu"
+    for path in (README, DOCS / "which-encoding.md"):
+        assert said in " ".join(path.read_text(encoding="utf-8").split())
+    text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
+    extrapolated, rescaled = text.split("Difference to ")[0].split("Positions rescaled")
+    rows = [
+        {tuple(cells(line)[:2]): [float(c.split()[0]) for c in cells(line)[2:]] for line in part.splitlines()
+         if re.match(r"\| [\w-]+ \| (softmax|linear) \| \d", line)}
+        for part in (extrapolated, rescaled)
+    ]  # fmt: skip
+    assert max(rows[1], key=lambda name: rows[1][name][0]) in {("rotate", "linear"), ("rotate", "softmax")}
+    for name in (("rotate", "softmax"), ("cosine-silu", "linear")):
+        assert all(b > a for a, b in zip(rows[0][name][1:], rows[1][name][1:], strict=True)), name
+
+
+# --- generated pages -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_presets():
+    files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-*.png"))
+    assert (PAGES / "presets.md").read_text(encoding="utf-8") == gallery.render(files)
+    for name in lrpe_md.list_presets():
+        assert f"\n### {name}\n" in gallery.render(files)
+
+
+def test_pictures_of_presets(tmp_path):
+    gallery.draw(["rope_vit_axial", "wan", "pope"], tmp_path / "some.png")
+    assert 10_000 < (tmp_path / "some.png").stat().st_size < 300_000
+    scores = gallery.over_grid(lrpe_md.preset("rope_vit_axial"))
+    assert scores.argmax() == scores.numel() // 2 + scores.shape[1] // 2
+    assert scores.max() == pytest.approx(1)
+
+
+def test_generated_pages_name_their_command():
+    for path in PAGES.glob("*.md"):
+        assert re.match(r"# .*\n\n<!-- Written by `python -m [\w. ]+`", path.read_text(encoding="utf-8")), path
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_every_exported_name_has_its_place():
+    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    named = {line.split(".")[-1] for line in re.findall(r"^::: (.*)$", text, re.M)}
+    source = (ROOT / "lrpe_md" / "__init__.py").read_text(encoding="utf-8")
+    exported = set(re.findall(r"^from \.\S+ import \w+ as (\w+)$", source, re.M))
+    assert exported | {"adapt", "adapt_rotary", "show"} <= named
+    for folder in ("positions", "frequencies"):
+        text = (ROOT / "lrpe_md" / folder / "__init__.py").read_text(encoding="utf-8")
+        names = set(re.findall(r"import (\w+) as \w+$", text, re.M))
+        missing = {name for name in names - named if not name.isupper()}
+        assert missing <= {"AxisMap", "AxisOrder", "PerAxis", "Rules", "Packed", "Segment"}, missing
+
+
+def test_the_menu_has_every_page():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert pages | {"changelog.md"} == set(re.findall(r": ([\w/-]+\.md)$", menu, re.M))

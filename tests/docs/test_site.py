@@ -1,0 +1,103 @@
+"""The documentation as a site: built strictly, self-contained, and read in a real browser."""
+
+import functools
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs mkdocs: pip install -e '.[docs]'")
+in_browser = pytest.mark.skipif(
+    not (BROWSER and importlib.util.find_spec("playwright")), reason="needs playwright and Chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr  # strict: a warning is an error
+    assert "WARNING" not in done.stdout + done.stderr
+    return folder
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        text = path.read_text(encoding="utf-8")
+        fetched = re.findall(r"""(?:src=|<link[^>]*href=|url\()["']?(https?://[^"')]+)""", text)
+        assert not [url for url in fetched if "canonical" not in url], path
+
+
+def test_code_and_pictures_of_the_repository_are_there(site):
+    assert (site / "repository" / "scripts" / "results" / "encoding.png").is_file()
+    assert (site / "repository" / "models" / "vit.py").is_file()
+    assert "lrpe_md.rotate" in (site / "reference" / "functions.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def browse(site):
+    """A new page of the browser, with a list of the errors that it has met."""
+    from playwright.sync_api import sync_playwright
+
+    def new(**options):
+        page, errors = browser.new_page(base_url=f"http://127.0.0.1:{server.server_port}", **options), []
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("response", lambda answer: errors.append(answer.url) if answer.status >= 400 else None)
+        return page, errors
+
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as play:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        browser = play.chromium.launch(executable_path=BROWSER, args=flags)
+        yield new
+        browser.close()
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@in_browser
+def test_every_page_opens(browse, site):
+    """Every page, and all that it shows, without an error."""
+    page, errors = browse()
+    for path in sorted(site.rglob("*.html")):
+        if path.name != "404.html":
+            page.goto(f"/{path.relative_to(site).as_posix()}", wait_until="load")
+    assert errors == []
+
+
+@in_browser
+def test_search_finds_adapt(browse):
+    page, errors = browse()
+    page.goto("/index.html")
+    page.locator("input.md-search__input").click()
+    page.keyboard.type("adapt")
+    page.locator(".md-search-result__item a[href*='integrations.html']").first.wait_for(timeout=15_000)
+    assert errors == []
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_light_dark_and_narrow(browse, scheme, width):
+    page, _ = browse(color_scheme=scheme, viewport={"width": width, "height": 800})
+    for name in ("index", "concepts", "results/performance"):
+        page.goto(f"/{name}.html", wait_until="load")
+        chosen = page.evaluate("document.body.getAttribute('data-md-color-scheme')")
+        assert chosen == ("slate" if scheme == "dark" else "default")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,631 @@
+"""Frequencies, amplitudes and places that change between two steps: RIFLEx, DyPE and ∞-RoPE against their formulas, in
+diffusers' models, models.dit and models.video; no recompile, nothing that waits for the device."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.lm import CausalLm, LmConfig
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, adapt_rotary, preset, rotate
+from lrpe_md.frequencies import (
+    dype_ntk_scaling,
+    dype_yarn_scaling,
+    linear_scaling,
+    ntk_scaling,
+    riflex_scaling,
+    yarn_scaling,
+)
+from lrpe_md.integrations import prepare_scaling, restore_rotary, set_places, set_scaling
+from lrpe_md.positions import relative_times
+
+BOUND = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def diffusers():
+    return pytest.importorskip("diffusers", minversion="0.42")
+
+
+def randomize(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model.eval().requires_grad_(False)
+
+
+def wan():
+    model = diffusers().WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=32, num_layers=2,
+    )  # fmt: skip
+    return randomize(model)
+
+
+WAN_X, WAN_TEXT = torch.randn(1, 4, 9, 6, 8), torch.randn(1, 6, 16)
+
+
+def call_wan(model):
+    return model(WAN_X, torch.tensor([3]), WAN_TEXT, return_dict=False)[0]
+
+
+def set_wan_tables(model, frequencies, times=None):
+    """The stock model's tables, of other frequencies of time and other times of the frames: by its own layout."""
+    rope = model.rope
+    rows = torch.arange(len(rope.freqs_cos), dtype=torch.float64)
+    if times is not None:
+        rows[: len(times)] = torch.tensor(times, dtype=torch.float64)
+    angles = (rows[:, None] * torch.tensor(frequencies, dtype=torch.float64)).repeat_interleave(2, 1)
+    for table, values in ((rope.freqs_cos, angles.cos()), (rope.freqs_sin, angles.sin())):
+        table[:, : rope.t_dim] = values.to(table.dtype)
+
+
+def series(dim, base=1e4):
+    return [base ** (-2 * i / dim) for i in range(dim // 2)]
+
+
+# --- diffusers -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_riflex_of_wan():
+    """Time alone: the stock model with one frequency of time exchanged in its own table."""
+    stock = wan()
+    adapted = adapt_rotary(copy.deepcopy(stock))
+    before = call_wan(adapted)
+    frequencies = series(stock.rope.t_dim)
+    frequencies[1] = 0.9 * 2 * math.pi / 60
+    set_wan_tables(stock, frequencies)
+    set_scaling(adapted, (partial(riflex_scaling, length=60, index=1), None, None))
+    after = call_wan(adapted)
+    torch.testing.assert_close(after, call_wan(stock), **BOUND)
+    assert (after - before).abs().max() > 1e-3
+    set_scaling(adapted, None)
+    assert torch.equal(call_wan(adapted), before)
+
+
+@torch.no_grad()
+def test_relative_times_of_wan():
+    """Frames of a stream that moved on: the stock model with other rows in its table of time."""
+    stock = wan()
+    adapted = adapt_rotary(copy.deepcopy(stock))
+    before = call_wan(adapted)
+    times = [0, 0, 0, 0, 0, 1, 2, 3, 4]
+    set_wan_tables(stock, series(stock.rope.t_dim), times)
+    set_places(adapted, 0, relative_times(9, 5))
+    after = call_wan(adapted)
+    torch.testing.assert_close(after, call_wan(stock), **BOUND)
+    assert (after - before).abs().max() > 1e-3
+    set_places(adapted, 0, None)
+    assert torch.equal(call_wan(adapted), before)
+
+
+class DypeTables(nn.Module):
+    """FLUX's cos and sin by DY-YaRN, number by number, for axes h and w that are ``factor`` times the trained size."""
+
+    def __init__(self, dims, factor, time, length):
+        super().__init__()
+        self.dims, self.factor, self.time, self.length = dims, factor, time, length
+
+    def frequency(self, i, dim):
+        def weight(most, least):
+            place = [
+                dim * math.log(self.length / (2 * math.pi * n * self.time**2)) / (2 * math.log(1e4))
+                for n in (most, least)
+            ]
+            begin, end = max(math.floor(place[0]), 0), min(math.ceil(place[1]), dim // 2)
+            return min(max((end - i) / (end - begin), 0.0), 1.0)
+
+        plain, ntk = 1e4 ** (-2 * i / dim), (1e4 * self.factor ** (dim / (dim - 2))) ** (-2 * i / dim)
+        low, high = weight(1.25, 0.75), weight(16, 2)
+        return (1 - high) * ((1 - low) * plain / self.factor + low * ntk) + high * plain
+
+    def forward(self, ids):
+        cos, sin = [], []
+        for axis, dim in enumerate(self.dims):
+            own = [1e4 ** (-2 * i / dim) if axis == 0 else self.frequency(i, dim) for i in range(dim // 2)]
+            gain = 1.0 if axis == 0 else 0.1 * math.log(self.factor) + 1
+            angles = (ids[:, axis, None].double() * torch.tensor(own, dtype=torch.float64)).repeat_interleave(2, 1)
+            cos.append(angles.cos() * gain)
+            sin.append(angles.sin() * gain)
+        return torch.cat(cos, -1).float(), torch.cat(sin, -1).float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("time", [1.0, 0.5, 0.2])
+def test_dype_of_flux(time):
+    """The stock model with tables that are formed by hand."""
+    dims = (4, 14, 14)
+    stock = randomize(
+        diffusers().FluxTransformer2DModel(
+            in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+            joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=dims,
+        )
+    )  # fmt: skip
+    adapted = adapt_rotary(copy.deepcopy(stock))
+    ids = torch.cartesian_prod(torch.tensor([0]), torch.arange(8), torch.arange(4)).float()
+    x, text, pooled = torch.randn(1, 32, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
+
+    def call(model):
+        return model(x, text, pooled, torch.tensor([0.3]), ids, torch.zeros(6, 3), return_dict=False)[0]
+
+    before = call(adapted)
+    yarn = partial(dype_yarn_scaling, factor=2.0, time=torch.tensor(time, dtype=torch.float64), original_length=64)
+    set_scaling(adapted, (None, yarn, yarn))
+    stock.pos_embed = DypeTables(dims, 2.0, time, 64)
+    after = call(adapted)
+    torch.testing.assert_close(after, call(stock), **BOUND)
+    assert (after - before).abs().max() > 1e-3
+    set_scaling(adapted, None)
+    assert torch.equal(call(adapted), before)
+    set_places(adapted, 1, torch.arange(8.0))
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[1\] of a model that is given coordinates"):
+        call(adapted)
+
+
+@torch.no_grad()
+def test_dype_in_a_pipeline():
+    """WanPipeline calls us back between two steps: each has the frequencies of its own time."""
+    model = adapt_rotary(wan())
+    pipe = diffusers().WanPipeline(
+        None, None, None, diffusers().FlowMatchEulerDiscreteScheduler(), transformer=model
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    seen = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs["timestep"][0].item() / 1000, model.rope.rotation.omega.clone())),
+        with_kwargs=True,
+    )
+
+    def scale(time):
+        set_scaling(model, (None, partial(dype_ntk_scaling, factor=2.0, time=time), None))
+
+    def follow(pipe, step, timestep, tensors):
+        scale(pipe.scheduler.sigmas[step + 1])
+        return tensors
+
+    scale(1.0)
+    pipe(
+        prompt_embeds=WAN_TEXT, negative_prompt_embeds=WAN_TEXT, height=32, width=32, num_frames=5,
+        num_inference_steps=3, output_type="latent", callback_on_step_end=follow,
+    )  # fmt: skip
+    assert len({time for time, _ in seen}) == 3
+    trained = preset("wan", 32).omega
+    rows = trained[0, :, 1] != 0
+    for time, omega in seen:
+        dim = 2 * int(rows.sum())
+        base = 1e4 * (2.0 ** (dim / (dim - 2))) ** (2 * time**2)
+        expected = trained.clone()
+        expected[0, rows, 1] = torch.tensor(series(dim, base), dtype=torch.float64)
+        torch.testing.assert_close(omega, expected, rtol=1e-6, atol=0)
+
+
+# --- models.dit ------------------------------------------------------------------------------------------------------
+
+
+def dit(**kwargs):
+    model = DiT(**{"num_axes": 2, "embed_dim": 32, "depth": 2, "num_heads": 2, "encoding": "rotate", **kwargs})
+    return randomize(model)
+
+
+@torch.no_grad()
+def test_dype_of_dit():
+    """Its encoding with the frequencies that the paper's formula gives."""
+    model = dit()
+    x, t = torch.randn(2, 3, 8, 12), torch.tensor([0.4, 0.4])
+    set_scaling(model, partial(dype_ntk_scaling, factor=3.0, time=0.4))
+    found, other = model(x, t), dit()
+    base = 1e4 * (3.0 ** (8 / 6)) ** (2 * 0.4**2)
+    by_hand = torch.zeros(1, 8, 2)
+    # minor_first: the first half of the pairs is of w
+    by_hand[0, :4, 1] = by_hand[0, 4:, 0] = torch.tensor(series(8, base))
+    other.load_state_dict(model.state_dict())
+    other.encoding.omega.copy_(by_hand)
+    torch.testing.assert_close(found, other(x, t), **BOUND)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [{}, {"attention": "linear"}], ids=str)
+def test_places_of_dit(change, monkeypatch):
+    model, places = dit(num_axes=3, patch_size=(1, 2, 2), **change), torch.tensor([0.0, 0.5, 7.0, 8.0])
+    x, t = torch.randn(1, 3, 4, 4, 6), torch.tensor([0.4])
+    before = model(x, t)
+    set_places(model, 0, places)
+    found = model(x, t)
+    coords = torch.cartesian_prod(places, torch.arange(2.0), torch.arange(3.0))
+    set_places(model, 0, None)
+    assert torch.equal(model(x, t), before)
+    monkeypatch.setattr(model, "positions", lambda *_: Coordinates(coords))
+    torch.testing.assert_close(found, model(x, t), **BOUND)
+    assert (found - before).abs().max() > 1e-4
+
+
+def test_errors_of_places_in_models():
+    model = dit(num_axes=3, patch_size=(1, 2, 2))
+    set_places(model, 0, torch.arange(4.0))
+    model.positions = lambda *_: Coordinates(torch.zeros(8, 3))
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], since tokens are in a table"):
+        model(torch.randn(1, 3, 2, 4, 4), torch.tensor([0.4]))
+
+
+# --- without a recompile, without waiting ----------------------------------------------------------------------------
+
+
+class Waits(TorchDispatchMode):
+    """Fails at whatever looks at a tensor's value, or moves it to another device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"), name
+        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "to another device"
+        return func(*args, **(kwargs or {}))
+
+
+def changes():
+    """What goes on between two steps."""
+    yield lambda model: set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
+    yield lambda model: set_scaling(model, (partial(riflex_scaling, length=90, repeats_at=50), None, None))
+    for time in (0.9, 0.4, 0.0):
+        t = torch.tensor(time)
+        yield lambda model, t=t: set_scaling(model, partial(dype_ntk_scaling, factor=2.0, time=t))
+        yield lambda model, t=t: set_scaling(
+            model, (None, *(partial(dype_yarn_scaling, factor=2.0, time=t, original_length=64),) * 2)
+        )
+    for horizon in (3, 5):
+        yield lambda model, n=horizon: set_places(model, 0, relative_times(9, n))
+    yield lambda model: set_scaling(model, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["wan", "dit", "learned"])
+def test_no_recompile_and_no_wait(name):
+    torch._dynamo.reset()
+    x, t = torch.randn(1, 3, 9, 4, 6), torch.tensor([0.4])
+    if name == "wan":
+        model, call = adapt_rotary(wan()), call_wan
+    else:
+        learned = {"encoding_kwargs": {"learnable": True}} if name == "learned" else {}
+        model, call = dit(num_axes=3, patch_size=(1, 2, 2), **learned), lambda model: model(x, t)
+    set_scaling(model, lambda theta: (theta, 1.0))  # before it is compiled: buffers
+    set_places(model, 0, torch.arange(9.0))
+    counter = CompileCounter()
+    compiled, seen = torch.compile(model, backend=counter), []
+    seen.append(call(compiled))
+    torch.testing.assert_close(seen[0], call(model), **BOUND)
+    before = counter.frame_count
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for change in changes():
+            with Waits():
+                change(model)
+            seen.append(call(compiled))
+            torch.testing.assert_close(seen[-1], call(model), **BOUND)
+    assert counter.frame_count == before > 0
+    distinct = {tuple(y.flatten()[:8].tolist()) for y in seen}
+    assert len(distinct) >= len(seen) - 2  # all but the two that scale nothing: t = 0 of DyPE on NTK, and None
+
+
+def test_the_guard_against_waiting_can_fail():
+    model = dit()
+    with Waits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        set_scaling(model, lambda theta: (theta * float(theta.max()), 1.0))
+    with Waits(), pytest.raises(AssertionError, match=r"nonzero|_local_scalar_dense"):
+        set_scaling(dit(), partial(ntk_scaling, factor=2.0))  # the first time: which channel is of which axis
+
+
+@torch.no_grad()
+def test_prepared_steps_are_copies():
+    """A launch of copies a step, whatever was computed before."""
+    model = dit()
+    x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.4])
+    steps = [prepare_scaling(model, partial(dype_ntk_scaling, factor=2.0, time=time)) for time in (1.0, 0.5)]
+    trained = model(x, t)
+
+    class Listed(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    for step, time in zip(steps, (1.0, 0.5), strict=True):
+        with Listed() as listed:
+            step.apply()
+        assert set(listed.names) <= {"_foreach_copy_", "copy_"}
+        assert len(listed.names) <= 2
+        found = model(x, t)
+        set_scaling(model, partial(dype_ntk_scaling, factor=2.0, time=time))
+        assert torch.equal(found, model(x, t))
+        assert not torch.equal(found, trained)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_on_a_gpu(backend):
+    """CUDA itself says whether anything waits."""
+    model = adapt_rotary(wan()).cuda()
+    x, text = WAN_X.cuda(), WAN_TEXT.cuda()
+    call = torch.compile(model, backend=backend)
+    step = torch.tensor([3], device="cuda")
+    set_scaling(model, lambda theta: (theta, 1.0))
+    set_places(model, 0, torch.arange(9.0, device="cuda"))
+    call(x, step, text, return_dict=False)
+    time = torch.tensor(0.4, device="cuda")
+    times = relative_times(9, 5, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
+        set_scaling(model, (None, *(partial(dype_yarn_scaling, factor=2.0, time=time, original_length=64),) * 2))
+        set_places(model, 0, times)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = call(x, step, text, return_dict=False)[0]
+    torch.testing.assert_close(found, model(x, step, text, return_dict=False)[0], rtol=1e-4, atol=1e-4)
+    eager = adapt_rotary(wan()).cuda()
+    torch.manual_seed(0)
+    eager.load_state_dict(model.state_dict())
+    set_scaling(eager, (None, *(partial(dype_yarn_scaling, factor=2.0, time=time, original_length=64),) * 2))
+    set_places(eager, 0, times)
+    torch.testing.assert_close(found, eager(x, step, text, return_dict=False)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_captured_graph_reads_what_changed():
+    model = dit(num_axes=3, patch_size=(1, 2, 2)).cuda()
+    x, t = torch.randn(1, 3, 9, 4, 6, device="cuda"), torch.tensor([0.4], device="cuda")
+    set_scaling(model, lambda theta: (theta, 1.0))
+    set_places(model, 0, torch.arange(9.0, device="cuda"))
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            model(x, t)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x, t)
+    found = []
+    for factor, horizon in ((2.0, 9), (4.0, 5), (1.0, 9)):
+        set_scaling(model, partial(dype_ntk_scaling, factor=factor, time=torch.tensor(0.9, device="cuda")))
+        set_places(model, 0, relative_times(9, horizon, device="cuda"))
+        graph.replay()
+        found.append(y.clone())
+        torch.testing.assert_close(found[-1], model(x, t), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[0], found[1])
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+MODULES = {
+    "fixed": lambda: RotateMd(24, 3),
+    "learned": lambda: RotateMd(24, 3, num_heads=2, learnable=True),
+    "amplitude": lambda: RotateMd(24, 2, amplitude=1.5),
+    "cosine": lambda: CosineMd(12, 2, act="silu"),
+    "preset": lambda: PresetMd(preset("wan", 24)),
+    "learned preset": lambda: PresetMd(preset("wan", 24), learnable=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_scaled_modules(name):
+    """By hand, channel by channel; what is learned gets its gradient through the ratio."""
+    module = MODULES[name]()
+    saved = copy.deepcopy(module.state_dict())
+    q, k = torch.randn(2, 2, 24, module.head_dim), torch.randn(2, 2, 24, module.head_dim)
+    where = Grid((2, 3, 4) if module.num_axes == 3 else (4, 6), prefix=0)
+    trained = module.get_omega().detach().clone()
+    plain = module(q, k, positions=where)
+    yarn = partial(yarn_scaling, factor=4.0, original_length=64)
+    set_scaling(module, (yarn, *(None,) * (module.num_axes - 1)))
+    omega = trained.clone()
+    of_time = trained[0, :, 0] != 0
+    scaled, gain = yarn(trained[:, of_time, 0].double())
+    omega[:, of_time, 0] = scaled.to(omega.dtype)
+    amplitude = torch.where(of_time, gain, 1.0) * (1.5 if name == "amplitude" else 1.0)
+    torch.testing.assert_close(module.get_omega().detach(), omega)
+    torch.testing.assert_close(module.amplitude[0].double(), amplitude.double())
+    found = module(q, k, positions=where)
+    if module.map == "rotate":
+        expected = rotate(q, k, omega=omega, positions=where, pairs=module.pairs, amplitude=amplitude.float())
+        torch.testing.assert_close(found, expected, **BOUND)
+    assert (found[0] - plain[0]).abs().max() > 1e-3
+    if list(module.parameters()):
+        (found[0] ** 3).sum().backward()
+        (parameter,) = module.parameters()
+        assert (parameter.grad != 0).any()
+    assert module.state_dict().keys() == saved.keys()
+    module.to(torch.bfloat16)
+    torch.testing.assert_close(module.get_omega().detach(), omega)
+    twin = copy.deepcopy(module)
+    set_scaling(module, None)
+    torch.testing.assert_close(module(q, k, positions=where), plain)
+    torch.testing.assert_close(twin(q, k, positions=where), found)
+
+
+def test_frequencies_go_on_learning_while_they_are_scaled():
+    module = RotateMd(16, 2, learnable=True)
+    set_scaling(module, partial(linear_scaling, factor=2.0))
+    with torch.no_grad():
+        module.theta.mul_(3)
+    torch.testing.assert_close(module.get_omega(), module._learned() / 2)
+    set_scaling(module, None)
+    torch.testing.assert_close(module.get_omega(), module._learned())
+
+
+@torch.no_grad()
+def test_language_models():
+    model = CausalLm(LmConfig(vocab_size=16, dim=32, depth=1, num_heads=2, num_kv_heads=1)).eval()
+    tokens = torch.randint(0, 16, (1, 12))
+    before = model(tokens)
+    set_scaling(model, partial(linear_scaling, factor=2.0))
+    after = model(tokens)
+    assert not torch.equal(after, before)
+    model.rescale(partial(linear_scaling, factor=2.0))
+    torch.testing.assert_close(model(tokens), after)
+    set_scaling(model, None)
+    assert torch.equal(model(tokens), before)
+
+
+def test_places_of_modules():
+    module, places = RotateMd(16, 2), torch.tensor([0.0, 5.0, 5.5])
+    x = torch.randn(1, 2, 8, 16)
+    grid = Grid((3, 2), prefix=2)
+    module.set_places(0, places)
+    coords = torch.cartesian_prod(places, torch.arange(2.0))
+    expected = rotate(x, omega=module.omega, positions=Coordinates(coords, prefix=2))
+    torch.testing.assert_close(module(x, positions=grid), expected)
+    q, k = module(x[:, :, 6:], x, positions=(Grid((3, 2), prefix=2, start=6), grid))
+    torch.testing.assert_close(k, expected)
+    torch.testing.assert_close(q, expected[:, :, 6:])
+    own = module.places_0
+    module.set_places(0, places * 2)
+    assert module.places_0 is own  # in place
+    assert not torch.equal(module(x, positions=grid), expected)
+    module.set_places(0, torch.arange(5.0))  # more than there are
+    torch.testing.assert_close(module(x, positions=grid), rotate(x, omega=module.omega, positions=grid))
+    module.set_places(1, torch.tensor([1.0, 0.0]))
+    turned = torch.cartesian_prod(torch.arange(3.0), torch.tensor([1.0, 0.0]))
+    expected = rotate(x, omega=module.omega, positions=Coordinates(turned, prefix=2))
+    torch.testing.assert_close(module(x, positions=grid), expected)
+    module.set_places(0, torch.arange(2.0))
+    with pytest.raises(ValueError, match=r"places: expected \(n,\) for the 3 tokens of axis 0, got \(2,\)"):
+        module(x, positions=grid)
+    for axis in (0, 1):
+        module.set_places(axis, None)
+    assert not module.moved
+    assert not list(module.state_dict())
+
+
+def test_times_of_a_stream():
+    """Eq. 2 and 3 of the paper, in its own indices from 1: block i, blocks of three latent frames, horizon 21."""
+    for newest in (3, 6, 21, 24, 60):
+        onset = 21
+        block = [newest - 2, newest - 1, newest]
+        expected = block if newest <= onset else [onset - 2, onset - 1, onset]
+        times = relative_times(newest, onset)
+        assert (times[-3:] + 1).tolist() == expected
+        assert times.diff().clamp_min(1).eq(1).all()
+    assert (relative_times(24, 21)[:6] + 1).tolist() == [1, 1, 1, 1, 2, 3]  # the first block: {1, 1, 1}
+    for resident in (1, 2, 6):  # a cache that holds fewer has their relative times
+        whole = relative_times(21, 21)[-resident:]
+        assert torch.equal(relative_times(resident, 21).diff(), whole.diff())
+    with pytest.raises(ValueError, match="horizon: expected an integer of at least 1, got 0"):
+        relative_times(3, 0)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str; of a pipeline, its transformer"):
+        set_scaling("pipe", None)
+    with pytest.raises(ValueError, match="model: expected one with encodings, got none in Linear; adapt_rotary"):
+        set_scaling(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match=r"scaling: expected one for each of 2 axes \(encoding\), got 3"):
+        set_scaling(dit(), (None, None, None))
+    with pytest.raises(ValueError, match="RotateMd: expected frequencies of one axis a channel, the same in all heads"):
+        set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
+    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(1, 4\) back, got \(1, 3\)"):
+        set_scaling(dit(), lambda theta: (theta[..., :3], 1.0))
+    with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 \(encoding\), got 2"):
+        set_places(dit(), 2, torch.arange(3.0))
+    with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got \(2, 2\)"):
+        set_places(dit(), 0, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="model: expected encodings of images or videos, got none in CausalLm"):
+        set_places(
+            CausalLm(LmConfig(vocab_size=16, dim=32, depth=1, num_heads=2, num_kv_heads=1)), 0, torch.arange(3.0)
+        )
+    with pytest.raises(ValueError, match=r"ratio: expected a tensor that broadcasts to \(1, 8, 2\), got \(3, 1\)"):
+        RotateMd(16, 2).adjust(torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"places: .* axis 1, got \(1, 2\)"):
+        Grid((2, 3)).along({1: torch.zeros(1, 2)})
+    with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1, got"):
+        Grid((2, 3)).along({2: torch.zeros(3)})
+
+
+def test_adapted_language_models_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = adapt_rotary(transformers.LlamaModel(config))
+    for call in (lambda: set_scaling(model, None), lambda: set_places(model, 0, torch.arange(3.0))):
+        with pytest.raises(ValueError, match=r"rotary_emb.rotation: expected images or videos, got .*rope_parameters"):
+            call()
+
+
+@torch.no_grad()
+def test_images():
+    """timm's ViT, and tokens of it that are dropped."""
+    timm = pytest.importorskip("timm")
+    from lrpe_md import adapt
+
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0, depth=2, patch_drop_rate=0.5)
+    model, x = adapt(vit, "rotate").eval(), torch.randn(1, 3, 64, 64)
+    plain = model.forward_features(x)
+    set_places(model, 1, torch.tensor([0.0, 1.0, 2.0, 9.0]))
+    found = model.forward_features(x)
+    assert (found - plain).abs().max() > 1e-3
+    set_places(model, 1, torch.arange(4.0))
+    torch.testing.assert_close(model.forward_features(x), plain, **BOUND)
+    assert model.train()(x).isfinite().all()
+
+
+@torch.no_grad()
+def test_restored_models_are_stock():
+    model = wan()
+    wanted = call_wan(model)
+    adapt_rotary(model)
+    set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
+    set_places(model, 0, torch.arange(9.0) * 2)
+    restore_rotary(model)
+    assert torch.equal(call_wan(model), wanted)
+
+
+def test_buffers_that_were_cast():
+    """FSDP1 and DDP cast a model's buffers by their data: fixed frequencies are made again, changed ones are asked
+    for."""
+    model = adapt_rotary(wan())
+    set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
+    wanted = call_wan(model)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* change them again"):
+        call_wan(model)
+    set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
+    torch.testing.assert_close(call_wan(model), wanted, **BOUND)
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    """docs/runtime.md from top to bottom."""
+    diffusers()
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 7
+    space = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, "docs/runtime.md", "exec"), space)
+    assert "True [(1, 3, 13, 64)]" in capsys.readouterr().out
+    assert space["cache"][0, :, 17].any()
+    assert space["cache"][1, :, 300].any()
+    assert not space["cache"][:, :, 301:].any()

@@ -1,0 +1,179 @@
+"""scripts/train/sample.py and prompts.py: images of one's own prompts from a checkpoint of a few steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+pytest.importorskip("timm")
+pytest.importorskip("accelerate")
+
+from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.loop import FORMAT, digest_of, read_checkpoint
+from lrpe_md.scripts.train.prompts import Sheet, draw, draw_noise, lay_over, load_model
+from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+SHEET = Sheet(size=None, scale=3.0, steps=2, images=2, positions="rescaled", out="")
+CPU = torch.device("cpu")
+
+
+def train(folder, **changes):
+    data = folder / "data"
+    data.mkdir()
+    for i in range(5):
+        for name, colour in COLOURS.items():
+            Image.new("RGB", (8, 8), colour).save(data / f"{name}{i}.png")
+            (data / f"{name}{i}.txt").write_text(f"{name} tile {i}", encoding="utf-8")
+    small = {
+        "steps": 12, "batch": 8, "warmup": 2, "save_every": 12, "ema": 0.9, "lr": 3e-3, "size": 8, "test_size": 8,
+        "dim": 32, "depth": 1, "heads": 2, "text_dim": 16, "text_depth": 1, "text_length": 24, "parts": 4,
+        "sample_steps": 1, "samples": 1, "test_samples": 1, "tensorboard": False, "device": "cpu", "progress": False,
+    }  # fmt: skip
+    run(DiffusionTraining(data=data, out=folder / "run", **{**small, **changes}))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("sample"))
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["sample", *map(str, args)], env={"COLUMNS": "400"})
+
+
+def test_a_sheet_of_prompts(trained, tmp_path):
+    out = tmp_path / "sheets" / "sheet.png"
+    common = [trained, "--prompt", "red tile", "--prompt", "blue tile", "--steps", 1, "--scale", 2, "--device", "cpu"]
+    done = invoke(*common, "--size", "12x8", "--images", 3, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "2 × 3 images of 12x8, step 12" in done.output
+    with Image.open(out) as sheet:
+        assert sheet.format == "PNG"
+        width, height = sheet.size
+    assert width > 3 * 8
+    assert height > 2 * 12
+    assert invoke(*common, "--size", "24x8", "--images", 3, "--out", out).exit_code == 0
+    with Image.open(out) as taller:
+        assert taller.size[0] / taller.size[1] < 0.8 * width / height
+
+
+def test_large_images_keep_their_pixels(tmp_path):
+    from lrpe_md.scripts.train.samples import write_sheet
+
+    stripes = np.zeros((1, 320, 256, 3), np.uint8)
+    stripes[:, :, ::2] = 255
+    write_sheet(tmp_path / "sheet.png", ["a"], {"seed 0": stripes})
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size[0] > 256
+        assert sheet.size[1] > 320
+
+
+def test_seeds_prompts_and_positions(trained):
+    state = read_checkpoint(trained / "checkpoint.pt")
+    prompts = ["red tile", "blue tile", ""]
+
+    def images(seed=0, size=(8, 8), sheet=SHEET):
+        return draw(load_model(state), state["settings"], prompts, draw_noise(sheet, size, 3, seed), sheet, CPU)
+
+    first = images()
+    assert first.shape == (3, 2, 3, 8, 8)
+    assert torch.equal(first, images())
+    torch.testing.assert_close(first[:, 1], images(seed=1)[:, 0])  # the i-th image is the first of seed + i
+    assert not torch.allclose(first[:, 0], first[:, 1])
+    assert not torch.allclose(first[0], first[1])
+    larger = images(size=(12, 8))
+    assert larger.shape == (3, 2, 3, 12, 8)
+    other = Sheet(None, 3.0, 2, 2, "extrapolated", "")
+    assert not torch.allclose(larger, images(size=(12, 8), sheet=other))
+    assert torch.equal(first, images(sheet=other))  # at the trained size they are one
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected"), [((8, 8), (4, 4)), ((16, 4), (8, 2)), ((24, 16), (5, 3)), ((9, 1), (12, 1))]
+)
+def test_positions_keep_the_proportions(grid, expected):
+    assert lay_over(4, grid) == expected
+
+
+def test_the_average_is_sampled(trained):
+    state = read_checkpoint(trained / "checkpoint.pt")
+    assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
+    assert torch.equal(load_model(state).head.weight, state["average"]["head.weight"])
+    del state["average"]  # of a training without one
+    assert torch.equal(load_model(state).head.weight, state["model"]["head.weight"])
+
+
+def test_unknown_words_are_named(trained, tmp_path):
+    assert (trained / "words.txt").read_text().split() == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "blue",
+        "green",
+        "red",
+        "tile",
+        "white",
+    ]
+    command = [trained, "--steps", 1, "--images", 1, "--out", tmp_path / "sheet.png"]
+    said = invoke(*command, "--prompt", "Red zebra", "--prompt", "blue sky").output
+    assert "No caption of the training had 'sky', 'zebra': the model reads such words letter by letter" in said
+    assert "No caption" not in invoke(*command, "--prompt", "Red tile").output
+
+
+def bare(folder, settings):
+    state = {"format": FORMAT, "settings": settings}
+    folder.mkdir()
+    torch.save({**state, "digest": digest_of(state)}, folder / "checkpoint.pt")
+    return folder
+
+
+REFUSED = {
+    "no checkpoint": (["--prompt", "a"], "expected the folder of a training, with a checkpoint.pt in it"),
+    "another task": (["--prompt", "a"], "holds a training of another task"),
+    "size": (["--size", "9x8"], "--size: expected multiples of 2, the model's patch, got 9x8; the next is 10x8"),
+    "no size": (["--size", "big"], "--size: expected HEIGHTxWIDTH in pixels, as 96x64, got 'big'"),
+    "nothing": (["--size", "0x8"], "--size: expected multiples of 2"),
+    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as the captions of the training, got 24"),
+    "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
+    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; known are: rescaled; extrapolated"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(trained, tmp_path, name):
+    args, message = REFUSED[name]
+    folder = trained
+    if name == "no checkpoint":
+        folder = tmp_path
+    if name == "another task":
+        folder = bare(tmp_path / "digits", {"model": {"img_size": 8}})
+    result = invoke(folder, *args, "--out", tmp_path / "sheet.png", "--steps", 1)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_options_of_images_are_refused_for_text(tmp_path):
+    folder = bare(tmp_path / "lm", {"model": {"vocab_size": 256}, "length": 8})
+    result = invoke(folder, "--size", "8x8", "--scale", 2)
+    assert result.exit_code == 2
+    assert "--size, --scale: not for a run of `train lm`" in result.output
+
+
+def test_places_that_cannot_be_written(trained, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, message in (
+        (tmp_path / "file" / "sheet.png", "can't be written"),
+        (tmp_path, "expected a file, as sheet.png"),
+    ):
+        result = invoke(trained, "--steps", 1, "--images", 1, "--out", out)
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
