@@ -214,7 +214,7 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
         return lambda xs, omega: as_tuple(made(*xs, positions=inputs.positions))
 
     if session.device.type == "cuda":
-        measure("raw launch", "forward, no gradient", lambda: raw_launch(inputs))
+        measure("launch alone", "forward, no gradient", lambda: raw_launch(inputs))
         measure("clone", "forward, no gradient", lambda: lambda: [x.clone() for x in xs])
     three_ways(OURS, lambda: kernels(inputs))
     three_ways(f"{OURS} module", module)

@@ -230,7 +230,7 @@ def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
 
 @pytest.mark.parametrize("op", ["cosine", "rotate"])
 def test_what_is_compared_on_the_host_is_right(op):
-    """In the interpreter: the raw launch, the custom_op and the cached angles compute what we do."""
+    """In the interpreter: the launch alone, the custom_op and the cached angles compute what we do."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
     expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
     raw = raw_launch(inputs)
