@@ -23,7 +23,7 @@ from . import front, linear_report
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS
-from .training_report import backbones, training, where
+from .training_report import adapted, backbones, training, where
 
 RESULTS = ROOT / "scripts" / "results"
 COMMAND = "python -m scripts.bench report"
@@ -125,7 +125,11 @@ def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
     found = {
         "performance.md": ("Speed of the encoding", (WORDS, workloads(), *speed) if any(speed) else ()),
         "training-steps.md": (
-            "Training steps", (training(folder / "training.csv"), backbones(folder / "backbones.csv")),
+            "Training steps",
+            (
+                training(folder / "training.csv"), adapted(folder / "adapted-training.csv"),
+                backbones(folder / "backbones.csv"),
+            ),
         ),
         "linear-attention.md": ("Speed of linear attention", (linear_report.section(folder),)),
         "adapted-models.md": ("Adapted models", (adapters(folder / "adapters"),)),

@@ -4,12 +4,13 @@
     python -m scripts.bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
     python -m scripts.bench training --models vit_b,vit_b_1024 --modes compiled --encodings axial,linear-cosine
     python -m scripts.bench training --models image,video_model,dit --out scripts/results/backbones.csv
+    python -m scripts.bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
 
 A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step: eager, compiled, or with
-forward and backward as CUDA graphs (graphs). All models of a run are resident, and take their steps in turn, in a new
-order each round; each step is compared with that of its baseline in the same round. Every encoding is compared with the
-same model without it. vit_b, vit_b_1024 (at 1,024 pixels) and vit_s (timm's ViTs) and video (a layer of a video
-transformer) have:
+forward and backward as CUDA graphs (graphs); with "inference" and "inference-compiled" the forward alone. All models of
+a run are resident, and take their steps in turn, in a new order each round; each step is compared with that of its
+baseline in the same round. Every encoding is compared with the same model without it. vit_b, vit_b_1024 (at 1,024
+pixels) and vit_s (timm's ViTs) and video (a layer of a video transformer) have:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
@@ -24,6 +25,10 @@ transformer) have:
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion`, of their
 default sizes and with their losses, on random data, at eight times their batches, which keep a GPU busy; they have
 their scripts' encodings, compared with none.
+
+wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
+transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and by
+`adapt_rotary` (adapted, compared with stock).
 
 Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
 its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a
@@ -56,14 +61,20 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.devices import choose_device
 from ..common.options import choose
 from ..common.provenance import measured_on
+from .hosted import HOSTED, Hosted
 from .measure import device_events
-from .workloads import MODELS, Workload
+from .workloads import MODELS as OURS
+from .workloads import Workload as Ours
 
 COMPILE: dict[str, dict[str, Any]] = {
     "compiled": {"dynamic": False},
     "graphs": {"dynamic": False, "mode": "reduce-overhead"},
+    "inference-compiled": {"dynamic": False},
 }
-MODES = ("eager", *COMPILE)
+INFERENCE = ("inference", "inference-compiled")
+MODES = ("eager", "compiled", "graphs", *INFERENCE)
+Workload = Ours | Hosted
+MODELS: dict[str, Workload] = {**OURS, **HOSTED}
 WARMUP_ROUNDS = 3  # after two steps of each model
 HOST_STEPS = 5
 KERNELS = 25  # of a step, in the table of --profile
@@ -81,7 +92,10 @@ class Trainee:
         self, workload: Workload, encoding: str, mode: str, batch: int, backend: str, device: torch.device
     ) -> None:
         self.workload, self.mode, self.device = workload, mode, device
-        self.raw = workload.build(encoding).to(device).train()
+        self.learning = mode not in INFERENCE
+        with device if isinstance(workload, Hosted) else nullcontext():  # billions of weights, slow to draw on a CPU
+            self.raw = workload.build(encoding)
+        self.raw = self.raw.to(device).train(self.learning)
         self.model: Any = torch.compile(self.raw, **COMPILE[mode]) if mode in COMPILE else self.raw
         self.optimizer = torch.optim.AdamW(self.raw.parameters(), lr=1e-4, fused=True)
         self.inputs = workload.inputs(self.raw, batch, device)
@@ -91,8 +105,11 @@ class Trainee:
         if self.mode == "graphs":
             torch.compiler.cudagraph_mark_step_begin()
         attention = nullcontext() if self.backend is None else sdpa_kernel(self.backend)
-        with attention, torch.autocast(self.device.type, torch.bfloat16):
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=not isinstance(self.workload, Hosted))
+        with attention, autocast, torch.set_grad_enabled(self.learning):
             loss = self.workload.loss(self.model, *self.inputs)
+        if not self.learning:
+            return loss
         loss.backward()
         self.optimizer.step()
         # Nothing of this step may be held in the next: the graphs of all models share their memory. The loss is not
@@ -293,8 +310,8 @@ def main(
     """Time training steps with each positional encoding and without any.
 
     Encodings of the ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed, and of the
-    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts. What they are
-    compared with is added.
+    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts; of other libraries'
+    models stock and adapted. What they are compared with is added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))

@@ -74,6 +74,33 @@ def backbones(file: Path) -> str:
     return "\n".join(lines + table(["", *modes], found))
 
 
+def adapted(file: Path) -> str:
+    """A line for each model, a column for each mode: the stock model's time, and what the adapted one gains."""
+    if not file.exists():
+        return ""
+    rows = read(file)
+    lines = [
+        "**Other libraries' models**, as wide as they are published and a few layers deep, weights in bfloat16: "
+        "milliseconds of a step of the stock model, and in brackets time and memory of the adapted one beside it, "
+        f"{HOW}. By `python -m scripts.bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
+        "",
+    ]
+    modes = list(dict.fromkeys(rows["mode"]))
+    found = []
+    for model in dict.fromkeys(rows.model):
+        cells = []
+        for mode in modes:
+            part = rows[(rows.model == model) & (rows["mode"] == mode)].set_index("encoding")
+            if not {"stock", "adapted"} <= set(part.index):
+                cells.append("")
+                continue
+            stock, ours = part.loc["stock"], part.loc["adapted"]
+            more = f"{100 * ours.ratio_p50 - 100:+.1f}%, {100 * ours.memory_ratio - 100:+.1f}%"
+            cells.append(f"{stock.ms_p50:.1f} ms ({more}){host(ours)}")
+        found.append([model, *cells])
+    return "\n".join(lines + table(["", *modes], found))
+
+
 def speed_and_memory(row: Any) -> str:
     faster, more = "", ""
     if row.encoding != row.baseline:
