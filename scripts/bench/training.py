@@ -27,8 +27,8 @@ default sizes and with their losses, on random data, at eight times their batche
 their scripts' encodings, compared with none.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
-transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and by
-`adapt_rotary` (adapted, compared with stock).
+transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and
+by `adapt_rotary` (adapted, compared with stock).
 
 Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
 its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a
