@@ -4,6 +4,7 @@
     python -m scripts.bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
     python -m scripts.bench training --models vit_b,vit_b_1024 --modes compiled --encodings axial,linear-cosine
     python -m scripts.bench training --models image,video_model,dit --out scripts/results/backbones.csv
+    python -m scripts.bench training --models dit --encodings rotate,rotate-norms-first
     python -m scripts.bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
 
 A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step: eager, compiled, or with
@@ -24,7 +25,8 @@ pixels) and vit_s (timm's ViTs) and video (a layer of a video transformer) have:
 
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion`, of their
 default sizes and with their losses, on random data, at eight times their batches, which keep a GPU busy; they have
-their scripts' encodings, compared with none.
+their scripts' encodings, compared with none; dit also rotate-norms-first, whose norms of q and k are launches of
+their own.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
 transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and
@@ -32,7 +34,8 @@ by `adapt_rotary` (adapted, compared with stock).
 
 Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
 its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a
-step (below the GPU's where the GPU is the bottleneck), and the attention kernel that PyTorch took.
+step (below the GPU's where the GPU is the bottleneck), the attention kernel that PyTorch took, and for how many
+reasons the compiler broke the graph.
 """
 
 from __future__ import annotations
@@ -233,13 +236,16 @@ def compare(
     attention: dict[str, str] = {}
     peak: dict[str, float] = {}
     skipped = counters["inductor"]["cudagraph_skips"]
+    breaks: dict[str, int] = {}
     for name in encodings:
         start = time.perf_counter()
+        counters["graph_break"].clear()
         trainees[name] = Trainee(workload, name, mode, batch, timing.backend, device)
         trainees[name].step()
         synchronize(device)
         timing.console.print(f"  {name}: built, first step after {time.perf_counter() - start:.1f} s", highlight=False)
         attention[name], peak[name] = observed_step(trainees[name])
+        breaks[name] = len(counters["graph_break"])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
             raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
     # Of cosine q and k are wider than v, which other kernels take; linear attention takes none.
@@ -262,7 +268,7 @@ def compare(
             **{f"ms_p{p}": ms[name].quantile(p / 100) for p in (20, 50, 80)},
             **{f"ratio_p{p}": ratio.quantile(p / 100) for p in (20, 50, 80)},
             "peak_gib": peak[name] / 2**30, "memory_ratio": peak[name] / peak[baseline], "host_ms": host[name],
-            "attention": attention[name],
+            "attention": attention[name], "graph_breaks": breaks[name],
         })  # fmt: skip
     kernels = {name: kernel_times(trainee) for name, trainee in trainees.items()} if timing.profiling else {}
     return pd.DataFrame(rows), kernels

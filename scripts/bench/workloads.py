@@ -21,6 +21,7 @@ from lrpe_md import CosineMd, Grid, RotateMd
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.timm import LrpeAttention, adapt
 
+from ...models.joint import JointBlock
 from ..common.devices import sent
 from ..train.config import Training
 from ..train.data.captions import Captioned
@@ -221,8 +222,22 @@ class VideoBackbone(Backbone):
         return footage, sent(footage.starts(span, held_out=False), device)
 
 
+NORMS_FIRST = "-norms-first"  # q and k are normalised before they are encoded, not in the same launch
+
+
 class DiffusionBackbone(Backbone):
     """Its captions have from half to all of the bytes that the script takes."""
+
+    @property
+    def baselines(self) -> dict[str, str]:
+        return {**super().baselines, f"rotate{NORMS_FIRST}": "none"}
+
+    def build(self, encoding: str) -> nn.Module:
+        model = super().build(encoding.removesuffix(NORMS_FIRST))
+        for block in model.modules() if encoding.endswith(NORMS_FIRST) else ():
+            if isinstance(block, JointBlock):
+                block.norm = lambda context, length, dtype: None
+        return model
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         size, length = self.config.size, self.config.text_length

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -222,6 +223,50 @@ def test_backbones_train(name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(rows.encoding) == [e for e in BACKBONES[name].baselines if e in BACKBONES[name].default]
     assert (rows.baseline == "none").all()
     assert (rows.batch == 8 * 3).all()
+
+
+def test_norms_in_launches_of_their_own():
+    """The same model, which asks its encoding for no norm."""
+    workload, found = BACKBONES["dit"], {}
+    for name in ("rotate", "rotate-norms-first"):
+        torch.manual_seed(0)
+        model = workload.build(name)
+        inputs = workload.inputs(model, 2, CPU)
+        asked = []
+        hook = {"with_kwargs": True}
+        model.encoding.register_forward_pre_hook(
+            lambda m, args, kwargs, asked=asked: asked.append("norm" in kwargs), **hook
+        )
+        torch.manual_seed(1)
+        found[name] = workload.loss(model, *inputs).detach()
+        assert asked == [name == "rotate"] * len(asked) != []
+    torch.testing.assert_close(found["rotate"], found["rotate-norms-first"], rtol=1e-5, atol=0)
+
+
+def test_breaks_of_the_graph_are_counted():
+    class Breaking(workloads.Video):
+        def loss(self, model, *inputs):
+            loss = super().loss(model, *inputs)
+            torch._dynamo.graph_break()
+            return loss
+
+    def breaks(workload):
+        timing = script.Timing(1, 1.0, "auto", False, CPU, script.Console(quiet=True))
+        build = script.Trainee.__init__
+
+        def compile_all(self, *args):
+            build(self, *args)
+            loss = torch.compile(lambda *xs: workload.loss(self.raw, *xs), backend="eager")
+            self.workload = SimpleNamespace(loss=lambda model, *xs: loss(*xs))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(script.Trainee, "__init__", compile_all)
+            rows, _ = script.compare(workload, ["none"], "eager", 2, timing)
+        return list(rows.graph_breaks)
+
+    shape = {"shape": (2, 3, 4), "prefix": 3, "num_heads": 2, "head_dim": 16, "batch": 2}
+    assert breaks(workloads.Video(**shape)) == [0]
+    assert breaks(Breaking(**shape)) == [1]
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
