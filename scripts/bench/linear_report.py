@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ..common.markdown import PICTURES, table
@@ -15,6 +16,7 @@ from .training_report import training, where
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
 BARS, LINES = "performance-linear.png", "linear-scaling.png"
 OURS = "lrpe-md"
+PEERS = ("bidirectional", "sana")  # workloads that are theirs
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
 MAPS = ("cosine", "rotate", "none")
 COLOURS = [OKABE_ITO[n] for n in ("blue", "green", "sky", "black", "orange", "vermilion", "purple", "grey")]
@@ -132,35 +134,43 @@ def save(figure: Any, axes: Any, path: Path) -> None:
     plt.close(figure)
 
 
+def group_works(works: Sequence[str]) -> list[list[str]]:
+    """Those of full attention, of causal attention, and the peers' own, each with peers of its own."""
+    causal = [work for work in works if work.startswith("causal")]
+    theirs = [work for work in works if work.startswith(PEERS)]
+    full = [work for work in works if work not in causal and work not in theirs]
+    return [group for group in (full, causal, theirs) if group]
+
+
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
-    """Share of the copy: forward above, backward below, a group of bars for each workload; not the eager unfused."""
+    """Share of the copy: forward beside backward, a row for each kind of attention, a group of bars for each workload;
+    not the eager unfused."""
     part: Any = rows[rows.share.notna() & rows["pass"].isin(["forward", "backward"])] if len(rows) else rows
     part = part[part.impl != "unfused"] if len(part) else part
     if not len(part):
         return False
-    works, kinds = list(dict.fromkeys(part.workload)), names(part)
+    groups, every = group_works(list(dict.fromkeys(part.workload))), names(part)
     with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
         figure, axes = plt.subplots(
-            2, 1, figsize=(2 + 1.3 * len(works), 7.2), sharex=True, sharey=True, squeeze=False, layout="constrained"
+            len(groups), 2, figsize=(12.5, 0.6 + 2.9 * len(groups)), sharey=True, squeeze=False, layout="constrained"
         )
-        for axis, which in zip(axes.flat, ("forward", "backward"), strict=True):
-            of = part[part["pass"] == which]
-            for i, work in enumerate(works):
-                here = of[of.workload == work].set_index(["impl", "map"]).share
-                shown = [kind for kind in kinds if kind in here.index]
-                for j, kind in enumerate(shown):
-                    place = i + 0.8 * ((j + 0.5) / len(shown) - 0.5)
-                    n = kinds.index(kind)
-                    axis.bar(
-                        place, here[kind], 0.8 / len(shown), label=label(*kind), color=COLOURS[n % len(COLOURS)],
-                        hatch="" if n < len(COLOURS) else "///", edgecolor="white", linewidth=0.4,
-                    )  # fmt: skip
-            axis.axhline(1, color="black", linestyle=":", linewidth=1)
-            axis.set_title(which, fontsize=10)
-            axis.set_ylabel("share of copy")
-        axes[-1, 0].set_xticks(range(len(works)), works, rotation=25, ha="right", fontsize=9)
-        axes[-1, 0].set_xlim(-0.5, len(works) - 0.5)
-        save(figure, axes, path)
+        for row, works in zip(axes, groups, strict=True):
+            of = part[part.workload.isin(works)]
+            kinds = [kind for kind in every if ((of.impl == kind[0]) & (of["map"] == kind[1])).any()]
+            for axis, which in zip(row, ("forward", "backward"), strict=True):
+                here = of[of["pass"] == which].set_index(["impl", "map", "workload"]).share
+                for i, kind in enumerate(kinds):
+                    places = np.arange(len(works)) + 0.8 * ((i + 0.5) / len(kinds) - 0.5)
+                    heights = [here.get((*kind, work), np.nan) for work in works]
+                    axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=COLOURS[i])
+                axis.axhline(1, color="black", linestyle=":", linewidth=1)
+                axis.set_title(which, fontsize=10)
+                axis.set_xticks(range(len(works)), [work.replace("-", "\n", 1) for work in works], fontsize=9)
+                axis.set_xlim(-0.5, len(works) - 0.5)
+            row[0].set_ylabel("share of copy")
+            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
     return True
 
 
