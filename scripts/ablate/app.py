@@ -33,7 +33,7 @@ from ..common.folder import missing, open_folder, parse_shard
 from ..common.markdown import PAGES
 from ..common.options import choose
 from ..common.provenance import environment
-from .report import committed, write_pages, write_report
+from .report import folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, overrides, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -144,7 +144,7 @@ def report(
     names = choose("TASK", task or TASKS, TASKS)
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: holds one task, got {', '.join(names)}")
-    for each in [folder] if folder else [path for path in map(committed, names) if path.exists()]:
+    for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:
         write_report(each, baseline)
     if folder is None:
         write_pages(pages)

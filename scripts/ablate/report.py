@@ -60,10 +60,13 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
+def task_of(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["settings"]["task"]
+
+
 def render(folder: Path) -> str:
     """The page of a folder with table.md, plots, and samples.png where there is one."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    task = TASKS[config["settings"]["task"]]
+    task = TASKS[task_of(folder)]
     name = folder.name.removeprefix("ablate-")
     by = {"sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position"}
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()

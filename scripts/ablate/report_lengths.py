@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..common.markdown import table
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.plots import STYLE, choose_looks, plt, split_series
 from ..common.provenance import in_words
 
 
@@ -70,30 +70,37 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     longest = results.length.max()
     whole = (results["first"] == 0) & (results["last"] == results.length)
     parts: Any = results[(results.length == longest) & ~whole]
-    colours = [c for name, c in OKABE_ITO.items() if name != "grey"]
+    groups = split_series(ranking(results))
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, layout="constrained")
+        figure, axes = plt.subplots(
+            len(groups), 2, figsize=(10.5, 0.6 + 3.6 * len(groups)), sharex="col", sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
         position = f"up to this position, from the one before; length {longest:,}"
         panels = (("length", results[whole], "length"), ("last", parts, position))
-        for axis, (key, rows, label) in zip(axes, panels, strict=True):
-            stats = spread(rows, key)
-            for i, name in enumerate(ranking(results)):
-                line = stats.loc[name]
-                axis.errorbar(
-                    line.index, line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8, markersize=4,
-                    color=colours[i % len(colours)], marker="osD^vPX"[i % 7], linestyle="-" if i < 7 else "--",
-                )  # fmt: skip
-            axis.axvline(trained, color="black", linestyle=":", linewidth=1)
-            ticks = sorted(set(rows[key]))
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
-            axis.set_xlabel(label)
-        axes[0].set_yscale("log")  # what lies close together matters, not how far the worst breaks down
-        low, high = axes[0].get_ylim()
+        for row, names in zip(axes, groups, strict=True):
+            looks = choose_looks(names)
+            for axis, (key, rows, label) in zip(row, panels, strict=True):
+                stats = spread(rows, key)
+                for name in names:
+                    line = stats.loc[name]
+                    axis.errorbar(
+                        line.index, line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
+                        markersize=4, **looks[name],
+                    )  # fmt: skip
+                axis.axvline(trained, color="black", linestyle=":", linewidth=1)
+                ticks = sorted(set(rows[key]))
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+                axes[-1, list(row).index(axis)].set_xlabel(label)
+            row[0].set_yscale("log")  # what lies close together matters, not how far the worst breaks down
+            row[0].set_ylabel("bits per byte")
+            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+        low, high = axes[0, 0].get_ylim()
         shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
-        axes[0].set_yticks(shown, [f"{n:g}" for n in shown])
-        axes[0].minorticks_off()
-        axes[0].set_ylabel(f"bits per byte (dotted: the trained length, {trained})")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-        figure.savefig(path, dpi=110)
+        for axis in axes[:, 0]:
+            axis.set_yticks(shown, [f"{n:g}" for n in shown])
+            axis.minorticks_off()
+        figure.suptitle(f"dotted: the trained length, {trained}", fontsize=10)
+        figure.savefig(path, dpi=100)
         plt.close(figure)

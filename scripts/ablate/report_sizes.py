@@ -10,14 +10,12 @@ import pandas as pd
 from scipy.stats import t as student
 
 from ..common.markdown import table
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.plots import OKABE_ITO, STYLE, choose_looks, plt, split_series
 from ..common.provenance import in_words
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
 POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
-COLOURS = [OKABE_ITO[n] for n in ("black", "grey", "sky", "orange", "vermilion", "green", "blue", "purple")]
-MARKERS = "osD^vPX*"
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -161,35 +159,41 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
     """What is measured against the size: attention by row, positions by column; mean and standard deviation."""
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
-    names = list(dict.fromkeys(name for each in compared.values() for name in each))
-    attentions = [attention for attention in compared if attention in set(results.attention)]
     order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
     groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
     stats = groups.agg(["mean", "std"]).fillna(0)
+    rows = []
+    for attention, names in compared.items():
+        measured = set(results[results.attention == attention].encoding)
+        shown = [name for name in names if name in measured]
+        rows += [(attention, group) for group in (split_series(shown) if shown else [])]
     with plt.rc_context(STYLE):
-        shape = len(attentions), len(POSITIONS)
         figure, axes = plt.subplots(
-            *shape, figsize=(10.5, 0.9 + 3.2 * shape[0]), sharex=True, sharey=True, squeeze=False, layout="constrained"
-        )
-        handles: dict[str, Any] = {}
-        for i, attention in enumerate(attentions):
-            for axis, positions in zip(axes[i], POSITIONS, strict=True):
+            len(rows), len(POSITIONS), figsize=(10.5, 0.9 + 3.2 * len(rows)), sharex=True, sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for row, (attention, names) in zip(axes, rows, strict=True):
+            handles: dict[str, Any] = {}
+            looks = choose_looks(names)
+            for axis, positions in zip(row, POSITIONS, strict=True):
                 axis.axvline(order.index(ticks[0]), color="black", linestyle=":", linewidth=1)
-                for j, name in enumerate(names):
+                for name in names:
                     if (attention, positions, name) not in stats.index.droplevel("size"):
                         continue
                     line = stats.loc[(attention, positions, name)].reindex(order)
                     handles[name] = axis.errorbar(
                         range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
-                        markersize=5, color=COLOURS[j % 8], marker=MARKERS[j % 8], linestyle="-" if j < 8 else "--",
+                        markersize=5, **looks[name],
                     )  # fmt: skip
                 axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
                 axis.set_xticks(range(len(order)), order, fontsize=8)
+            drawn = [name for name in names if name in handles]
+            row[-1].legend(
+                [handles[name] for name in drawn], drawn, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False
+            )  # fmt: skip
         figure.supxlabel("size (dotted: the trained one)", fontsize=10)
         figure.supylabel(task.measure, fontsize=10)
-        shown = [name for name in names if name in handles]
-        figure.legend([handles[name] for name in shown], shown, loc="outside right center", frameon=False)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=100)
         plt.close(figure)
 
 

@@ -18,7 +18,7 @@ from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
 from ..common.folder import ROOT
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
 from . import front, linear_report
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
@@ -32,7 +32,6 @@ PASS_NAMES: dict[str, str] = dict(
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
-SERIES = 8  # that a plot has at most
 COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", "sky", "vermilion", "grey")]
 
 

@@ -15,6 +15,7 @@ from lrpe_md.scripts.ablate import report_sizes
 from lrpe_md.scripts.ablate import tasks as ablate_tasks
 from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
 from lrpe_md.scripts.common.markdown import PAGES
+from lrpe_md.scripts.common.plots import choose_looks, split_series
 from lrpe_md.scripts.train.outcome import largest_rise
 from PIL import Image
 from scipy.stats import ttest_rel
@@ -318,3 +319,15 @@ def test_attention_of_single_encodings():
     for wrong in ("linaer/rotate", "linear/rotat"):
         with pytest.raises(typer.BadParameter, match="unknown"):
             compared(image, [wrong], None, False)
+
+
+def test_a_plot_has_at_most_eight_series():
+    cosines = [f"cosine-{i}" for i in range(6)]
+    names = ["none", "learned", "rotate", *cosines]
+    assert split_series(names[:8]) == [names[:8]]
+    assert split_series(names) == [["none", "learned", "rotate"], ["rotate", *cosines]]
+    with pytest.raises(ValueError, match="at most 8"):
+        split_series([*names, "cosine-7", "cosine-8"])
+    looks = [choose_looks(group) for group in split_series(names)]
+    assert looks[0]["rotate"] == looks[1]["rotate"]
+    assert all(len({tuple(look.values()) for look in each.values()}) == len(each) for each in looks)
