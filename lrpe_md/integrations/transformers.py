@@ -359,8 +359,11 @@ def _check_sections(rope: Any) -> None:
     sections = getattr(rope, "mrope_section", None)
     if sections is None:
         return
-    if len(sections) < 3:
-        raise Misfit(f"expected an mrope_section of time, height and width, got {list(sections)}")
+    for each in sections.values() if isinstance(sections, dict) else [sections]:
+        if len(each) < 3:
+            raise Misfit(f"expected an mrope_section of time, height and width, got {list(each)}")
+    if isinstance(sections, dict):
+        return
     pairs = len(rope.inv_freq) if getattr(rope, "inv_freq", None) is not None else sum(sections)
     splits = "split" in _names(getattr(type(rope), "recomposition_frequencies", None))
     if splits and (sum(sections) != pairs or min(sections) < 0):
