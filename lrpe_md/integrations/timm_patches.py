@@ -132,8 +132,9 @@ def place_samples(rope: Any, patch_coord: Tensor, num_prefix_tokens: int) -> Coo
         coords = coords + rope.grid_offset
         if rope.ref_feat_shape is not None:
             coords = coords * torch.tensor(rope.ref_feat_shape, device=coords.device) / size
-    if rope.augment is not None and rope.augment.training:
-        coords = _augment_samples(rope.augment, coords, size[:, 0])
+    augment: Any = rope.augment
+    if augment is not None and augment.training:
+        coords = _augment_samples(augment, coords, size[:, 0])
     return Coordinates(coords, prefix=num_prefix_tokens, rotated=number < num[:, None])
 
 

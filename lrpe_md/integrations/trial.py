@@ -153,7 +153,12 @@ def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
 def _has_rotary(model: nn.Module) -> bool:
     """Whether the code of its parts names anything of the kind."""
     own = [base for part in model.modules() for base in type(part).__mro__ if base.__module__.split(".")[0] != "torch"]
-    methods = [inspect.unwrap(value) for base in set(own) for value in vars(base).values() if callable(value)]
+    methods = [
+        inspect.unwrap(value)
+        for base in set(own)
+        for name, value in vars(base).items()
+        if callable(value) and name != "_init_weights"  # of all classes in a file
+    ]
     codes = [code for method in methods if (code := getattr(method, "__code__", None)) is not None]
     names = [name for code in codes for name in (*code.co_names, *code.co_varnames)]
     return any(ROTARY.search(name) for name in (*names, *(base.__name__ for base in own)))

@@ -48,7 +48,8 @@ SMALL: dict[str, Any] = {  # attributes of configurations, by name
 }  # fmt: skip
 COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 INDEXER = {  # None by default
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # of a type
     "bamba": {"attn_layer_indices": [1]},
@@ -59,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8},
     "esm": {"vocab_size": 64, "position_embedding_type": "rotary", "pad_token_id": 1},
     "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
+    "wav2vec2-bert": {"position_embeddings_type": "rotary"}, "seamless_m4t": {"position_embeddings_type": "rotary"},
     "bailing_hybrid": {"num_experts": 16, "num_expert_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
     "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 1},
     "blt": {
@@ -67,13 +69,16 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     },
     "chameleon": {"vocabulary_map": {"<image>": 40, "<racm3:break>": 41, "<eoss>": 42}},
     "emu3": {"vocabulary_map": {"<image>": 40, "<|extra_200|>": 41, "<|image start|>": 42}},
-    "cohere_compass_text": {"rope_parameters": COMPASS}, "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
+    "cohere_compass_text": {"rope_parameters": COMPASS},
+    "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "topk_group": 1, "n_group": 1}
     },
     "diffusion_gemma": {
-        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "expert_intermediate_size": 32}
+        "text_config": {
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "expert_intermediate_size": 32,
+        },
     },
     "efficientloftr": {"hidden_size": 256},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_theta": 5e5, "mrope_section": [3, 3, 2]}}},

@@ -48,7 +48,8 @@ def test_models_are_adapted_whole(own, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vjepa2", "expected one angle for each pair of channels"), ("gptj", "none of its rotary code is known"),
+        ("vjepa2", "expected one angle for each pair of channels"),
+        ("gptj", "expected a rotary module, got a GPTJAttention"),
         ("lasr_encoder", "expected cos and sin to go to the functions alone"),
     ],
 )  # fmt: skip
