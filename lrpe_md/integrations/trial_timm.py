@@ -79,17 +79,21 @@ def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
 def call_naflex(model: Any) -> Result:
     """Images of one size, and patches of several; tokens behind the last patch, too."""
     torch.manual_seed(0)
-    size, width = model.image_size, model.embeds.patch_size[0] ** 2 * 3
+    size = model.image_size
+    images, given = torch.randn(2, 3, size, 2 * size), patches(model.embeds.patch_size[0] ** 2 * 3)
+    outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
+    return differentiate(model, outputs)
+
+
+def patches(width: int) -> dict[str, torch.Tensor]:
+    """A batch of images of several sizes."""
     most = max(h * w for h, w in SIZES) + 2
-    patches, coord = torch.randn(len(SIZES), most, width), torch.zeros(len(SIZES), most, 2, dtype=torch.int64)
+    coord = torch.zeros(len(SIZES), most, 2, dtype=torch.int64)
     valid = torch.zeros(len(SIZES), most, dtype=torch.bool)
     for i, (h, w) in enumerate(SIZES):
         coord[i, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w))
         valid[i, : h * w] = True
-    images = torch.randn(2, 3, size, 2 * size)
-    given = {"patches": patches, "patch_coord": coord, "patch_valid": valid}
-    outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
-    return differentiate(model, outputs)
+    return {"patches": torch.randn(len(SIZES), most, width), "patch_coord": coord, "patch_valid": valid}
 
 
 def call(model: Any) -> Result:
