@@ -46,6 +46,11 @@ SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
     "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2, "num_register_tokens": 2,
 }  # fmt: skip
+CODEC = {
+    "upsample_groups": 64, "num_filters": 8, "codebook_size": 32, "codebook_dim": 16, "num_quantizers": 2,
+    "vector_quantization_hidden_dimension": 16,
+}  # fmt: skip
+PE = {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 28}
 COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 INDEXER = {  # None by default
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
@@ -98,6 +103,22 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     "moonshine_streaming": {"num_key_value_heads": 4},
     "sam3": {"vision_config": {"fpn_hidden_size": 64}, "detr_encoder_config": {"hidden_size": 64}},
     "muse_spark": {"audio_config": {"patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]}},
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
+    "mimi": CODEC, "mimi_decoder": CODEC,
+    "csm": {"codec_config": CODEC, "depth_decoder_config": {"backbone_hidden_size": 64}},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "kyutai_speech_to_text": {
+        "codec_config": CODEC, "audio_pad_token_id": 63, "audio_bos_token_id": 32, "codebook_vocab_size": 33,
+        "num_codebooks": 2,
+    },
+    "dia": {"decoder_config": {"num_channels": 9}},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "muse_spark_audio": {"num_hidden_layers": 2, "patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]},
+    "pe_video_encoder": {"vision_config": {"model_args": PE}},
+    "pe_video": {"video_config": {"vision_config": {"model_args": PE}}},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
 }  # fmt: skip
 
@@ -105,7 +126,10 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
 INPUTS: dict[str, dict[str, Any]] = {  # of a type
     "video_llama_3_vision": {"merge_sizes": torch.tensor([1, 1])},
     "wav2vec2-conformer": {"input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096)},
-    "moonshine": {"input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096)},
+    "moonshine": {
+        "input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096),
+        "decoder_input_ids": torch.arange(5, 19).reshape(2, 7),
+    },
     "lightglue": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
     "efficientloftr": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
     "timesfm2_5": {"past_values": torch.linspace(-9, 9, 2 * 128).sin().reshape(2, 128)},
@@ -117,6 +141,13 @@ INPUTS: dict[str, dict[str, Any]] = {  # of a type
     "muse_spark_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 96).sin().reshape(32, 96)},
     "muse_glimmer_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 96).sin().reshape(32, 96)},
     "inkling2_vision": {"pixel_values": torch.linspace(-9, 9, 128 * 48).sin().reshape(32, 8, 8, 3)},
+    "glmasr_encoder": {"input_features": torch.linspace(-9, 9, 2 * 128 * 32).sin().reshape(2, 128, 32)},
+    "voxtral_realtime_encoder": {"input_features": torch.linspace(-9, 9, 2 * 128 * 32).sin().reshape(2, 128, 32)},
+    "pe_video_encoder": {"pixel_values_videos": torch.linspace(-9, 9, 24 * 28**2).sin().reshape(2, 4, 3, 28, 28)},
+    "pe_video": {"pixel_values_videos": torch.linspace(-9, 9, 24 * 28**2).sin().reshape(2, 4, 3, 28, 28)},
+    "mimi_decoder": {"latents": torch.linspace(-9, 9, 2 * 64 * 9).sin().reshape(2, 64, 9)},
+    "kyutai_speech_to_text": {"input_ids": torch.arange(54).reshape(2, 9, 3) % 30},
+    "dia": {"decoder_input_ids": torch.arange(126).reshape(2, 7, 9) % 30},
     "kimi_k25_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 48).sin().reshape(32, 3, 4, 4)},
 }
 
