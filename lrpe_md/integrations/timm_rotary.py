@@ -333,10 +333,11 @@ def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
 def _interleaved(path: str, rope: Any, options: dict[str, Any]) -> Step:
     """Fixed frequencies, one a pair, each of time, height or width; an image has no time."""
     chosen = preset("eva02", rope.dim, base=rope.temperature)
-    steps = torch.arange(rope.dim // 2, dtype=torch.float64) / (rope.dim // 2)
+    steps = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu") / (rope.dim // 2)
     exact = float(rope.temperature) ** -steps
     series = found_series(rope.inv_freq, exact)
-    of_axis = rope.axis.detach().cpu()[:, None] == torch.tensor([1, 2])
+    axis = RotaryEmbeddingMRope(rope.dim, rope.mrope_section, device="cpu").axis if rope.axis.is_meta else rope.axis
+    of_axis = axis.detach().cpu()[:, None] == torch.tensor([1, 2], device="cpu")
     omega = of_axis * (exact if series is None else series)[:, None]
     return Step(rope, LrpeRotaryEmbeddingMRope, {"rotation": PresetRotate(chosen, omega=omega[None], **options)})
 

@@ -274,8 +274,9 @@ Axis = Literal["given", "bhnd", "bnhd", "nhd", "shared"]
 NAMES = {"cos": 2, "freqs_cis": 1, "freqs_ci": 1}  # the first argument of the rotary module's, and how many they are
 
 
-WAYS: tuple[tuple[Pairs, bool, bool], ...] = (
-    ("half", False, False), ("interleaved", False, False), ("interleaved", True, False), ("half", False, True),
+WAYS: tuple[dict[str, Any], ...] = (
+    {"pairs": "half"}, {"pairs": "interleaved"}, {"pairs": "interleaved", "gathered": True},
+    {"pairs": "half", "reverse": True}, {"pairs": "half", "trailing": True}, {"pairs": "interleaved", "trailing": True},
 )  # fmt: skip
 
 
@@ -286,21 +287,23 @@ class Form:
     Args:
         num_tensors: q and k, or one of them.
         first: name of the argument behind them, and of all in front.
+        shape: of the tensors; "given": ``unsqueeze_dim`` says it; "shared": (B, H, N, D), with angles (N, C).
         pairs: of the channels that it takes.
         gathered: the pairs' first channels come first in what it gives, whatever they were.
         reverse: by the negative angles.
-        shape: of the tensors; "given": ``unsqueeze_dim`` says it; "shared": (B, H, N, D), with angles (N, C).
+        trailing: the last channels of a head are rotated, where it has more.
     """
 
     num_tensors: int
     first: str
     names: tuple[str, ...]
-    pairs: Pairs
-    gathered: bool
-    reverse: bool
     shape: Axis
     unsqueeze_dim: int
     others: tuple[tuple[str, Any], ...]  # arguments that must be as they are by default
+    pairs: Pairs
+    gathered: bool = False
+    reverse: bool = False
+    trailing: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -332,10 +335,10 @@ def read_function(function: Callable[..., Any], layout: Layout, num_channels: in
     unsqueeze = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else 0
     if not isinstance(unsqueeze, int):
         return None
-    blocks: Pairs = (num_channels // 2, num_channels // 2)
+    blocks: dict[str, Any] = {"pairs": (num_channels // 2, num_channels // 2)}
     for shape in shapes:
-        for pairs, gathered, reverse in WAYS if layout != "blocks" else ((blocks, False, False),):
-            form = Form(num, first, tuple(names[:num]), pairs, gathered, reverse, shape, unsqueeze, others)
+        for way in WAYS if layout != "blocks" else (blocks,):
+            form = Form(num, first, tuple(names[:num]), shape, unsqueeze, others, **way)
             if _agrees(function, form, layout, num_channels):
                 return form
     return None
@@ -404,6 +407,9 @@ def _given(angles: Tensor, layout: Layout) -> tuple[Tensor, ...]:
 def _turn(x: Tensor, angles: Tensor, form: Form) -> Tensor:
     """x (B, H, N, W), the first channels turned by angles (B, N, C)."""
     width = 2 * angles.shape[-1]
+    if form.trailing:
+        rest, x = x.tensor_split([x.shape[-1] - width], -1)
+        return torch.cat([rest, _turn(x, angles, replace(form, trailing=False))], -1)
     x, rest = x[..., :width], x[..., width:]
     if isinstance(form.pairs, tuple):
         inside = replace(form, pairs="half")

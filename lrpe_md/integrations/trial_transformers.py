@@ -131,6 +131,10 @@ INPUTS: dict[str, dict[str, Any]] = {  # of a type
         "input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096),
         "decoder_input_ids": torch.arange(5, 19).reshape(2, 7),
     },
+    "moonshine_streaming": {
+        "input_values": torch.linspace(-1, 1, 8000).sin().reshape(2, 4000),
+        "decoder_input_ids": torch.arange(5, 19).reshape(2, 7),
+    },
     "lightglue": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
     "efficientloftr": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
     "timesfm2_5": {"past_values": torch.linspace(-9, 9, 2 * 128).sin().reshape(2, 128)},

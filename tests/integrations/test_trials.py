@@ -17,10 +17,11 @@ from lrpe_md.integrations.exchange import Adapted, Rotary
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "scripts" / "results" / "adapters"
-LEAST = {"timm": 70, "transformers": 130}
+LEAST = {"timm": 70, "transformers": 130, "diffusers": 30}
 TYPES = [  # of transformers: one of each way in which rotary code differs
     "llama", "mixtral", "qwen3_5_text", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v3", "glm4",
     "modernbert", "pixtral", "dinov3_vit", "sam3_vit_model", "ernie4_5", "smollm3", "granitemoehybrid",
+    "gemma4_vision", "deepseek_v4", "cohere_compass_text", "moonshine_streaming",
 ]  # fmt: skip
 MODELS = ["eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224", "qwen3_vit_88m", "vit_base_patch16_sapiens2"]
 
