@@ -83,7 +83,7 @@ class Rotary:
         pairs: Pairs,
         amplitude: float | Tensor = 1.0,
         impl: Impl = "auto",
-        rotary_dim: int | None = None,
+        rotary_dim: int | slice | None = None,
         norm: Norm | None = None,
     ) -> None:
         self.norm = norm

@@ -336,8 +336,11 @@ def _interleaved(path: str, rope: Any, options: dict[str, Any]) -> Step:
     steps = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu") / (rope.dim // 2)
     exact = float(rope.temperature) ** -steps
     series = found_series(rope.inv_freq, exact)
-    axis = RotaryEmbeddingMRope(rope.dim, rope.mrope_section, device="cpu").axis if rope.axis.is_meta else rope.axis
-    of_axis = axis.detach().cpu()[:, None] == torch.tensor([1, 2], device="cpu")
+    axis: Tensor = rope.axis.detach()
+    if axis.is_meta:
+        made: Any = RotaryEmbeddingMRope(rope.dim, rope.mrope_section, device="cpu")
+        axis = made.axis
+    of_axis = axis.cpu()[:, None] == torch.tensor([1, 2], device="cpu")
     omega = of_axis * (exact if series is None else series)[:, None]
     return Step(rope, LrpeRotaryEmbeddingMRope, {"rotation": PresetRotate(chosen, omega=omega[None], **options)})
 

@@ -104,6 +104,10 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     "sam3": {"vision_config": {"fpn_hidden_size": 64}, "detr_encoder_config": {"hidden_size": 64}},
     "muse_spark": {"audio_config": {"patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]}},
     "dinov3_vit": {"num_register_tokens": 2},
+    "vjepa2": {
+        "crop_size": 16, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_hidden_layers": 2,
+        "pred_num_attention_heads": 4,
+    },
     "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
     "mimi": CODEC, "mimi_decoder": CODEC,
     "csm": {"codec_config": CODEC, "depth_decoder_config": {"backbone_hidden_size": 64}},
