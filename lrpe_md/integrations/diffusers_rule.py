@@ -35,6 +35,14 @@ EXCEPTIONS = {  # classes of models that look like what is known and are not, an
     "ErnieImageTransformer2DModel": (
         "its angles are repeated for neighbours, and it turns channels that are half a head apart: no rotation"
     ),
+    "AllegroTransformer3DModel": "its pipeline makes its tables, and its attentions turn one axis after the other",
+    "Cosmos3OmniTransformer": (
+        "its attentions turn q and k in code of their own, by tables that are cut for two sequences"
+    ),
+    "Ideogram4Transformer2DModel": "its attentions turn q and k in code of their own, by no function",
+    "WanAnimate2Transformer3DModel": (
+        "sizes of grids and strides go to a function that turns one sample after the other"
+    ),
 }
 NAME = re.compile(r"Rope|RoPE|Rotary|PosEmbed|EmbedND|PosEmb")
 PROCESSED = re.compile(r"Patch|Attn|Attention|Block|Transformer|Processor|ControlNet|Model")
@@ -335,9 +343,9 @@ def find_callers(model: nn.Module, impl: Impl) -> Iterator[tuple[str, Any]]:
 
 
 def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
-    named = next((cls for cls in (type(m).__name__ for m in model.modules()) if cls in EXCEPTIONS), None)
+    named = _find_exception(model)
     if named is not None:
-        raise ValueError(f"model: {EXCEPTIONS[named]} ({named})")
+        raise ValueError(f"model: {named}")
     ropes = find_ropes(model)
     wrong = next((each.reason for each in ropes if each.reason is not None), None)
     if wrong is not None:
@@ -357,6 +365,11 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
     return steps
 
 
+def _find_exception(model: nn.Module) -> str | None:
+    named = next((cls for cls in (type(m).__name__ for m in model.modules()) if cls in EXCEPTIONS), None)
+    return None if named is None else f"{EXCEPTIONS[named]} ({named})"
+
+
 def _owner(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule(path.rpartition(".")[0])
 
@@ -366,6 +379,9 @@ def refusals_by_rule(model: nn.Module) -> dict[str, str]:
 
 
 def explain_by_rule(model: nn.Module) -> str | None:
+    named = _find_exception(model)
+    if named is not None:
+        return named
     ropes, callers = find_ropes(model), list(find_callers(model, "auto"))
     if callers and not ropes:
         cls = type(callers[0][1]).__name__

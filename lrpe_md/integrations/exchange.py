@@ -45,8 +45,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 LIBRARIES = {  # the adapters of each, and what they take
     "timm": (
-        (".timm_rotary",),
-        "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder) and encoders of Qwen3-VL and DeepSeek",
+        (".timm_rotary", ".timm_patches"),
+        "timm's Eva (EVA-02, RoPE-ViT, DINOv3, Perception Encoder), NaFlexViT and encoders of Qwen3-VL, DeepSeek and "
+        "Gemma 4",
     ),
     "diffusers": (
         (".diffusers",),
@@ -82,7 +83,7 @@ class Rotary:
         pairs: Pairs,
         amplitude: float | Tensor = 1.0,
         impl: Impl = "auto",
-        rotary_dim: int | None = None,
+        rotary_dim: int | slice | None = None,
         norm: Norm | None = None,
     ) -> None:
         self.norm = norm
@@ -347,8 +348,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     Args:
         model: one with parts of these, itself or anywhere inside:
 
-            - timm: ``Eva`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``, ``vit_pe_*``; encoders of
-              Qwen3-VL and DeepSeek;
+            - timm: ``Eva`` or ``NaFlexVit`` with a rotary: ``eva02_*``, ``vit_*_rope_*``, ``vit_*_dinov3*``,
+              ``vit_pe_*``; encoders of Qwen3-VL, DeepSeek and Gemma 4;
             - diffusers: those with a rotary module of their own, and functions that turn q and k as known ones do:
               FLUX, Qwen-Image, Wan and its derivatives, HunyuanVideo, LTX, Z-Image, Cosmos, ..; ControlNets of the same
               parts;

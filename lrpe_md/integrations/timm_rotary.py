@@ -18,7 +18,12 @@ require("timm")
 import timm
 import torch
 from timm.layers.attention import AttentionRope
-from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
+from timm.layers.pos_embed_sincos import (
+    RotaryEmbeddingCat,
+    RotaryEmbeddingDinoV3,
+    RotaryEmbeddingMixed,
+    RotaryEmbeddingMRope,
+)  # fmt: skip
 from timm.models.eva import Eva, EvaAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,7 +48,7 @@ from .exchange import (
 )  # fmt: skip
 from .norms import normal_source
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_vit"]
 
 # torch.fx, and so create_feature_extractor, takes each of these as one step.
 torch.fx.wrap("lay_out_patches")
@@ -62,7 +67,7 @@ class _Rope(Adapted):
     def get_embed(self, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers of the patches (N, 1), of which timm gathers those that it keeps."""
         if not self.adapted:
-            return self.original.get_embed(self, shape)
+            return self.original.get_embed(self, shape, dtype=dtype)
         height, width = self.feat_shape if shape is None else shape  # pyright: ignore[reportAttributeAccessIssue]
         return torch.arange(height * width, device=self.device)[:, None]
 
@@ -94,6 +99,11 @@ class LrpeRotaryEmbeddingDinoV3(_Rope, RotaryEmbeddingDinoV3):
     def place(self, grid: Grid) -> Grid:
         by: Any = {"separate": "axis", "min": "shorter", "max": "longer"}[self.normalize_coords]
         return grid.offset(self.grid_offset).cells(by)
+
+
+class LrpeRotaryEmbeddingMRope(_Rope, RotaryEmbeddingMRope):
+    def place(self, grid: Grid) -> Grid:
+        return grid
 
 
 class LrpeRotaryEmbeddingMixed(_Rope, RotaryEmbeddingMixed):
@@ -205,17 +215,13 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
             )
     rotary = {path: vit for path, vit in found.items() if vit.rope is not None}
     encoders: dict[str, Any] = {path or "model": part for path, part in parts(model).items() if _is_encoder(part)}
-    refused = refusals(model)
-    if not rotary and not encoders and refused:
-        path, reason = next(iter(refused.items()))
-        raise ValueError(f"{path}: {reason}")
     if found and not rotary:
         raise ValueError(
             f"{next(iter(found))}: expected an Eva with a rotary encoding, got one without (use_rot_pos_emb=False)"
         )
-    steps = [step for path, vit in rotary.items() for step in _plan_vit(path, vit, LrpeEva, impl)]
+    steps = [step for path, vit in rotary.items() for step in plan_vit(path, vit, LrpeEva, impl)]
     for path, vit in encoders.items():
-        steps += _plan_vit(path, vit, adapted_class(EncoderWithRope, type(vit)), impl)
+        steps += plan_vit(path, vit, adapted_class(EncoderWithRope, type(vit)), impl)
     return steps
 
 
@@ -244,24 +250,7 @@ def _encoders() -> tuple[type, ...]:
     return tuple(found)
 
 
-def refusals(model: nn.Module) -> dict[str, str]:
-    """Why parts of timm with a rotary encoding are left as they are."""
-    found: dict[str, str] = {}
-    for path, part in parts(model).items():
-        name = type(part).__name__
-        rotary = name != "NaFlexVit" or part.rope is not None
-        if rotary and name in REASONS and type(part).__module__.startswith("timm."):
-            found[path or "model"] = REASONS[name]
-    return found
-
-
-REASONS = {
-    "NaFlexVit": "expected images of one size in a batch, got a NaFlexVit, whose samples have tables of their own",
-    "Gemma4RotaryEmbedding2D": "expected pairs over all channels, got pairs within the channels of each axis",
-}
-
-
-def _plan_vit(path: str, vit: Any, cls: Any, impl: Impl) -> list[Step]:
+def plan_vit(path: str, vit: Any, cls: Any, impl: Impl) -> list[Step]:
     attentions = [block.attn for block in vit.blocks]
     for i, attn in enumerate(attentions):
         if type(attn) not in ATTENTIONS:
@@ -274,7 +263,8 @@ def _plan_vit(path: str, vit: Any, cls: Any, impl: Impl) -> list[Step]:
             f"{path}.rope: expected one of {', '.join(rope.__name__ for rope in ROPES)}, got {type(vit.rope).__name__}"
         )
     halves = {bool(getattr(attn, "rotate_half", False)) for attn in attentions}
-    if len(halves) != 1 or halves != {getattr(vit.rope, "rotate_half", halves.copy().pop())}:
+    own = isinstance(vit.rope, RotaryEmbeddingMRope) or getattr(vit.rope, "rotate_half", halves.copy().pop())
+    if halves != {own}:
         raise ValueError(f"{path}.rope: expected rotate_half as in all its attentions, got {sorted(halves)} there")
     head_dims = {attn.head_dim for attn in attentions}
     head_dim = vit.rope.dim // getattr(vit.rope, "num_heads", 1)
@@ -340,6 +330,21 @@ def _dinov3(path: str, rope: Any, options: dict[str, Any]) -> Step:
     return _axial(path, rope, "dinov3", LrpeRotaryEmbeddingDinoV3, 2 * math.pi / rope.periods, options)
 
 
+def _interleaved(path: str, rope: Any, options: dict[str, Any]) -> Step:
+    """Fixed frequencies, one a pair, each of time, height or width; an image has no time."""
+    chosen = preset("eva02", rope.dim, base=rope.temperature)
+    steps = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu") / (rope.dim // 2)
+    exact = float(rope.temperature) ** -steps
+    series = found_series(rope.inv_freq, exact)
+    axis: Tensor = rope.axis.detach()
+    if axis.is_meta:
+        made: Any = RotaryEmbeddingMRope(rope.dim, rope.mrope_section, device="cpu")
+        axis = made.axis
+    of_axis = axis.cpu()[:, None] == torch.tensor([1, 2], device="cpu")
+    omega = of_axis * (exact if series is None else series)[:, None]
+    return Step(rope, LrpeRotaryEmbeddingMRope, {"rotation": PresetRotate(chosen, omega=omega[None], **options)})
+
+
 def _mixed(path: str, rope: Any, options: dict[str, Any]) -> Step:
     """Learned: timm's parameter stays where it is, and is the frequencies."""
     if options["pairs"] != "interleaved":
@@ -351,5 +356,6 @@ ROPES: dict[type, Callable[[str, Any, dict[str, Any]], Step]] = {
     RotaryEmbeddingCat: _cat,
     RotaryEmbeddingDinoV3: _dinov3,
     RotaryEmbeddingMixed: _mixed,
+    RotaryEmbeddingMRope: _interleaved,
 }
 ATTENTIONS: dict[type, type] = {EvaAttention: LrpeEvaAttention, AttentionRope: LrpeAttentionRope}

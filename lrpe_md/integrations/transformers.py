@@ -32,7 +32,7 @@ from ..positions.grid import Grid
 from .exchange import Adapted, Exact, Rotary, Step, adapted_class, reduce_adapted
 from .norms import defer_norms
 from .transformers_exceptions import EXCEPTIONS
-from .transformers_flow import find_misuse
+from .transformers_flow import Moved, find_misuse
 from .transformers_read import (
     Form,
     Misfit,
@@ -54,22 +54,19 @@ __all__ = ["plan", "refusals"]
 class AxesRotate(Exact, RotateMd):
     """Our encoding with the frequencies of a model's rotary module, of one axis or several."""
 
-    def __init__(
-        self, reading: Reading, pairs: Any, *, by_function: bool = False, moved: bool = False, impl: Impl, device: Any
-    ) -> None:
+    def __init__(self, reading: Reading, pairs: Any, *, kind: type[Rotary] = Rotary, impl: Impl, device: Any) -> None:
         channels, num_axes = reading.omega.shape
         super().__init__(
             2 * channels, num_axes, frequencies=partial(_frequencies, reading.omega), pairs=pairs, impl=impl,
             device=device, dtype=torch.float64,
         )  # fmt: skip
         self.kind, self.layout, self.gain_of_all = reading.kind, reading.layout, reading.amplitude
-        self.by_function, self.reordered = by_function, moved or reading.kind == "table"
+        self.gives: type[Rotary] = Places if reading.kind == "table" else kind
 
     def at(self, coords: Tensor, omega: Tensor | None = None, amplitude: float | None = None) -> Rotary:
         omega = self.get_omega() if omega is None else omega
         amplitude = self.gain_of_all if amplitude is None else amplitude
-        cls = Places if self.reordered else ByFunction if self.by_function else Rotary
-        return cls(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
+        return self.gives(omega, Coordinates(coords), self.pairs, amplitude, self.impl, 2 * omega.shape[1])
 
 
 def _frequencies(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
@@ -97,6 +94,17 @@ class Places(Rotary):
 
     def _moved(self, coords: Tensor) -> Rotary:
         return self.at(replace(self.positions, coords=coords))
+
+
+class Signed(Rotary):
+    """Where a model turns back by giving a function -sin."""
+
+    def __neg__(self) -> Backwards:
+        return Backwards(-self.omega, self.positions, self.pairs, self.amplitude, self.impl, self.rotary_dim)
+
+
+class Backwards(Rotary):
+    """In place of -sin."""
 
 
 class Patches(Rotary):
@@ -156,7 +164,7 @@ class AdaptedRope(Adapted):
         rotary = rotation.at(coords, omega, amplitude)
         if rotation.layout == "complex":
             return rotary
-        return rotary, (rotary if rotation.reordered else None)
+        return rotary, (rotary if issubclass(rotation.gives, (Places, Signed)) else None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_adapted(self, AdaptedRope)
@@ -205,6 +213,10 @@ class Call:
             xs = [x.transpose(1, 2) for x in xs]
         elif shape == "nhd":  # images end to end
             xs = [x[None].transpose(1, 2) for x in xs]
+        if form.trailing:
+            rotary = rotary.at(rotary.positions)
+            width = xs[0].shape[-1]
+            rotary.rotary_dim = slice(width - 2 * rotary.omega.shape[1], width)
         ys = _turn(rotary, xs, form.gathered)
         if shape == "bnhd":
             ys = [y.transpose(1, 2) for y in ys]
@@ -232,6 +244,11 @@ def _exchange(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         given = args[num] if len(args) > num else kwargs.get(names[num])
         if not isinstance(given, Rotary):
             return function(*args, **kwargs)
+        sine = args[num + 1] if len(args) > num + 1 else kwargs.get("sin")
+        if isinstance(given, Backwards):
+            raise TypeError("cos: expected it with its sign in a model with our encoding, got -cos; restore it")
+        if isinstance(sine, Backwards):
+            given = sine
         xs = [args[i] if len(args) > i else kwargs[name] for i, name in enumerate(names[:num])]
         return ours(given, xs, {**dict(zip(rest, args[num:])), **kwargs})  # noqa: B905
 
@@ -255,15 +272,17 @@ class Found:
     reason: str | None = None  # why not
 
     misfit: bool = False  # which is an error, where other parts are taken, too
-    sliced: bool = False  # what it gives is cut by tokens on its way
+    moved: Moved = "no"  # what is done to what it gives on its way
 
     @property
     def pairs(self) -> Any:
         return self.functions[0][2].pairs
 
     @property
-    def by_function(self) -> bool:
-        return len({form.pairs for *_, form in self.functions}) > 1
+    def kind(self) -> type[Rotary]:
+        if self.moved != "no":
+            return Signed if self.moved == "signed" else Places
+        return ByFunction if len({form.pairs for *_, form in self.functions}) > 1 else Rotary
 
 
 def find_ropes(model: nn.Module) -> list[Found]:
@@ -331,8 +350,11 @@ def _read(path: str, name: str, rope: Any, owner: nn.Module, users: list[nn.Modu
         known = {id(space[name]) for space, name, _ in found.functions}
         misuse = find_misuse(name, owner, users, known, "reordered" if reading.kind == "table" else "no")
         if misuse is not None and reading.kind in ("sequence", "axes", "places"):
-            found.sliced = find_misuse(name, owner, users, known, "sliced") is None
-        if misuse is not None and not found.sliced:
+            ways: list[Moved] = ["sliced", "signed"] if len({pairs for pairs, _ in forms}) == 1 else []
+            for way in ways:
+                if found.moved == "no" and find_misuse(name, owner, users, known, way) is None:
+                    found.moved = way
+        if misuse is not None and found.moved == "no":
             raise Unknown(misuse)
         if reading.kind == "image" and not all(
             leaves_prefix(inspect.unwrap(space[name]), form, len(reading.omega))
@@ -359,8 +381,11 @@ def _check_sections(rope: Any) -> None:
     sections = getattr(rope, "mrope_section", None)
     if sections is None:
         return
-    if len(sections) < 3:
-        raise Misfit(f"expected an mrope_section of time, height and width, got {list(sections)}")
+    for each in sections.values() if isinstance(sections, dict) else [sections]:
+        if len(each) < 3:
+            raise Misfit(f"expected an mrope_section of time, height and width, got {list(each)}")
+    if isinstance(sections, dict):
+        return
     pairs = len(rope.inv_freq) if getattr(rope, "inv_freq", None) is not None else sum(sections)
     splits = "split" in _names(getattr(type(rope), "recomposition_frequencies", None))
     if splits and (sum(sections) != pairs or min(sections) < 0):
@@ -412,9 +437,7 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     steps: list[Step] = []
     for each in taken:
         device = next(each.rope.buffers()).device
-        options: dict[str, Any] = {
-            "by_function": each.by_function, "moved": each.sliced, "impl": impl, "device": device,
-        }  # fmt: skip
+        options: dict[str, Any] = {"kind": each.kind, "impl": impl, "device": device}
         made = {key: AxesRotate(reading, each.pairs, **options) for key, reading in each.readings.items()}
         rotation: Any = made[None] if None in made else nn.ModuleDict(made)  # pyright: ignore[reportArgumentType]
         if None in made and made[None].kind == "image":

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-__all__ = ["find_misuse"]
+__all__ = ["Moved", "find_misuse"]
 
 HANDED = (ast.Tuple, ast.List, ast.Dict, ast.Return, ast.Starred, ast.IfExp, ast.DictComp, ast.keyword)
 
 
-Moved = Literal["no", "sliced", "reordered"]
+Moved = Literal["no", "sliced", "signed", "reordered"]
 
 
 def find_misuse(name: str, owner: nn.Module, users: Sequence[nn.Module], known: set[int], moved: Moved) -> str | None:
@@ -26,7 +26,8 @@ def find_misuse(name: str, owner: nn.Module, users: Sequence[nn.Module], known: 
     Args:
         users: modules that may hold it.
         known: ids of the functions that turn q and k.
-        moved: what is given (B, N, ..) may be "sliced" by tokens; (N, ..) may be "reordered", indexed and reshaped.
+        moved: what is given (B, N, ..) may be "sliced" by tokens, or its sign be changed ("signed"); (N, ..) may be
+            "reordered", indexed and reshaped.
     """
     for cls in {type(user) for user in users} | {type(owner)}:
         for method, tree in _sources(cls):
@@ -58,24 +59,25 @@ class _Method:
     def __init__(self, rope: str, method: FunctionType, tree: ast.AST, known: set[int], moved: Moved) -> None:
         self.rope, self.space, self.known, self.moved = rope, method.__globals__, known, moved
         self.tree = tree
+        self.body = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         parameters = {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in (*n.args, *n.kwonlyargs)}
-        self.held = {"position_embeddings"} & parameters
+        self.held = dict.fromkeys({"position_embeddings"} & parameters, 0)  # names, from which line on
 
     def misuse(self) -> str | None:
         for _ in range(4):  # until no name is new
-            before = len(self.held)
+            before = dict(self.held)
             for node in self._given():
                 wrong = self._follow(node)
                 if wrong is not None:
                     return ast.unparse(wrong).split("\n")[0]
-            if len(self.held) == before:
+            if self.held == before:
                 return None
         return None
 
     def _given(self) -> Iterator[ast.expr]:
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in self.held:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and self._is_held(node):
                 yield node
             elif isinstance(node, ast.Call):
                 called = node.func.value if isinstance(node.func, ast.Subscript) else node.func  # one of a list
@@ -91,6 +93,8 @@ class _Method:
             for target in parent.targets if isinstance(parent, ast.Assign) else [parent.target]:
                 self._hold(target)
             return None
+        if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.USub) and self.moved == "signed":
+            return self._follow(parent)
         if isinstance(parent, ast.Subscript) and parent.value is node:
             return self._follow(parent) if self._may_index(parent.slice) else parent
         if isinstance(parent, ast.Call):
@@ -98,7 +102,7 @@ class _Method:
         if isinstance(parent, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
             return None
         if isinstance(parent, ast.comprehension):
-            if self.moved == "no":
+            if self.moved in ("no", "signed"):
                 return parent.iter
             of_items = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "items"
             target = parent.target
@@ -106,15 +110,27 @@ class _Method:
             return None
         if isinstance(parent, ast.Attribute):
             call = self.parents.get(parent)
-            allowed = {"to", "get", *{"no": (), "sliced": ("items", "values"), "reordered": ("reshape",)}[self.moved]}
+            allowed = {"to", "get", *{"sliced": ("items", "values"), "reordered": ("reshape",)}.get(self.moved, ())}
             return self._follow(call) if parent.attr in allowed and isinstance(call, ast.Call) else parent
         if isinstance(parent, (ast.Expr, ast.If, ast.NamedExpr)):
             return None
         return parent
 
+    def _is_held(self, node: ast.Name) -> bool:
+        """A name stands for what it was given before, or for what a loop around it gave it the last time."""
+        since = self.held.get(node.id)
+        if since is None:
+            return False
+        around, parent = node.lineno, self.parents.get(node)
+        while parent is not None:
+            if isinstance(parent, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)) and parent is not self.body:
+                around = max(around, getattr(parent, "end_lineno", 0))
+            parent = self.parents.get(parent)
+        return since <= around
+
     def _hold(self, target: ast.expr) -> None:
         if isinstance(target, ast.Name):
-            self.held.add(target.id)
+            self.held[target.id] = min(target.lineno, self.held.get(target.id, target.lineno))
         elif isinstance(target, (ast.Tuple, ast.List)):
             for each in target.elts:
                 self._hold(each)

@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -28,8 +28,7 @@ __all__ = ["Form", "Layout", "Misfit", "Reading", "Unknown", "by_length", "leave
     "read_image_rotary", "read_rotary",
 ]  # fmt: skip
 
-Layout = Literal["half", "repeat", "single", "complex"]
-LAYOUTS: tuple[Layout, ...] = ("half", "repeat", "single")
+Layout = Literal["half", "repeat", "single", "blocks", "complex"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class Reading:
     Args:
         kind: of its ``position_ids``: "sequence" (B, N), "axes" (K, B, N), "table" (N, K), or "places" (B, N, K); or
             "image": it takes pixels, whose patches it lays over [-1, 1] on both axes.
-        layout: of its cosines: the pairs twice end to end ("half"), each pair twice in a row ("repeat"), once
-            ("single"), or with its sines as complex numbers.
+        layout: of its cosines: the pairs twice end to end ("half"), those of one half of the channels and then those of
+            the other so ("blocks"), each pair twice in a row ("repeat"), once ("single"), or with its sines as complex
+            numbers.
         omega: (C, K), float64.
         amplitude: of all of them.
     """
@@ -177,9 +177,14 @@ def _read_kind(call: Callable[[Tensor], Any]) -> tuple[Any, int]:
             return "axes", num_axes
     if shape(2, 5) == (2, 5):
         return "sequence", 1
-    if shape(5, 2) in ((5,), (1, 5)):
+    table, places = shape(5, 2) in ((5,), (1, 5)), shape(2, 5, 2) == (2, 5)
+    if table and places:  # it may take the axes of (B, N, 2) for channels of (N, 2)
+        at = torch.arange(10.0).reshape(5, 2)
+        one, other = _complex(call(at)).flatten(), _complex(call(at[None])).flatten()
+        table = one.shape == other.shape and torch.allclose(one, other)
+    if table:
         return "table", 2
-    if shape(2, 5, 2) == (2, 5):
+    if places:
         return "places", 2
     raise Unknown("expected position_ids (B, N), (3, B, N), (N, 2) or (B, N, 2)")
 
@@ -228,6 +233,10 @@ def _read_layout(given: Any, omega: Tensor) -> tuple[Layout, Tensor]:
             return "half", first
         if torch.equal(omega[0::2], omega[1::2]):
             return "repeat", omega[0::2]
+    if len(omega) % 4 == 0:
+        blocks = omega.unflatten(0, (2, 2, -1))
+        if torch.equal(blocks[:, 0], blocks[:, 1]):
+            return "blocks", blocks[:, 0].flatten(0, 1)
     return "single", omega
 
 
@@ -265,8 +274,9 @@ Axis = Literal["given", "bhnd", "bnhd", "nhd", "shared"]
 NAMES = {"cos": 2, "freqs_cis": 1, "freqs_ci": 1}  # the first argument of the rotary module's, and how many they are
 
 
-WAYS: tuple[tuple[Pairs, bool, bool], ...] = (
-    ("half", False, False), ("interleaved", False, False), ("interleaved", True, False), ("half", False, True),
+WAYS: tuple[dict[str, Any], ...] = (
+    {"pairs": "half"}, {"pairs": "interleaved"}, {"pairs": "interleaved", "gathered": True},
+    {"pairs": "half", "reverse": True}, {"pairs": "half", "trailing": True}, {"pairs": "interleaved", "trailing": True},
 )  # fmt: skip
 
 
@@ -277,21 +287,23 @@ class Form:
     Args:
         num_tensors: q and k, or one of them.
         first: name of the argument behind them, and of all in front.
+        shape: of the tensors; "given": ``unsqueeze_dim`` says it; "shared": (B, H, N, D), with angles (N, C).
         pairs: of the channels that it takes.
         gathered: the pairs' first channels come first in what it gives, whatever they were.
         reverse: by the negative angles.
-        shape: of the tensors; "given": ``unsqueeze_dim`` says it; "shared": (B, H, N, D), with angles (N, C).
+        trailing: the last channels of a head are rotated, where it has more.
     """
 
     num_tensors: int
     first: str
     names: tuple[str, ...]
-    pairs: Pairs
-    gathered: bool
-    reverse: bool
     shape: Axis
     unsqueeze_dim: int
     others: tuple[tuple[str, Any], ...]  # arguments that must be as they are by default
+    pairs: Pairs
+    gathered: bool = False
+    reverse: bool = False
+    trailing: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -317,15 +329,16 @@ def read_function(function: Callable[..., Any], layout: Layout, num_channels: in
         for name, p in list(parameters.items())[num + NAMES[first] :]
         if name != "unsqueeze_dim" and p.kind is not p.VAR_KEYWORD
     )
-    if any(default is inspect.Parameter.empty for _, default in others):
+    if any(default is inspect.Parameter.empty and name != "position_ids" for name, default in others):
         return None
     shapes: list[Axis] = ["given"] if "unsqueeze_dim" in parameters else ["bhnd", "bnhd", "nhd", "shared"]
     unsqueeze = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else 0
     if not isinstance(unsqueeze, int):
         return None
+    blocks: dict[str, Any] = {"pairs": (num_channels // 2, num_channels // 2)}
     for shape in shapes:
-        for pairs, gathered, reverse in WAYS:
-            form = Form(num, first, tuple(names[:num]), pairs, gathered, reverse, shape, unsqueeze, others)
+        for way in WAYS if layout != "blocks" else (blocks,):
+            form = Form(num, first, tuple(names[:num]), shape, unsqueeze, others, **way)
             if _agrees(function, form, layout, num_channels):
                 return form
     return None
@@ -333,9 +346,11 @@ def read_function(function: Callable[..., Any], layout: Layout, num_channels: in
 
 def _agrees(function: Callable[..., Any], form: Form, layout: Layout, num_channels: int) -> bool:
     """With the channels that are rotated alone, and with more, where it takes them."""
-    cases: list[tuple[str, dict[str, int]]] = [(form.shape, {})]
+    cases: list[tuple[str, dict[str, Any]]] = [(form.shape, {})]
     if form.shape == "given":
         cases = [("bhnd", {"unsqueeze_dim": 1}), ("bnhd", {"unsqueeze_dim": 2}), ("shared", {"unsqueeze_dim": 0})]
+    if ("position_ids", inspect.Parameter.empty) in form.others:  # their number of axes is asked for
+        cases = [(shape, {**options, "position_ids": torch.zeros(2, 5, 2)}) for shape, options in cases]
     generator = torch.Generator().manual_seed(0)
     angles = 6 * torch.rand(2, 5, num_channels, generator=generator)
     for shape, options in cases:
@@ -384,13 +399,22 @@ def _given(angles: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         angles = torch.cat([angles, angles], -1)
     elif layout == "repeat":
         angles = angles.repeat_interleave(2, -1)
+    elif layout == "blocks":
+        angles = torch.cat([each.repeat(*[1] * (each.ndim - 1), 2) for each in angles.chunk(2, -1)], -1)
     return angles.cos(), angles.sin()
 
 
 def _turn(x: Tensor, angles: Tensor, form: Form) -> Tensor:
     """x (B, H, N, W), the first channels turned by angles (B, N, C)."""
     width = 2 * angles.shape[-1]
+    if form.trailing:
+        rest, x = x.tensor_split([x.shape[-1] - width], -1)
+        return torch.cat([rest, _turn(x, angles, replace(form, trailing=False))], -1)
     x, rest = x[..., :width], x[..., width:]
+    if isinstance(form.pairs, tuple):
+        inside = replace(form, pairs="half")
+        halves = zip(x.chunk(2, -1), angles.chunk(2, -1), strict=True)
+        return torch.cat([*(_turn(each, angle, inside) for each, angle in halves), rest], -1)
     a, b = x.chunk(2, -1) if form.pairs == "half" else (x[..., 0::2], x[..., 1::2])
     cos, sin = angles.cos()[:, None], angles.sin()[:, None] * (-1 if form.reverse else 1)
     a, b = a * cos - b * sin, b * cos + a * sin

@@ -7,6 +7,8 @@ parameters have not changed, and restored it gives the same bits as before.
 from __future__ import annotations
 
 import csv
+import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +28,11 @@ __all__ = [
     "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "read", "try_library", "try_model", "write",
 ]  # fmt: skip
 
+ROTARY = re.compile(r"[Rr]otary|RoPE")
+UNKNOWN = "none of its rotary code is known"
 BOUND = 1e-5  # of outputs and gradients, relative to the largest of each kind where that is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
-Outcome = Literal["adapted", "refused", "untried", "wrong"]
+Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: nothing in it is rotary
 
 
 class Result(NamedTuple):
@@ -86,7 +90,8 @@ def try_library(library: str) -> Iterator[Row]:
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what libraries print is no row
             warnings.simplefilter("ignore")
             row = try_model(library, candidate)
-        yield row
+        if row.outcome != "none":
+            yield row
 
 
 def try_model(library: str, candidate: Candidate) -> Row:
@@ -104,7 +109,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
-        return row._replace(outcome="refused", reason=_say(error))
+        return _refuse(row, model, error)
     if not any(isinstance(part, Adapted) for part in parts(model).values()):
         return row._replace(outcome="refused", reason="no part of it was adapted")
     try:
@@ -133,8 +138,30 @@ def _refused(row: Row, model: nn.Module) -> Row | None:
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
-        return row._replace(outcome="refused", reason=_say(error))
+        return _refuse(row, model, error)
     return None
+
+
+def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
+    """The row of a model that is refused: some have no rotary encoding, whatever their file is about."""
+    reason = _say(error)
+    if reason == UNKNOWN and not _has_rotary(model):
+        return row._replace(outcome="none")
+    return row._replace(outcome="refused", reason=reason)
+
+
+def _has_rotary(model: nn.Module) -> bool:
+    """Whether the code of its parts names anything of the kind."""
+    own = [base for part in model.modules() for base in type(part).__mro__ if base.__module__.split(".")[0] != "torch"]
+    methods = [
+        inspect.unwrap(value)
+        for base in set(own)
+        for name, value in vars(base).items()
+        if callable(value) and name != "_init_weights"  # of all classes in a file
+    ]
+    codes = [code for method in methods if (code := getattr(method, "__code__", None)) is not None]
+    names = [name for code in codes for name in (*code.co_names, *code.co_varnames)]
+    return any(ROTARY.search(name) for name in (*names, *(base.__name__ for base in own)))
 
 
 def _distance(found: Result, stock: Result) -> float:
@@ -165,7 +192,7 @@ def _left(model: nn.Module) -> list[str]:
 def _say(error: Exception) -> str:
     text = " ".join(str(error).split())
     if text.startswith("model: expected one with a rotary encoding of"):
-        return "none of its rotary code is known"
+        return UNKNOWN
     return text or type(error).__name__
 
 

@@ -20,6 +20,10 @@ from .trial import Candidate, Result, differentiate
 __all__ = ["build", "call", "candidates", "read_shape"]
 
 PATCHES = 6  # to a side: a multiple of what encoders merge
+NAFLEX = {  # a NaFlexViT has no name of its own for each rotary encoding that it may be given
+    "axial": {}, "mixed": {}, "dinov3": {"rope_rotate_half": True}, "mrope": {"rope_mrope_section": (4, 6, 6)},
+}  # fmt: skip
+SIZES = ((3, 5), (6, 2), (3, 5), (4, 4))  # grids of a batch
 
 
 def candidates() -> Iterator[Candidate]:
@@ -27,6 +31,12 @@ def candidates() -> Iterator[Candidate]:
         shape = read_shape(name)
         if shape is not None:
             yield Candidate(name, partial(build, name, shape), call)
+    for rope_type in NAFLEX:
+        name = f"naflexvit_base_patch16_gap, rope_type={rope_type}"
+        yield Candidate(name, partial(build_naflex, rope_type), call_naflex)
+    for name in ("eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"):
+        shape = {**(read_shape(name) or {}), "use_naflex": True}
+        yield Candidate(f"{name}, use_naflex=True", partial(build, name, shape), call_naflex)
 
 
 def read_shape(name: str) -> dict[str, Any] | None:
@@ -58,6 +68,32 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
             p.add_(torch.randn_like(p), alpha=0.05)
     model.image_size = shape["img_size"]
     return model.eval()
+
+
+def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
+    """A NaFlexViT with this rotary encoding; kwargs: timm's."""
+    shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
+    return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
+
+
+def call_naflex(model: Any) -> Result:
+    """Images of one size, and patches of several; tokens behind the last patch, too."""
+    torch.manual_seed(0)
+    size = model.image_size
+    images, given = torch.randn(2, 3, size, 2 * size), patches(model.embeds.patch_size[0] ** 2 * 3)
+    outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
+    return differentiate(model, outputs)
+
+
+def patches(width: int) -> dict[str, torch.Tensor]:
+    """A batch of images of several sizes."""
+    most = max(h * w for h, w in SIZES) + 2
+    coord = torch.zeros(len(SIZES), most, 2, dtype=torch.int64)
+    valid = torch.zeros(len(SIZES), most, dtype=torch.bool)
+    for i, (h, w) in enumerate(SIZES):
+        coord[i, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+        valid[i, : h * w] = True
+    return {"patches": torch.randn(len(SIZES), most, width), "patch_coord": coord, "patch_valid": valid}
 
 
 def call(model: Any) -> Result:

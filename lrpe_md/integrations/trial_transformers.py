@@ -46,6 +46,16 @@ SMALL: dict[str, Any] = {  # attributes of configurations, by name
     "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
     "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2, "num_register_tokens": 2,
 }  # fmt: skip
+CODEC = {
+    "upsample_groups": 64, "num_filters": 8, "codebook_size": 32, "codebook_dim": 16, "num_quantizers": 2,
+    "vector_quantization_hidden_dimension": 16,
+}  # fmt: skip
+PE = {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 28}
+COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+INDEXER = {  # None by default
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # of a type
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
@@ -53,9 +63,102 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8},
-    "esm": {"vocab_size": 64, "position_embedding_type": "rotary"},
+    "esm": {"vocab_size": 64, "position_embedding_type": "rotary", "pad_token_id": 1},
     "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
+    "wav2vec2-bert": {"position_embeddings_type": "rotary"}, "seamless_m4t": {"position_embeddings_type": "rotary"},
+    "bailing_hybrid": {"num_experts": 16, "num_expert_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 1},
+    "blt": {
+        "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64},
+        "global_config": {"encoder_cross_output_size": None},
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 40, "<racm3:break>": 41, "<eoss>": 42}},
+    "emu3": {"vocabulary_map": {"<image>": 40, "<|extra_200|>": 41, "<|image start|>": 42}},
+    "cohere_compass_text": {"rope_parameters": COMPASS},
+    "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "topk_group": 1, "n_group": 1}
+    },
+    "diffusion_gemma": {
+        "text_config": {
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "expert_intermediate_size": 32,
+        },
+    },
+    "efficientloftr": {"hidden_size": 256},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_theta": 5e5, "mrope_section": [3, 3, 2]}}},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n": {"text_config": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0]},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 32},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron": {"num_key_value_heads": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "use_mem_rope": True},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "qwen4_exp_text": INDEXER, "qwen4_exp": {"text_config": INDEXER},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "sam3": {"vision_config": {"fpn_hidden_size": 64}, "detr_encoder_config": {"hidden_size": 64}},
+    "muse_spark": {"audio_config": {"patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]}},
+    "dinov3_vit": {"num_register_tokens": 2},
+    "vjepa2": {
+        "crop_size": 16, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_hidden_layers": 2,
+        "pred_num_attention_heads": 4,
+    },
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
+    "mimi": CODEC, "mimi_decoder": CODEC,
+    "csm": {"codec_config": CODEC, "depth_decoder_config": {"backbone_hidden_size": 64}},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "kyutai_speech_to_text": {
+        "codec_config": CODEC, "audio_pad_token_id": 63, "audio_bos_token_id": 32, "codebook_vocab_size": 33,
+        "num_codebooks": 2,
+    },
+    "dia": {"decoder_config": {"num_channels": 9}},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "muse_spark_audio": {"num_hidden_layers": 2, "patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]},
+    "pe_video_encoder": {"vision_config": {"model_args": PE}},
+    "pe_video": {"video_config": {"vision_config": {"model_args": PE}}},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
 }  # fmt: skip
+
+
+INPUTS: dict[str, dict[str, Any]] = {  # of a type
+    "video_llama_3_vision": {"merge_sizes": torch.tensor([1, 1])},
+    "wav2vec2-conformer": {"input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096)},
+    "moonshine": {
+        "input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096),
+        "decoder_input_ids": torch.arange(5, 19).reshape(2, 7),
+    },
+    "moonshine_streaming": {
+        "input_values": torch.linspace(-1, 1, 8000).sin().reshape(2, 4000),
+        "decoder_input_ids": torch.arange(5, 19).reshape(2, 7),
+    },
+    "lightglue": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
+    "efficientloftr": {"pixel_values": torch.linspace(-1, 1, 2 * 2 * 3 * 64 * 64).sin().reshape(2, 2, 3, 64, 64)},
+    "timesfm2_5": {"past_values": torch.linspace(-9, 9, 2 * 128).sin().reshape(2, 128)},
+    "idefics": {
+        "pixel_values": torch.linspace(-9, 9, 2 * 3 * 256).sin().reshape(2, 1, 3, 16, 16),
+        "image_attention_mask": torch.ones(2, 9, 1, dtype=torch.int64),
+    },
+    "sam3": {"pixel_values": torch.linspace(-9, 9, 6 * 256).sin().reshape(2, 3, 16, 16)},
+    "muse_spark_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 96).sin().reshape(32, 96)},
+    "muse_glimmer_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 96).sin().reshape(32, 96)},
+    "inkling2_vision": {"pixel_values": torch.linspace(-9, 9, 128 * 48).sin().reshape(32, 8, 8, 3)},
+    "glmasr_encoder": {"input_features": torch.linspace(-9, 9, 2 * 128 * 32).sin().reshape(2, 128, 32)},
+    "voxtral_realtime_encoder": {"input_features": torch.linspace(-9, 9, 2 * 128 * 32).sin().reshape(2, 128, 32)},
+    "pe_video_encoder": {"pixel_values_videos": torch.linspace(-9, 9, 24 * 28**2).sin().reshape(2, 4, 3, 28, 28)},
+    "pe_video": {"pixel_values_videos": torch.linspace(-9, 9, 24 * 28**2).sin().reshape(2, 4, 3, 28, 28)},
+    "mimi_decoder": {"latents": torch.linspace(-9, 9, 2 * 64 * 9).sin().reshape(2, 64, 9)},
+    "kyutai_speech_to_text": {"input_ids": torch.arange(54).reshape(2, 9, 3) % 30},
+    "dia": {"decoder_input_ids": torch.arange(126).reshape(2, 7, 9) % 30},
+    "kimi_k25_vision": {"pixel_values": torch.linspace(-9, 9, 32 * 48).sin().reshape(32, 3, 4, 4)},
+}
 
 ROTARY = re.compile(r"[Rr]otary|RoPE|[^p]rope[^r]|Rope")
 
@@ -95,7 +198,16 @@ def build(model_type: str) -> nn.Module:
 def shrink(model_type: str, own: dict[str, Any]) -> Any:
     """A tiny configuration of a type; ``own``: values in place of those that are the same for all."""
     config_class: Any = type(AutoConfig.for_model(model_type))
-    return config_class(**{**_shrink(config_class()), **own})
+    return config_class(**_merge(_shrink(config_class()), own))
+
+
+def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """``own`` in place of what is given; of a configuration inside, what it names."""
+    merged = dict(given)
+    for name, value in own.items():
+        inside = name.endswith("config") and isinstance(value, dict) and isinstance(given.get(name), dict)
+        merged[name] = _merge(given[name], value) if inside else value
+    return merged
 
 
 def _shrink(default: Any) -> dict[str, Any]:
@@ -106,7 +218,7 @@ def _shrink(default: Any) -> dict[str, Any]:
     for name, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             kwargs[name] = {**_shrink(value), "model_type": value.model_type}
-        elif mapped.get(name, name) == name and name in SMALL and (value is not None or name == "head_dim"):
+        elif mapped.get(name, name) == name and name in SMALL and (value or name == "head_dim"):
             kwargs[name] = _same_kind(value, SMALL[name])
     heads, groups = kwargs.get("num_attention_heads"), values.get("num_key_value_heads")
     if groups is not None and groups == values.get("num_attention_heads"):
@@ -118,10 +230,20 @@ def _shrink(default: Any) -> dict[str, Any]:
         for name in ("num_hidden_layers", "num_layers"):
             if name in kwargs:
                 kwargs[name] = layers
+    kwargs |= _by_layer(values, kwargs)
     parameters = values.get("rope_parameters")
     if isinstance(parameters, dict):
         kwargs["rope_parameters"] = _sections(parameters, kwargs.get("head_dim") or 16, _has_sections(type(default)))
     return kwargs
+
+
+def _by_layer(values: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Lists with a number for each layer, cut."""
+    was, layers = values.get("num_hidden_layers"), kwargs.get("num_hidden_layers")
+    if not isinstance(was, int) or not isinstance(layers, int) or was < 6:
+        return {}
+    lists = {name: kwargs.get(name, value) for name, value in values.items() if isinstance(value, list)}
+    return {name: value[:layers] for name, value in lists.items() if len(value) == was}
 
 
 def _has_sections(config_class: Any) -> bool:
@@ -153,10 +275,11 @@ def _same_kind(value: Any, small: Any) -> Any:
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
-def call(model: nn.Module) -> Result:
+def call(model: Any) -> Result:
     """All that a tiny input gives, and all gradients at a random direction."""
     torch.manual_seed(0)
-    return differentiate(model, list(_tensors(model(**inputs(model)))))
+    own = INPUTS.get(getattr(model.config, "model_type", ""), {})
+    return differentiate(model, list(_tensors(model(**{**inputs(model), **own}))))
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -16,13 +16,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lrpe_md import Coordinates, Grid, RotateMd, adapt, adapt_rotary, rotate
-from lrpe_md.integrations import diffusers_apply, exchange, restore_rotary, trial_diffusers
+from lrpe_md.integrations import (
+    diffusers_apply,
+    exchange,
+    restore_rotary,
+    trial_diffusers,
+    trial_timm,
+    trial_transformers,
+)  # fmt: skip
 
 BY_RULE = {"qwen image": "QwenImageTransformer2DModel", "skyreels": "SkyReelsV2Transformer3DModel"}  # of diffusers
 NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed", *BY_RULE]
-BLOCKS = ("blocks", "layers", "transformer_blocks", "single_transformer_blocks")
+CHECKPOINTED = ["qwen3", "tower", "wan", "flux", "qwen image", "dinov3", "naflexvit"]  # one of each adapter
+BLOCKS = ("blocks", "layers", "layer", "transformer_blocks", "single_transformer_blocks")
 
 
 def run(rank: int, folder: str) -> None:
@@ -36,6 +45,7 @@ def run(rank: int, folder: str) -> None:
     for name, check, kind in [
         *cases, ("vit", vit, shard_2), ("modules", modules, shard_1),
         *((name, linear, shard_2) for name in ("cosine", "rotate", "mixed")),
+        *((name, checkpointed, shard_2) for name in CHECKPOINTED),
     ]:  # fmt: skip
         try:
             check(name, kind, mesh)
@@ -69,10 +79,81 @@ def by_rule(name: str) -> tuple[Any, Any, Any]:
     return partial(trial_diffusers.build, name), call, lambda: trial_diffusers.inputs(trial_diffusers.build(name))
 
 
+def tower() -> tuple[Any, Any, Any]:
+    """A vision tower of transformers: Qwen3-VL's."""
+
+    def call(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+        return model(**given).last_hidden_state
+
+    build = partial(trial_transformers.build, "qwen3_vl_vision")
+    return build, call, lambda: trial_transformers.inputs(build())
+
+
+def naflexvit() -> tuple[Any, Any, Any]:
+    return partial(trial_timm.build_naflex, "mixed"), lambda m, given: m(given), lambda: trial_timm.patches(3 * 4**2)
+
+
+def of_name(name: str) -> tuple[Any, Any, Any]:
+    """How a model is built and called, and its inputs."""
+    if name in ("llama", "qwen3"):
+        return partial(text_models.causal_lm, name), text_models.logits, text_models.embeddings
+    if name == "naflexvit":
+        return naflexvit()
+    if name == "tower":
+        return tower()
+    return by_rule(BY_RULE[name]) if name in BY_RULE else models.ALL[name]
+
+
+def checkpoint(model: Any) -> nn.Module:
+    """Activation checkpointing by the library's own switch."""
+    for switch in ("set_grad_checkpointing", "enable_gradient_checkpointing", "gradient_checkpointing_enable"):
+        if hasattr(model, switch):
+            getattr(model, switch)()
+            return model.train()
+    raise TypeError(f"model: expected a switch of activation checkpointing, got {type(model).__name__}")
+
+
+def differentiate(model: nn.Module, call: Any, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and the gradients of all parameters end to end."""
+    y = call(model, x)
+    y.float().square().mean().backward()
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in given]
+    return y.detach(), torch.cat([g.flatten().float() for g in found])
+
+
+def checkpointed(name: str, shard: Any, mesh: Any) -> None:
+    """The backward encodes at the same positions again; outputs and gradients are no worse than the original's."""
+    build, call, x = of_name(name)
+    torch.manual_seed(0)
+    model, x = build(), x()
+    seen: list[Any] = []
+
+    def recorded(*xs: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["omega"].detach().clone(), kwargs["positions"]))
+        return rotate(*xs, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "rotate", recorded)
+        patch.setattr(diffusers_apply, "rotate", recorded)
+        exact = differentiate(adapt_rotary(copy.deepcopy(model)), call, x)
+        plain, seen = seen, []
+        found = differentiate(shard(checkpoint(adapt_rotary(copy.deepcopy(model))), mesh), call, x)
+    theirs = differentiate(shard(checkpoint(model), mesh), call, x)
+    assert len(seen) == 2 * len(plain) > 0
+    rtol = 2**-8 if name == "naflexvit" else 0  # what it learns is gathered in 16 bits
+    for number, (omega, positions) in enumerate(seen[: len(plain)]):
+        torch.testing.assert_close(omega, plain[number][0], rtol=rtol, atol=0)
+        assert positions == plain[number][1]
+    for omega, positions in seen[len(plain) :]:
+        assert any(torch.equal(omega, other) and positions == where for other, where in seen[: len(plain)])
+    for ours, stock, right in zip(found, theirs, exact, strict=True):
+        assert (ours - right).norm() < 1.5 * (stock - right).norm()
+
+
 def rotary_model(name: str, shard: Any, mesh: Any) -> None:
     """Frequencies and positions reach the encoding as they are, and the outputs are no worse than the original's."""
-    every = {**models.ALL, "llama": (text_models.causal_lm, text_models.logits, text_models.embeddings)}
-    build, call, x = every[name] if name in every else by_rule(BY_RULE[name])
+    build, call, x = of_name(name)
     torch.manual_seed(0)
     model, x = build(), x()
     seen: list[Any] = []

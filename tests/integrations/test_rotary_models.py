@@ -125,6 +125,7 @@ VITS = {  # model, its own arguments
     ),
     "post norm": ("eva02_tiny_patch14_224", {"use_post_norm": True, "scale_attn_inner": True}),
     "gate": ("eva02_tiny_patch14_224", {}),
+    "mrope": ("eva02_tiny_patch14_224", {"rope_type": "mrope"}),
     "shorter side": ("vit_small_patch16_dinov3", {"rope_grid_indexing": "xy", "rope_grid_offset": 0.25}),
 }
 
@@ -972,6 +973,12 @@ def other_attention():
     return model
 
 
+def other_rope():
+    model = timm_vit("mrope")
+    model.rope.__class__ = type("MyRotaryEmbedding", (type(model.rope),), {})
+    return model
+
+
 def test_an_eva_without_rope_beside_one_with_it_stays_as_it_is():
     both = nn.ModuleDict({"plain": timm_vit("eva02", use_rot_pos_emb=False), "rotary": timm_vit("eva02")})
     adapt_rotary(both)
@@ -994,7 +1001,7 @@ REFUSED = {
     "a plain ViT": (
         lambda: library("timm").create_model("vit_tiny_patch16_224", depth=1), TypeError, "timm's Eva .*VisionTransf",
     ),
-    "mrope": (lambda: timm_vit("eva02", rope_type="mrope"), ValueError, r"model\.rope: .*got RotaryEmbeddingMRope"),
+    "another rotary": (other_rope, ValueError, r"model\.rope: .*got MyRotaryEmbedding"),
     "pixels": (changed("axial", in_pixels=True), ValueError, r"model\.rope: .*patches.*pixels"),
     "another layout": (changed("axial", rotate_half=True), ValueError, r"model\.rope: expected rotate_half .*False"),
     "periods": (changed("dinov3", min_period=0.1), ValueError, r"model\.rope: .*temperature.*min_period=0.1"),

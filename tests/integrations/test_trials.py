@@ -3,6 +3,7 @@
 import csv
 import importlib
 import io
+import re
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,12 @@ LEAST = {"timm": 70, "transformers": 130, "diffusers": 30}
 TYPES = [  # of transformers: one of each way in which rotary code differs
     "llama", "mixtral", "qwen3_5_text", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v3", "glm4",
     "modernbert", "pixtral", "dinov3_vit", "sam3_vit_model", "ernie4_5", "smollm3", "granitemoehybrid",
+    "gemma4_vision", "deepseek_v4", "cohere_compass_text", "moonshine_streaming",
 ]  # fmt: skip
-MODELS = ["eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224", "qwen3_vit_88m", "vit_base_patch16_sapiens2"]
+MODELS = [
+    "eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224", "qwen3_vit_88m", "vit_base_patch16_sapiens2",
+    "gemma4_vit_167m",
+]  # fmt: skip
 
 
 def library(name):
@@ -48,7 +53,8 @@ def test_models_are_adapted_whole(own, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vjepa2", "expected one angle for each pair of channels"), ("gptj", "none of its rotary code is known"),
+        ("vjepa2", "expected one angle for each pair of channels"),
+        ("gptj", "expected a rotary module, got a GPTJAttention"),
         ("lasr_encoder", "expected cos and sin to go to the functions alone"),
     ],
 )  # fmt: skip
@@ -180,6 +186,59 @@ def test_decoding_with_keys_that_layers_share():
     found = adapt_rotary(model).generate(x, **options)
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_sign_of_sines_is_followed():
+    """DeepSeek V4 turns what was attended to back, by -sin, and the last channels of a head alone."""
+    tiny = library("transformers")
+    model = adapt_rotary(tiny.build("deepseek_v4"))
+    function = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
+    cos, sin = model.rotary_emb(torch.zeros(1), position_ids=torch.arange(9)[None], layer_type="main")
+    x = torch.randn(1, 2, 9, 24)
+    turned = function(x, cos, sin)
+    width = 2 * cos.omega.shape[1]
+    assert torch.equal(turned[..., :-width], x[..., :-width])
+    assert (turned - x).abs().max() > 0.1
+    torch.testing.assert_close(function(turned, cos, -sin), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(function(turned, cos=cos, sin=-sin), x, rtol=0, atol=1e-5)
+    with pytest.raises(TypeError, match=r"cos: expected it with its sign .* got -cos"):
+        function(x, -cos, sin)
+
+
+class Reused(nn.Module):
+    """A name that stands for something else before a rotary module gives it."""
+
+    def __init__(self, add_behind):
+        super().__init__()
+        self.rope, self.add_behind = nn.Identity(), add_behind
+
+
+class Before(Reused):
+    def forward(self, x, places):
+        tables = self.add_behind(x)
+        x = x + tables
+        tables = self.rope(places)
+        return self.add_behind(x, tables)
+
+
+class InALoop(Reused):
+    def forward(self, x, places):
+        tables = self.add_behind(x)
+        for _ in range(2):
+            x = x + tables
+            tables = self.rope(places)
+        return x
+
+
+@pytest.mark.parametrize(("cls", "reason"), [(Before, None), (InALoop, "InALoop.forward: .*got x [+] tables")])
+def test_a_name_counts_from_where_it_is_given(cls, reason):
+    library("transformers")
+    from lrpe_md.integrations.transformers_flow import find_misuse
+
+    owner = cls(None)
+    found = find_misuse("rope", owner, [owner], set(), "no")
+    assert found is None if reason is None else re.fullmatch(reason, found)
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------

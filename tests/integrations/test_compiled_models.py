@@ -1,0 +1,56 @@
+"""Compiled, an adapted model breaks no graph that the stock model keeps; test_rotary_models.py and
+test_diffusers_rule.py have those of diffusers and timm's Eva."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from lrpe_md import adapt_rotary
+
+OF_TRANSFORMERS = ("qwen3", "dinov3_vit", "qwen3_vl_vision", "gemma4_vision")
+NAFLEX = ("axial", "mixed", "dinov3")
+
+
+def transformers_model(name):
+    pytest.importorskip("transformers")
+    from lrpe_md.integrations import trial_transformers
+
+    model = trial_transformers.build(name)
+    given = trial_transformers.inputs(model)
+    return model, lambda m: m(**given, return_dict=False)[0]
+
+
+def naflex(rope_type):
+    pytest.importorskip("timm", minversion="1.0.31")
+    from lrpe_md.integrations import trial_timm
+
+    given = trial_timm.patches(3 * 4**2)
+    # Learned positions, of which timm makes the tables outside of graphs, too, are left out.
+    return trial_timm.build_naflex(rope_type, pos_embed="none"), lambda m: m(given)
+
+
+CASES = {name: partial(transformers_model, name) for name in OF_TRANSFORMERS}
+CASES |= {f"naflexvit, {name}": partial(naflex, name) for name in NAFLEX}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_breaks_no_graph_that_the_original_keeps(name):
+    model, call = CASES[name]()
+    counted, found = torch._dynamo.utils.counters, []
+    for m in (model, adapt_rotary(copy.deepcopy(model))):
+        torch._dynamo.reset()
+        counted.clear()
+        counter = CompileCounter()
+        with torch.no_grad():
+            torch.testing.assert_close(call(torch.compile(m, backend=counter)), call(model), rtol=0, atol=1e-5)
+        found.append((counter.frame_count, sum(counted["graph_break"].values())))
+    stock, adapted = found
+    assert 1 <= adapted[0] <= stock[0]
+    assert adapted[1] <= stock[1]
+    if name.startswith("naflexvit"):  # timm makes its tables outside of graphs
+        assert adapted == (1, 0)
+        assert stock[1] > 0

@@ -1,0 +1,169 @@
+"""timm's models that are given patches and where they are: NaFlexViT with each rotary encoding, Gemma 4's tower."""
+
+import copy
+
+import pytest
+import torch
+
+from lrpe_md import adapt_rotary
+from lrpe_md.integrations import restore_rotary, trial
+
+timm = pytest.importorskip("timm", minversion="1.0.31")
+
+from lrpe_md.integrations import timm_patches  # noqa: E402
+from lrpe_md.integrations import trial_timm as tiny  # noqa: E402
+
+BOUND = 1e-5
+CASES = {
+    "axial": {},
+    "axial, another reference": {
+        "rope_grid_indexing": "xy", "rope_ref_feat_shape": (5, 7), "rope_grid_offset": 0.3,
+    },
+    "axial, half": {"rope_rotate_half": True, "class_token": True, "use_key_only_attn_mask": True},
+    "mixed": {"rope_grid_indexing": "xy"},
+    "dinov3": {"rope_grid_offset": 0.2, "rope_grid_indexing": "xy"},
+    "mrope": {"attn_type": "eva", "rope_mrope_section": (2, 3, 3)},
+}  # fmt: skip
+
+
+def naflex(name="axial", **kwargs):
+    return tiny.build_naflex(name.split(",")[0], **{**CASES[name], **kwargs})
+
+
+def run(model):
+    """Images, patches, patches without a mask, and features in between; all gradients."""
+    torch.manual_seed(0)
+    images, given = torch.randn(2, 3, 24, 32), tiny.patches(48)
+    outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
+    outputs.append(model.forward_features(given["patches"], given["patch_coord"])["patches"])
+    outputs += model.forward_intermediates(images, intermediates_only=True)
+    if not model.rope_is_mixed or model.patch_drop is None:  # which timm can't do
+        found = model.forward_intermediates(given, intermediates_only=True, output_fmt="NLC", output_dict=True)
+        outputs += found["image_intermediates"]
+    return trial.differentiate(model, outputs)
+
+
+def same(found, stock, bound=BOUND):
+    assert found.gradients.keys() == stock.gradients.keys()
+    for a, b in zip(found.outputs, stock.outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=bound * max(1, b.abs().max()))
+    scale = max(1, *(g.abs().max() for g in stock.gradients.values()))
+    for name, gradient in stock.gradients.items():
+        assert (found.gradients[name] - gradient).abs().max() <= bound * scale, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_naflexvit(name):
+    model = naflex(name)
+    stock, names, classes = run(model), list(model.state_dict()), [type(m) for m in model.modules()]
+    adapt_rotary(model)
+    found = run(model)
+    same(found, stock)
+    same(run(copy.deepcopy(model)), found, 0)
+    assert list(model.state_dict()) == names
+    same(run(restore_rotary(model)), stock, 0)
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", ["axial", "dinov3"])
+def test_dropped_patches(name):
+    model = naflex(name, patch_drop_rate=0.3).train()
+    stock = run(model)
+    same(run(adapt_rotary(model)), stock)
+
+
+def test_dropped_patches_of_mixed_frequencies():
+    """Of images; timm's own drops are of another shape where patches come in a batch of sizes."""
+    model, images = naflex("mixed", patch_drop_rate=0.3).train(), torch.randn(2, 3, 24, 32)
+
+    def call(model):
+        torch.manual_seed(0)
+        return trial.differentiate(model, [model(images)])
+
+    stock = call(model)
+    same(call(adapt_rotary(model)), stock)
+
+
+def test_positions_matter():
+    """What the other tests compare would differ if patches stood elsewhere."""
+    model, given = adapt_rotary(naflex()), tiny.patches(48)
+    expected = model(given)
+    moved = {**given, "patch_coord": given["patch_coord"].flip(-1)}
+    assert (model(moved) - expected).abs().max() > 100 * BOUND
+
+
+def test_a_draw_for_each_size():
+    """Random positions in training: samples of one size share them, as timm's tables do."""
+    model = adapt_rotary(naflex("dinov3", rope_rescale_coords=2.0)).train()
+    coord = tiny.patches(48)["patch_coord"]
+    plain = timm_patches.place_samples(model.eval().rope, coord, 4)
+    drawn = timm_patches.place_samples(model.train().rope, coord, 4)
+    ratios = [(a[1:8] / b[1:8]).nan_to_num() for a, b in zip(drawn.coords, plain.coords, strict=True)]
+    factors = [float(r.abs().max()) for r in ratios]
+    assert torch.equal(drawn.coords[0], drawn.coords[2])  # (3, 5) twice
+    assert len({round(f, 4) for f in factors}) == 3
+    assert all(0.5 <= f <= 2 for f in factors)
+    assert not torch.equal(timm_patches.place_samples(model.rope, coord, 4).coords, drawn.coords)
+
+
+def test_fewer_patches_than_a_grid():
+    model, given = adapt_rotary(naflex()), tiny.patches(48)
+    with pytest.raises(ValueError, match=r"patch_coord: expected all patches of each grid, row by row, got 11 for"):
+        model({name: value[:, :11] for name, value in given.items()})
+
+
+def test_refusals(monkeypatch):
+    class Other(type(naflex())):
+        pass
+
+    model = naflex()
+    model.__class__ = Other
+    with pytest.raises(ValueError, match="expected timm's NaFlexVit itself, got Other"):
+        adapt_rotary(model)
+    with pytest.raises(TypeError, match="expected one with a rotary encoding"):
+        adapt_rotary(timm.create_model("naflexvit_base_patch16_gap", depth=1, embed_dim=64, num_heads=2))
+    monkeypatch.setattr(timm, "__version__", "1.0.29")
+    with pytest.raises(ValueError, match=r"model: a NaFlexVit expects timm 1\.0\.31 or newer, got 1\.0\.29"):
+        adapt_rotary(naflex())
+
+
+def gemma4(**kwargs):
+    shape = {"depth": 2, "num_heads": 4, "embed_dim": 64, "head_dim": 16, "patch_size": 4, "intermediate_size": 64}
+    options = {**shape, "img_size": 24, "position_embedding_size": 64, "num_kv_heads": 2, **kwargs}
+    return tiny.build("gemma4_vit_167m_enc", options)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_gemma4(scale):
+    """Of images, and of patches with padding; frequencies that were changed by hand are followed."""
+    model, given = gemma4(global_pool=""), tiny.patches(48)
+    model.rotary_emb.inv_freq.mul_(scale)
+    images = torch.rand(2, 3, 24, 36)
+
+    def call(model):
+        return trial.differentiate(model, [model(images), model(given)])
+
+    stock = call(model)
+    adapt_rotary(model)
+    same(call(model), stock)
+    same(call(copy.deepcopy(model)), call(model), 0)
+    same(call(restore_rotary(model)), stock, 0)
+
+
+def test_gemma4_without_fused_attention():
+    model = gemma4(global_pool="avg")
+    for block in model.blocks:
+        block.attn.fused_attn = False
+
+    def call(model):
+        return trial.differentiate(model, [model(torch.linspace(0, 1, 2 * 3 * 24**2).reshape(2, 3, 24, 24))])
+
+    stock = call(model)
+    same(call(adapt_rotary(model)), stock)
+
+
+def test_another_attention_of_gemma4_is_refused():
+    model = gemma4()
+    model.blocks[1].attn.__class__ = type("Mine", (type(model.blocks[1].attn),), {})
+    with pytest.raises(ValueError, match=r"model\.blocks\.1\.attn: expected timm's Gemma4Attention, got Mine"):
+        adapt_rotary(model)
