@@ -26,8 +26,10 @@ from torch import Tensor, nn
 
 from ..engine.validate import Impl
 from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
 from ..presets.registry import preset
 from ..presets.scheme import Preset
+from ..reference import angles, cos_sin
 from .diffusers_rule import explain_by_rule, is_rope, plan_by_rule, refusals_by_rule
 from .exchange import Adapted, PresetRotate, Rotary, Step, parts
 from .norms import join_norms, norm_of
@@ -36,6 +38,47 @@ __all__ = ["plan"]
 
 
 # --- rotary modules ------------------------------------------------------------------------------------------
+
+
+class Tabled(Rotary):
+    """Also the pair of the library's tables (N, D), each pair's entry twice, for attention processors that take those:
+    IP adapters, and whatever is set after the model was adapted."""
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32, of the same frequencies and places."""
+        where = self.positions
+        where = where.explicit(self.omega.device) if isinstance(where, Grid) else where.explicit()
+        amplitude = torch.as_tensor(self.amplitude, device=self.omega.device).expand(1, self.omega.shape[1])
+        theta = angles(where.coords, self.omega, rotated=where.rotated)
+        cos, sin = (
+            table[0].float().repeat_interleave(2, -1) for table in cos_sin(theta, amplitude, where.rotated)
+        )  # fmt: skip
+        return cos, sin
+
+    def __iter__(self) -> Any:
+        return iter(self.tables())
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tables()[index]
+
+    def __len__(self) -> int:
+        return 2
+
+
+class TabledWan(Tabled):
+    """Wan's are (1, N, 1, D)."""
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        cos, sin = Tabled.tables(self)
+        return cos[None, :, None], sin[None, :, None]
+
+
+class TabledRotate(PresetRotate):
+    rotary = Tabled
+
+
+class TabledWanRotate(PresetRotate):
+    rotary = TabledWan
 
 
 class _Rope(Adapted):
@@ -256,10 +299,10 @@ def _tells(cos: Tensor, sin: Tensor, chosen: Preset) -> bool:
     )
 
 
-ROPES: dict[type, tuple[type, Callable[[str, Any], Preset]]] = {
-    FluxPosEmbed: (LrpeFluxPosEmbed, _flux),
-    WanRotaryPosEmbed: (LrpeWanRotaryPosEmbed, _wan),
-    HunyuanVideoRotaryPosEmbed: (LrpeHunyuanVideoRotaryPosEmbed, _hunyuan_video),
+ROPES: dict[type, tuple[type, type[PresetRotate], Callable[[str, Any], Preset]]] = {
+    FluxPosEmbed: (LrpeFluxPosEmbed, TabledRotate, _flux),
+    WanRotaryPosEmbed: (LrpeWanRotaryPosEmbed, TabledWanRotate, _wan),
+    HunyuanVideoRotaryPosEmbed: (LrpeHunyuanVideoRotaryPosEmbed, TabledRotate, _hunyuan_video),
 }
 PROCESSORS: dict[type, type] = {
     FluxAttnProcessor: LrpeFluxAttnProcessor,
@@ -276,9 +319,9 @@ def plan(model: nn.Module, impl: Impl) -> list[Step]:
     ropes = {path: part for path, part in everything.items() if type(part) in ROPES}
     steps: list[Step] = []
     for path, rope in ropes.items():
-        cls, choose = ROPES[type(rope)]
+        cls, rotate, choose = ROPES[type(rope)]
         device = next(iter(model.parameters())).device
-        steps.append(Step(rope, cls, {"rotation": PresetRotate(choose(path, rope), device=device, impl=impl)}))
+        steps.append(Step(rope, cls, {"rotation": rotate(choose(path, rope), device=device, impl=impl)}))
     for path, part in everything.items() if ropes else ():
         if type(part) in PROCESSORS:
             steps.append(Step(part, PROCESSORS[type(part)]))

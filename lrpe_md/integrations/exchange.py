@@ -194,6 +194,8 @@ class PresetRotate(Exact, PresetMd):
         impl: see :func:`lrpe_md.rotate`.
     """
 
+    rotary: ClassVar[type[Rotary]] = Rotary  # what it gives
+
     def __init__(
         self,
         preset: Preset,
@@ -214,7 +216,7 @@ class PresetRotate(Exact, PresetMd):
                 f"places: expected None for axes {list(self.moved)} of a model that is given coordinates; change those"
             )
         amplitude: Any = self.amplitude if "trained_amplitude" in self._buffers else self.preset.amplitude
-        return Rotary(self.get_omega(), self.locate(positions), self.pairs, amplitude, self.impl)
+        return self.rotary(self.get_omega(), self.locate(positions), self.pairs, amplitude, self.impl)
 
 
 class Adapted:
@@ -374,6 +376,18 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     restore(model)  # what was adapted fits
+    with torch.device("cpu"):  # whatever the default is: what is computed to read the model's code must have values
+        others = _exchange_parts(model, impl)
+    if verbose:
+        _print_report(model, others)
+    elif others:
+        found = ", ".join(f"{path} ({left.name})" for path, left in others.items())
+        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=2)
+    return model
+
+
+def _exchange_parts(model: nn.Module, impl: Impl) -> dict[str, Left]:
+    """The rotary parts that are left as they are."""
     libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
     steps: list[Any] = []
     for library, (adapters, _) in LIBRARIES.items():
@@ -392,13 +406,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     apply(steps)
-    others = find_others(model)
-    if verbose:
-        _print_report(model, others)
-    elif others:
-        found = ", ".join(f"{path} ({left.name})" for path, left in others.items())
-        warnings.warn(f"adapt_rotary: {found}: not known, left as in the original", stacklevel=2)
-    return model
+    return find_others(model)
 
 
 _ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")

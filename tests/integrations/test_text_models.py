@@ -10,7 +10,7 @@ import torch
 from test_rotary_models import BOUND, TEXT, calls, library, randomize, same  # noqa: F401
 
 from lrpe_md import adapt_rotary, convert_pairs
-from lrpe_md.integrations import restore_rotary
+from lrpe_md.integrations import restore_rotary, transformers_read
 
 LENGTH = 9
 PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -147,6 +147,18 @@ def test_converted_weights(name, target):
         found = logits(adapted, embeddings())
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
     assert (wrong - expected).abs().max() > 1e-3
+
+
+def test_made_and_adapted_on_the_meta_device():
+    """As transformers makes models; what is computed to read their code has values all the same."""
+    model, x = causal_lm(), embeddings()
+    expected, state = logits(model, x), model.state_dict()
+    transformers_read.read_function.cache_clear()
+    with torch.device("meta"):
+        made = adapt_rotary(type(model)(model.config))
+    made.to_empty(device="cpu").init_weights()
+    made.load_state_dict(state)
+    torch.testing.assert_close(logits(made, x), expected, rtol=0, atol=BOUND)
 
 
 def test_frequencies_by_hand_are_kept():

@@ -1,0 +1,135 @@
+"""A plugin of pytest: models of diffusers and transformers are adapted as soon as they are made.
+
+    python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
+
+writes a line of JSON for each test as it ends, so that a crash leaves the others'. Each test starts with random numbers
+of its own, the same with and without ``--adapt``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import random
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lrpe_md import adapt_rotary
+
+BASES = {  # classes that all models of a library derive from, and what makes models beside __init__
+    "diffusers.models.modeling_utils.ModelMixin": ("from_pretrained",),
+    "transformers.modeling_utils.PreTrainedModel": ("from_pretrained", "_from_config"),
+}
+RANK = ("passed", "skipped", "failed")
+
+
+class Maker:
+    """Adapts what is made by the outermost call, when it is done: parts and loading come first."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.adapted = 0
+        self.refused: dict[str, str] = {}
+
+    def adapt(self, model: torch.nn.Module) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # parts that are left
+                adapt_rotary(model)
+            self.adapted += 1
+        except (TypeError, ValueError) as error:
+            self.refused.setdefault(type(model).__name__, str(error))
+
+    def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
+        """A function that makes a model: its first argument, or what it returns, alone or as the first of several."""
+
+        @functools.wraps(function)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+            if self.depth == 0:
+                model = (made[0] if isinstance(made, tuple) else made) if returns else args[0]
+                self.adapt(model)
+            return made
+
+        return make
+
+    def take_class(self, cls: Any) -> None:
+        cls.__init__ = self.wrap(cls.__init__, returns=False)  # its own, or of an ancestor that may be no model
+
+    def take_base(self, base: Any, makers: tuple[str, ...]) -> None:
+        """A base class, what derives from it, and what will."""
+        for name in makers:
+            setattr(base, name, classmethod(self.wrap(vars(base)[name].__func__, returns=True)))
+        known = [base]
+        while known:
+            cls = known.pop()
+            known += cls.__subclasses__()
+            self.take_class(cls)
+        own: Any = vars(base).get("__init_subclass__")
+
+        def init_subclass(cls: Any, **kwargs: Any) -> None:
+            if own is None:
+                super(base, cls).__init_subclass__(**kwargs)
+            else:
+                own.__func__(cls, **kwargs)
+            self.take_class(cls)
+
+        base.__init_subclass__ = classmethod(init_subclass)
+
+
+class Outcomes:
+    """What became of each test, and what was adapted in it."""
+
+    def __init__(self, file: Path, maker: Maker) -> None:
+        self.file, self.maker = file, maker
+        self.outcomes: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        seed = zlib.crc32(item.name.encode())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self.maker.adapted, self.maker.refused = 0, {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if type(report) is pytest.TestReport:  # none of a subtest
+            outcomes = (self.outcomes.get(report.nodeid, "passed"), report.outcome)
+            self.outcomes[report.nodeid] = max(outcomes, key=RANK.index)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        line = {
+            "test": nodeid, "outcome": self.outcomes.get(nodeid, "failed"), "adapted": self.maker.adapted,
+            "refused": self.maker.refused,
+        }  # fmt: skip
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", type=Path, help="file that outcomes are appended to")
+    parser.addoption("--adapt", action="store_true", help="adapt models")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    maker = Maker()
+    for path, makers in BASES.items() if config.getoption("--adapt") else ():
+        module, _, name = path.rpartition(".")
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            maker.take_base(getattr(importlib.import_module(module), name), makers)
+    file: Any = config.getoption("--outcomes")
+    if file is not None:
+        config.pluginmanager.register(Outcomes(file, maker))
