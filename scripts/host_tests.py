@@ -1,11 +1,12 @@
-"""The own model tests of diffusers and transformers, on their models and on the same models adapted.
+r"""The own model tests of diffusers and transformers, on their models and on the same models adapted.
 
-    python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] --out results.csv
+    python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
+        --out scripts/results/adapters/own-tests.csv
 
-A checkout is one of the library's repository, at the version that is installed. Each file runs twice, stock and with
-``adapt_rotary`` called on every model as soon as it is made (host_plugin.py). A test that passes with the stock models
-and does not with adapted ones is worse: they are printed, and the exit status is 1. Slow tests and those of what a
-machine lacks skip as the libraries have it; ``RUN_SLOW=1`` runs the former.
+A checkout is one of the library's repository, at the version that is installed or one near it. Each file runs twice,
+stock and with ``adapt_rotary`` called on every model as soon as it is made (host_plugin.py). A test that passes with
+stock models and does not with adapted ones is worse: they are printed, and the exit status is 1. Slow tests and those
+of what a machine lacks skip as the libraries have it; ``RUN_SLOW=1`` runs the former.
 
 Their tests need ``pip install pytest parameterized peft httpx``.
 """
@@ -36,6 +37,7 @@ TESTS = {
 }
 PLUGIN = "lrpe_md.scripts.host_plugin"
 TIMEOUT = 600
+app = typer.Typer(add_completion=False)
 
 
 class HostTestsError(typer.BadParameter):
@@ -148,6 +150,7 @@ def write_rows(out: Path, rows: list[Row]) -> None:
         writer.writerows(found[key] for key in order if key in found)
 
 
+@app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Table that is written; rows of other models stay in it.")],
     diffusers: Annotated[Path | None, typer.Option(help="Checkout of diffusers.", exists=True)] = None,
@@ -173,9 +176,7 @@ def main(
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)
         stock, adapted = (run_tests(checkout, path, adapt) for adapt in (False, True))
-        row = Row(
-            library, version(library), tests or read_version(checkout), model, path, **compare(stock, adapted)
-        )  # fmt: skip
+        row = Row(library, version(library), tests or read_version(checkout), model, path, **compare(stock, adapted))
         write_rows(out, [row])
         worse += find_worse(stock, adapted)
         typer.echo(
@@ -190,4 +191,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

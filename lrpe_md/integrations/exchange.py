@@ -360,8 +360,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         impl: see :func:`lrpe_md.rotate`.
         verbose: print what was adapted, and what was left and why.
 
-    A part with a rotary encoding that is none of these stays as it is, and a warning names it. What exchanges attention
-    processors or functions of the model afterwards (diffusers' IP adapters, Liger) asks for another ``adapt_rotary``.
+    A part with a rotary encoding that is none of these stays as it is, and a warning names it. Attention processors set
+    afterwards (diffusers' IP adapters) get tables, as in the original; what exchanges functions of the model afterwards
+    (Liger) asks for another ``adapt_rotary``.
 
     The angles are exact in float32 whatever the model's dtype; transformers rounds cos and sin to it, so that a
     16-bit model's outputs differ by that rounding. Adapt before ``torch.compile``. Random positions in training (timm's

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from .exchange import Adapted, adapt_rotary, find_others, parts, restore_rotary
 
 __all__ = [
-    "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "read", "try_library", "try_model", "write",
+    "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "find_tensors", "read", "try_library",
+    "try_model", "write",
 ]  # fmt: skip
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
@@ -64,6 +65,18 @@ class Row(NamedTuple):
     model: str
     outcome: Outcome
     reason: str
+
+
+def find_tensors(given: Any) -> Iterator[Tensor]:
+    """In what a model returns."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, dict):
+        for value in given.values():
+            yield from find_tensors(value)
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from find_tensors(value)
 
 
 def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:

@@ -19,7 +19,7 @@ from diffusers.models import controlnets, transformers
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from .trial import Candidate, Result, differentiate
+from .trial import Candidate, Result, differentiate, find_tensors
 
 __all__ = ["build", "call", "candidates", "inputs", "rotary_classes"]
 
@@ -372,18 +372,7 @@ def call(model: nn.Module) -> Result:
     """All that a tiny input gives, and all gradients at a random direction."""
     given = inputs(model)
     torch.manual_seed(0)
-    return differentiate(model, list(_tensors(model(**given))))
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, dict):
-        for value in given.values():
-            yield from _tensors(value)
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from _tensors(value)
+    return differentiate(model, list(find_tensors(model(**given))))
 
 
 def candidates() -> Iterator[Candidate]:

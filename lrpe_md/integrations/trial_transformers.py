@@ -14,12 +14,12 @@ from .extras import require
 require("transformers")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from .trial import Candidate, Result, differentiate
+from .trial import Candidate, Result, differentiate, find_tensors
 
 __all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
 
@@ -279,18 +279,7 @@ def call(model: Any) -> Result:
     """All that a tiny input gives, and all gradients at a random direction."""
     torch.manual_seed(0)
     own = INPUTS.get(getattr(model.config, "model_type", ""), {})
-    return differentiate(model, list(_tensors(model(**{**inputs(model), **own}))))
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, dict):
-        for value in given.values():
-            yield from _tensors(value)
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from _tensors(value)
+    return differentiate(model, list(find_tensors(model(**{**inputs(model), **own}))))
 
 
 def inputs(model: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import typer
 
+from lrpe_md.integrations.trial import LIBRARIES
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
 from ..common.folder import ROOT
@@ -102,7 +103,9 @@ def adapters(folder: Path) -> str:
     """How many models `adapt_rotary` takes, and which, with the reasons for the others."""
     parts: list[str] = []
     counts: list[list[str]] = []
-    for file in sorted(folder.glob("*.csv")):
+    for file in sorted(folder / f"{library}.csv" for library in LIBRARIES):
+        if not file.is_file():
+            continue
         rows: Any = pd.read_csv(file, keep_default_na=False)
         of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
@@ -119,6 +122,38 @@ def adapters(folder: Path) -> str:
     return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
 
 
+HOST_TESTS = (
+    "The libraries' own tests of these models, run with the original models and with models that are adapted as soon "
+    "as they are made, by `python -m scripts.host_tests`. {passed} pass with the originals, {worse} of those {do} not "
+    "pass with adapted models; in {adapted} an adapted model was at work, the others make none."
+)
+
+
+def host_tests(file: Path) -> str:
+    """The tests of other libraries, stock and adapted."""
+    if not file.is_file():
+        return ""
+    rows: Any = pd.read_csv(file, keep_default_na=False)
+    worse = sum(len(names.split()) for names in rows.worse)
+    text = HOST_TESTS.format(
+        passed=rows.passed_stock.sum(), worse=worse or "none", do="do" if worse else "does",
+        adapted=rows.of_adapted_models.sum(),
+    )  # fmt: skip
+    of = [
+        f"{library} {installed} with the tests of {tests}"
+        for library, installed, tests in dict.fromkeys(zip(rows.library, rows.installed, rows.tests, strict=True))
+    ]
+    head = ["tests", "pass stock", "pass adapted", "with an adapted model", "fail either way", "worse"]
+    lines = [
+        [
+            f"{row.library}: {row.model}", str(row.passed_stock), str(row.passed_adapted), str(row.of_adapted_models),
+            str(row.failed_both), row.worse or "none",
+        ]
+        for row in rows.itertuples()
+    ]  # fmt: skip
+    return "\n".join(["## The libraries' own tests", "", text, "", "; ".join(of) + ".", "", *table(head, lines)])
+
+
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
     """Every page that there is something for, by its file."""
     speed = render(rows), counters(folder / "counters.csv")
@@ -132,7 +167,9 @@ def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
             ),
         ),
         "linear-attention.md": ("Speed of linear attention", (linear_report.section(folder),)),
-        "adapted-models.md": ("Adapted models", (adapters(folder / "adapters"),)),
+        "adapted-models.md": (
+            "Adapted models", (adapters(folder / "adapters"), host_tests(folder / "adapters" / "own-tests.csv")),
+        ),
     }  # fmt: skip
     return {name: page(title, COMMAND, *parts) for name, (title, parts) in found.items() if any(parts)}
 
