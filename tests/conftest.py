@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+last_file = None
 torch.set_num_threads(1)  # tensors are tiny
 
 
@@ -24,9 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Each gc.collect(), of which the benchmark makes many, would walk over all that the imports left."""
-    gc.freeze()
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Between files, and before the first: a collection would walk again and again over all that imports and caches of
+    compilers have left."""
+    global last_file
+    if item.path != last_file:
+        last_file = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -16,7 +16,6 @@ first.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import time
@@ -34,7 +33,7 @@ from lrpe_md import Grid, geometric_theta, rotate
 
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words, quantiles
+from .measure import in_words, quantiles, release_memory
 from .modes import host_times
 from .operators import choose_in_order
 
@@ -294,8 +293,6 @@ def main(
             measure(run, name, shape, by)
         except Exception as error:  # a kernel that is not on this machine, or refuses: the next can be measured
             run.add(workload=name, impl=by, note=in_words(error))
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(where)
         torch.compiler.reset()
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

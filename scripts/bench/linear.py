@@ -16,7 +16,6 @@ Other libraries are timed where Python finds them, see :mod:`.linear_peers`:
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +45,7 @@ from .linear_measure import (
     shrink,
 )  # fmt: skip
 from .linear_peers import PEERS, SANA, SANA_WORKLOADS, STOCK, measure_peer, measure_sana, missing
-from .measure import in_words
+from .measure import in_words, release_memory
 from .operators import choose_in_order
 
 MAPS: dict[str, Any] = {"cosine": "cosine", "rotate": "rotate", "none": None}
@@ -169,7 +168,5 @@ def main(
                 measure(run, name, shrink(case) if smoke else case, by)
         except Exception as error:  # out of memory, a backend that refuses: the next can be measured
             run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=in_words(error))
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -14,7 +14,6 @@ by the one before it, or does not fit, the note says so.
 from __future__ import annotations
 
 import csv
-import gc
 import math
 import statistics
 import time
@@ -34,7 +33,7 @@ from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
 from ..common.options import choose
 from ..common.provenance import measured_on
-from .measure import in_words
+from .measure import in_words, release_memory
 from .training import BACKENDS, Trainee, peak_bytes, synchronize, time_step
 
 COLUMNS: tuple[str, ...] = (
@@ -191,9 +190,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
     del trainee
     if run.mode == "compiled":
         torch.compiler.reset()
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(run.device)
     return found
 
 

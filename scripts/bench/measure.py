@@ -36,6 +36,13 @@ class OutOfTime(Exception):
     """--limit is over."""
 
 
+def release_memory(device: torch.device) -> None:
+    """A GPU's, of what a measurement has left; a CPU's costs more to look for than it holds."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Milliseconds on the GPU, with a cold L2 cache, of as many calls as take about ``rep`` ms.
 
@@ -125,9 +132,7 @@ class Session:
         except Exception as error:
             self.add(**key, note=in_words(error))
         finally:
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_memory(self.device)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

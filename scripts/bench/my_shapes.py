@@ -11,7 +11,6 @@ Writes a CSV (with --linear a second one), with versions, GPU and commit in each
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import math
 import os
@@ -37,7 +36,7 @@ from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
 from .linear_measure import Run
-from .measure import COPY, TURNS, OutOfTime, Session, in_words
+from .measure import COPY, TURNS, OutOfTime, Session, in_words, release_memory
 from .operators import environment, load_peers, run_passes
 from .peers import OURS, Peer
 
@@ -205,9 +204,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
             linear.measure(run, str(shapes), case, impl)
         except Exception as error:  # out of memory: the next can be measured
             run.add(**key, note=in_words(error))
-        gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(run.device)
 
 
 def collect(session: Session, run: Run | None) -> Found:

@@ -13,7 +13,6 @@ small case are held against float64 first.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import time
@@ -34,7 +33,7 @@ from lrpe_md.testing import Case, check
 
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words
+from .measure import in_words, release_memory
 from .operators import choose_in_order
 
 COLUMNS: tuple[str, ...] = (
@@ -234,7 +233,5 @@ def main(
             measure(run, name, case, by)
         except Exception as error:  # out of memory, a peer that refuses: the next can be measured
             run.add(workload=name, over=what, impl=by, note=in_words(error))
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)
