@@ -24,7 +24,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,17 +278,20 @@ def trace(root: Path) -> dict[str, list[str]]:
     learned = omega.clone().requires_grad_()
     module = CosineMd(8, 2, impl="triton")
 
+    @cache
+    def name_of(file: str) -> str:
+        """In the package, but for what runs on a GPU."""
+        path = Path(file)
+        inside = package in path.parents and "kernels" not in path.relative_to(package).parts
+        return str(path.relative_to(package)) if inside else ""
+
     def files(call: Any) -> list[str]:
         entered: list[str] = []
 
         def enter(frame: Any, event: str, _: Any) -> None:
-            if event != "call":
-                return
-            path = Path(frame.f_code.co_filename)
-            if package in path.parents and "kernels" not in path.relative_to(package).parts:
-                name = str(path.relative_to(package))
-                if entered[-1:] != [name]:
-                    entered.append(name)
+            name = name_of(frame.f_code.co_filename) if event == "call" else ""
+            if name and entered[-1:] != [name]:
+                entered.append(name)
 
         sys.setprofile(enter)
         try:
