@@ -25,7 +25,7 @@ from .exchange import OWN, Adapted, Step, adapted_class, parts
 from .rewrite import Unread, rewrite_pads, rewrite_tables
 from .tables import Block, Table
 
-__all__ = ["explain_by_rule", "find_ropes", "is_rope", "plan_by_rule", "refusals_by_rule"]
+__all__ = ["explain_by_rule", "find_ropes", "is_rope", "plan_by_rule", "plan_callers", "refusals_by_rule"]
 
 EXCEPTIONS = {  # classes of models that look like what is known and are not, and what is special about each
     "HunyuanVideoFramepackTransformer3DModel": (
@@ -342,6 +342,11 @@ def find_callers(model: nn.Module, impl: Impl) -> Iterator[tuple[str, Any]]:
             yield path, part
 
 
+def plan_callers(model: nn.Module, impl: Impl) -> list[Step]:
+    """The exchanges in attentions, for tables that somebody else makes."""
+    return [Step(part, adapted_class(_base("calls", impl), type(part))) for _, part in find_callers(model, impl)]
+
+
 def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
     named = _find_exception(model)
     if named is not None:
@@ -350,7 +355,7 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
     wrong = next((each.reason for each in ropes if each.reason is not None), None)
     if wrong is not None:
         raise ValueError(wrong)
-    callers = list(find_callers(model, impl)) if ropes else []
+    callers = plan_callers(model, impl) if ropes else []
     if not callers:
         return []
     steps: list[Step] = []
@@ -358,7 +363,7 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
         stand = stand_class(type(each.part))(each.part, each.tables)
         kind = "rope" if isinstance(each.part, nn.Module) else "callable"
         steps.append(Step(each.part, adapted_class(_base(kind, "auto"), type(each.part)), {"stand": stand}))
-    steps += [Step(part, adapted_class(_base("calls", impl), type(part))) for _, part in callers]
+    steps += callers
     for owner in {id(owner): owner for each in ropes for owner in [_owner(model, each.path)]}.values():
         methods = {name: MethodType(method, owner) for name, method in rewrite_pads(type(owner)).items()}
         steps += [Step(owner, type(owner), {**methods, OWN: tuple(methods)})] if methods else []
@@ -387,7 +392,7 @@ def explain_by_rule(model: nn.Module) -> str | None:
         cls = type(callers[0][1]).__name__
         return (
             f"expected a rotary module that makes the tables of {callers[0][0]} ({cls}), got none: a function or the "
-            "pipeline makes them"
+            "pipeline makes them; adapt_rotary(pipe) takes a pipeline whose own method does"
         )
     if ropes and not callers:
         return (

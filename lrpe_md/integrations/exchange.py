@@ -2,7 +2,7 @@
 
     from lrpe_md import adapt_rotary
     model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
-    adapt_rotary(pipe.transformer)                      # diffusers: FLUX, Wan, Qwen-Image, ..
+    adapt_rotary(pipe)                                  # diffusers: FLUX, Wan, Qwen-Image, ..; or pipe.transformer
     adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
     adapt_rotary(LlamaForCausalLM.from_pretrained(..))
 
@@ -36,12 +36,13 @@ from ..presets.scheme import Preset
 
 __all__ = [
     "OWN", "Adapted", "Exact", "Left", "PresetRotate", "Rotary", "Step", "adapt_rotary", "adapted_class", "apply",
-    "find_others", "found_series", "install", "parts", "reduce_adapted", "restore", "restore_rotary", "with_series",
+    "find_others", "found_series", "install", "is_pipeline", "models_of", "parts", "reduce_adapted", "restore",
+    "restore_rotary", "with_series",
 ]  # fmt: skip
 
 torch.fx.wrap("rotate")  # one step of a traced graph
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")
 
 LIBRARIES = {  # the adapters of each, and what they take
     "timm": (
@@ -298,9 +299,19 @@ def _dispatch(original: Callable[..., Any], ours: Encode) -> Callable[..., Any]:
     return apply_rotary
 
 
-def parts(model: nn.Module) -> dict[str, Any]:
-    """All modules by name, the attention processors that some of them have, and diffusers' rotary objects."""
+def is_pipeline(model: Any) -> bool:
+    """Whether it is one of diffusers."""
+    return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
+
+
+def parts(model: Any) -> dict[str, Any]:
+    """All modules by name, the attention processors that some of them have, and diffusers' rotary objects; of a
+    pipeline, itself and what its denoisers have."""
     found: dict[str, Any] = {}
+    if is_pipeline(model):
+        for name, own in models_of(model).items():
+            found |= {f"{name}.{path}".rstrip("."): part for path, part in parts(own).items()}
+        return {"": model, **found}
     for name, module in model.named_modules():
         found[name] = module
         for attribute, value in vars(module).items():
@@ -319,7 +330,12 @@ def apply(steps: Sequence[Step]) -> None:
             setattr(step.part, name, value)
 
 
-def restore(model: nn.Module) -> None:
+def models_of(model: Any) -> dict[str, nn.Module]:
+    """A model, or the denoisers of a pipeline by name."""
+    return import_module(".pipelines", __package__).find_denoisers(model) if is_pipeline(model) else {"": model}
+
+
+def restore(model: Any) -> None:
     found = parts(model)
     for path, part in found.items():
         if isinstance(part, Adapted) and type(part).__bases__[-1] is not type(part).original:
@@ -341,7 +357,8 @@ def restore(model: nn.Module) -> None:
 
 
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
-    """Encode q and k with :func:`lrpe_md.rotate` in a built model of timm, diffusers or transformers; returns it.
+    """Encode q and k with :func:`lrpe_md.rotate` in a built model of timm, diffusers or transformers, or in the
+    denoisers of a pipeline of diffusers; returns it.
 
     In place, and in one launch for q and k. Parameters, their names, hooks and optimizers stay as they are: only the
     classes of the model's parts change, which :func:`restore_rotary` takes back. Frequencies that the model learns
@@ -354,7 +371,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
               ``vit_pe_*``; encoders of Qwen3-VL, DeepSeek and Gemma 4;
             - diffusers: those with a rotary module of their own, and functions that turn q and k as known ones do:
               FLUX, Qwen-Image, Wan and its derivatives, HunyuanVideo, LTX, Z-Image, Cosmos, ..; ControlNets of the same
-              parts;
+              parts. CogVideoX and others whose tables their pipeline makes in a method of its own: as the pipeline
+              alone, in which text encoders stay as they are;
             - transformers: language models and vision towers whose rotary module and functions compute what is known,
               with every length scaling; docs/results/adapted-models.md names them.
         impl: see :func:`lrpe_md.rotate`.
@@ -372,8 +390,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         TypeError: not a model, or none of its parts is known.
         ValueError: a part that does not fit, by its name, or was sharded since it was adapted; the model is as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
+    if not isinstance(model, nn.Module) and not is_pipeline(model):
+        raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     restore(model)  # what was adapted fits
@@ -387,20 +405,16 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     return model
 
 
-def _exchange_parts(model: nn.Module, impl: Impl) -> dict[str, Left]:
+def _exchange_parts(model: Any, impl: Impl) -> dict[str, Left]:
     """The rotary parts that are left as they are."""
-    libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
-    steps: list[Any] = []
-    for library, (adapters, _) in LIBRARIES.items():
-        for adapter in adapters if library in libraries else ():
-            steps += import_module(adapter, __package__).plan(model, impl)
+    models = models_of(model)
+    planned = {name: _plan(own, impl) for name, own in models.items()}
+    steps = [step for own in planned.values() for step in own]
+    if is_pipeline(model):
+        steps += import_module(".pipelines", __package__).plan_of_pipeline(model, planned, impl)
     if not steps:
-        for library in libraries & LIBRARIES.keys():
-            for adapter in LIBRARIES[library][0]:
-                explain = getattr(import_module(adapter, __package__), "explain", None)
-                reason = None if explain is None else explain(model)
-                if reason is not None:
-                    raise TypeError(f"model: {reason}")
+        for own in models.values():
+            _explain(own)
         names = "; ".join(names for _, names in LIBRARIES.values())
         raise TypeError(
             f"model: expected one with a rotary encoding of {names}, "
@@ -408,6 +422,27 @@ def _exchange_parts(model: nn.Module, impl: Impl) -> dict[str, Left]:
         )
     apply(steps)
     return find_others(model)
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    libraries = {type(part).__module__.split(".")[0] for part in model.modules()}
+    names = [name for library, (names, _) in LIBRARIES.items() if library in libraries for name in names]
+    return [import_module(name, __package__) for name in names]
+
+
+def _plan(model: nn.Module, impl: Impl) -> list[Step]:
+    return [step for adapter in _adapters(model) for step in adapter.plan(model, impl)]
+
+
+def _explain(model: nn.Module) -> None:
+    """
+    Raises:
+        TypeError: why nothing of it is taken, where that can be said.
+    """
+    for adapter in _adapters(model):
+        reason = adapter.explain(model) if hasattr(adapter, "explain") else None
+        if reason is not None:
+            raise TypeError(f"model: {reason}")
 
 
 _ROTARY_NAME = re.compile(r"[Rr]otary|R[oO]PE|Rope|(^|_)rope(_|d|$)")
@@ -421,14 +456,16 @@ class Left:
     reason: str
 
 
-def find_others(model: nn.Module) -> dict[str, Left]:
+def find_others(model: Any) -> dict[str, Left]:
     """The model's other rotary encodings, which stay as they are."""
-    reasons: dict[str, str] = {}
-    for library in {type(part).__module__.split(".")[0] for part in model.modules()} & LIBRARIES.keys():
-        for adapter in LIBRARIES[library][0]:
-            refusals = getattr(import_module(adapter, __package__), "refusals", None)
-            reasons |= {} if refusals is None else refusals(model)
     others: dict[str, Left] = {}
+    if is_pipeline(model):
+        for name, own in models_of(model).items():
+            others |= {f"{name}.{path}": left for path, left in find_others(own).items()}
+        return others
+    reasons: dict[str, str] = {}
+    for adapter in _adapters(model):
+        reasons |= adapter.refusals(model) if hasattr(adapter, "refusals") else {}
     for path, part in model.named_modules():
         name, cls = path.split(".")[-1], type(part)
         inside = any(path.startswith(f"{outer}.") for outer in others)
@@ -447,7 +484,7 @@ def _takes_rotary(cls: type) -> bool:
     )
 
 
-def _print_report(model: nn.Module, others: Mapping[str, Left]) -> None:
+def _print_report(model: Any, others: Mapping[str, Left]) -> None:
     adapted = {path: part for path, part in parts(model).items() if isinstance(part, Adapted)}
     for path, part in adapted.items():
         print(f"adapted: {path or 'model'} ({type(part).original.__name__})")

@@ -18,7 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .tables import cat, einsum, of_series, outer, pad, stack, times, zeros
 
-__all__ = ["Rewritten", "Unread", "methods_of", "rewrite", "rewrite_pads", "rewrite_tables", "source_tree"]
+__all__ = [
+    "Rewritten", "Unread", "methods_of", "rewrite", "rewrite_method", "rewrite_pads", "rewrite_tables",
+    "source_tree",
+]  # fmt: skip
 
 ROTARY = re.compile(r"rot|rope|freqs", re.IGNORECASE)
 SERIES = "get_1d_rotary_pos_embed"
@@ -158,6 +161,19 @@ def _of_function(function: Any) -> Callable[..., Any] | None:
         return rewrite(plain, tree, change.names) if change.count else None
     except (Unread, RecursionError):
         return None
+
+
+def rewrite_method(method: FunctionType) -> FunctionType | None:
+    """One that makes tables, as it is found in its class; None: it makes none.
+
+    Raises:
+        Unread: it can't be exchanged.
+    """
+    plain: Any = inspect.unwrap(method)
+    tree = source_tree(plain)
+    change = _Tables(plain)
+    change.visit(tree)
+    return rewrite(plain, tree, change.names) if change.count > 0 else None
 
 
 class Rewritten(NamedTuple):

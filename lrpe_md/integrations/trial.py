@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from .exchange import Adapted, adapt_rotary, find_others, parts, restore_rotary
+from .exchange import Adapted, adapt_rotary, find_others, is_pipeline, models_of, parts, restore_rotary
 
 __all__ = [
     "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "find_tensors", "read", "try_library",
@@ -49,13 +49,13 @@ class Candidate:
 
     Args:
         name: of its type or class.
-        build: makes it, tiny and random, in eval mode.
+        build: makes it, tiny and random, in eval mode; or the pipeline that it is in, which makes its tables.
         call: runs it forward and backward; the same for the same weights.
     """
 
     name: str
-    build: Callable[[], nn.Module]
-    call: Callable[[nn.Module], Result]
+    build: Callable[[], Any]
+    call: Callable[[Any], Result]
 
 
 class Row(NamedTuple):
@@ -118,7 +118,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
         stock = candidate.call(model)
     except Exception as error:
         return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
-    names = list(model.state_dict())
+    names = _names(model)
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
     except Exception as error:
         return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
     left = _left(model)
-    same_names = list(model.state_dict()) == names
+    same_names = _names(model) == names
     again = candidate.call(restore_rotary(model))
     for worse, reason in (
         (_distance(found, stock) > BOUND, f"differs by {_distance(found, stock):.1e}"),
@@ -139,7 +139,15 @@ def try_model(library: str, candidate: Candidate) -> Row:
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
-    return row._replace(reason="" if not left else "as in the original: " + "; ".join(left))
+    notes = ["as in the original: " + "; ".join(left)] if left else []
+    if is_pipeline(model):
+        notes.insert(0, f"as {type(model).__name__}, which makes its tables")
+    return row._replace(reason="; ".join(notes))
+
+
+def _names(model: Any) -> list[str]:
+    """Of parameters and buffers."""
+    return [name for own in models_of(model).values() for name in own.state_dict()]
 
 
 def _say_untried(error: Exception) -> str:
@@ -197,7 +205,7 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs) / scale
 
 
-def _left(model: nn.Module) -> list[str]:
+def _left(model: Any) -> list[str]:
     """Rotary parts that stay, with the reason."""
     return [f"{path} ({left.reason})" for path, left in find_others(model).items()]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .trial import Candidate, Result, differentiate, find_tensors
 
-__all__ = ["build", "call", "candidates", "inputs", "rotary_classes"]
+__all__ = ["build", "call", "candidate", "candidates", "inputs", "rotary_classes"]
 
 ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
@@ -62,6 +62,10 @@ LTX2: dict[str, Any] = {
     "audio_num_attention_heads": 2, "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16, "rope_theta": 20.0,
     "audio_in_channels": 4, "audio_out_channels": 4, "caption_channels": 24, "base_height": 16, "base_width": 16,
 }  # fmt: skip
+COGVIDEOX: dict[str, Any] = {
+    "sample_width": 12, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
+    "use_rotary_positional_embeddings": True,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # arguments of a class
     "AnyFlowTransformer3DModel": WAN, "ChronoEditTransformer3DModel": WAN, "SkyReelsV2Transformer3DModel": WAN,
     "WanTransformer3DModel": WAN, "WanVACETransformer3DModel": {**WAN, "vace_layers": [0, 1], "vace_in_channels": 8},
@@ -86,6 +90,7 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
     "ChromaTransformer2DModel": {
         "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1,
     },
+    "CogVideoXTransformer3DModel": COGVIDEOX, "ConsisIDTransformer3DModel": COGVIDEOX,
     "CogView4Transformer2DModel": {"attention_head_dim": 16, "rope_axes_dim": (12, 12), "sample_size": 8},
     "GlmImageTransformer2DModel": {"prior_vq_quantizer_codebook_size": 16, "condition_dim": 8},
     "CosmosTransformer3DModel": {
@@ -292,6 +297,8 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
         "original_size": torch.tensor([[64, 96]] * 2), "target_size": torch.tensor([[64, 96]] * 2),
         "crop_coords": torch.zeros(2, 2, dtype=torch.long), "timestep": torch.tensor([300, 700]),
     },
+    "CogVideoXTransformer3DModel": lambda: {"hidden_states": _randn(2, 3, 4, 8, 12)},
+    "ConsisIDTransformer3DModel": lambda: {"hidden_states": _randn(2, 3, 4, 8, 12)},
     "CosmosControlNetModel": lambda: {
         "controls_latents": _randn(2, 8, 2, 8, 12), "latents": _randn(2, 6, 2, 8, 12),
         "condition_mask": torch.ones(2, 1, 2, 8, 12), "padding_mask": torch.zeros(1, 1, 16, 24),
@@ -375,6 +382,35 @@ def call(model: nn.Module) -> Result:
     return differentiate(model, list(find_tensors(model(**given))))
 
 
+PIPELINES = {  # that make the tables of models, by their class
+    "CogVideoXTransformer3DModel": ("cogvideo.pipeline_cogvideox", "CogVideoXPipeline"),
+    "ConsisIDTransformer3DModel": ("consisid.pipeline_consisid", "ConsisIDPipeline"),
+}
+
+
+def build_pipeline(name: str) -> Any:
+    """With the denoiser alone."""
+    module, pipeline = PIPELINES[name]
+    cls: Any = getattr(import_module(f"diffusers.pipelines.{module}"), pipeline)
+    components = dict.fromkeys(list(inspect.signature(cls.__init__).parameters)[1:])
+    return cls(**{**components, "transformer": build(name)})
+
+
+def call_pipeline(pipeline: Any) -> Result:
+    """A step of its denoiser, with its tables."""
+    model = pipeline.transformer
+    given = inputs(model)
+    _, frames, _, height, width = given["hidden_states"].shape
+    tables = pipeline._prepare_rotary_positional_embeddings(8 * height, 8 * width, frames, model.device)
+    return differentiate(model, list(find_tensors(model(**given, image_rotary_emb=tables))))
+
+
 def candidates() -> Iterator[Candidate]:
     for name in rotary_classes():
-        yield Candidate(name, partial(build, name), call)
+        yield candidate(name)
+
+
+def candidate(name: str) -> Candidate:
+    if name in PIPELINES:
+        return Candidate(name, partial(build_pipeline, name), call_pipeline)
+    return Candidate(name, partial(build, name), call)

@@ -109,7 +109,10 @@ def adapters(folder: Path) -> str:
         rows: Any = pd.read_csv(file, keep_default_na=False)
         of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
-        taken = ", ".join(f"`{name}`" for name in of["adapted"].model)
+        taken = ", ".join(
+            f"`{row.model}`{' (in its pipeline)' if row.reason.endswith('which makes its tables') else ''}"
+            for row in of["adapted"].itertuples()
+        )
         others = [
             [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
             for outcome in ("refused", "untried")

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import pickle
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,10 +31,6 @@ SPREAD = [  # one of each way in which rotary code differs
 QWEN, WAN = "QwenImageTransformer2DModel", "SkyReelsV2Transformer3DModel"
 
 
-def candidate(name):
-    return trial.Candidate(name, partial(trial_diffusers.build, name), trial_diffusers.call)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """How often q and k were encoded by ours, and tables were made into tensors."""
@@ -56,7 +51,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_models_are_adapted_whole(name):
-    assert trial.try_model("diffusers", candidate(name)) == ("diffusers", name, "adapted", "")
+    assert trial.try_model("diffusers", trial_diffusers.candidate(name)) == ("diffusers", name, "adapted", "")
 
 
 @pytest.mark.parametrize("name", [QWEN, WAN, "Flux2Transformer2DModel", "LTXVideoTransformer3DModel"])

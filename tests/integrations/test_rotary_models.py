@@ -1081,7 +1081,7 @@ def test_an_older_timm_has_another_order_of_axes(monkeypatch):
 
 
 def test_argument_errors():
-    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str; of a pipeline, its transformer"):
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module or a pipeline of diffusers, got str"):
         adapt_rotary("eva02")
     model = timm_vit()
     with pytest.raises(ValueError, match=r"impl: expected one of .*got 'cuda'"):
