@@ -8,8 +8,9 @@
     set_scaling(model, None)                                                  # as trained
     set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
 
-Models are those of ``adapt_rotary``, but for language models, which scale by their configuration, and those with
-encodings of ours: ``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``.
+Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``) and
+those of ``adapt_rotary``: timm's, vision towers of transformers, FLUX, Wan and HunyuanVideo of diffusers. Language
+models scale by their configuration; diffusers' other models form their frequencies at each call, in code of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from ..module_base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
 from .encoding import Stretched, scale_series
-from .exchange import Exact, PresetRotate
+from .exchange import Exact, PresetRotate, parts
 
 __all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
 
@@ -113,6 +114,12 @@ def _find(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
     found = {path: m for path, m in model.named_modules() if isinstance(m, (FrequencyModule, Stretched))}
+    own = next((path for path, part in parts(model).items() if hasattr(part, "stand")), None) if not found else None
+    if own is not None:
+        raise ValueError(
+            f"{own}: expected an encoding that has frequencies, got {type(model).__name__}'s, which forms them at each "
+            "call in code of its own: change its configuration"
+        )
     if not found:
         raise ValueError(
             f"model: expected one with encodings, got none in {type(model).__name__}; adapt_rotary(model) makes them"

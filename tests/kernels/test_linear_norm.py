@@ -31,8 +31,8 @@ def cut(request, monkeypatch):
     """How the tokens are cut, at sizes that an interpreter can do."""
     if request.param != "one pass":
         monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
-        monkeypatch.setattr(linear_plan, "SHORTEST", 4)
-        monkeypatch.setattr(linear_plan, "PIECE", 4)
+        monkeypatch.setattr(linear_plan, "SHORTEST", 8)
+        monkeypatch.setattr(linear_plan, "PIECE", 8)
         monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
     remembered.clear()
     yield request.param
