@@ -186,8 +186,8 @@ class Call:
         if len({form.order for form in fitting}) != 1:
             return None
         form = fitting[0]
-        coords, omega = keep(table, form, lambda: (_of_tokens(angles.coords, form), _of_heads(angles.omega, xs, form)))
-        return _encode(xs, coords, omega, form, self.impl)
+        encoding = keep(table, form, lambda: _make_encoding(angles, xs, form))
+        return _encode(xs, encoding, form, self.impl)
 
 
 def _read_angles(table: Table, heads: Heads | None) -> Angles | None:
@@ -195,7 +195,8 @@ def _read_angles(table: Table, heads: Heads | None) -> Angles | None:
     if angles is None or heads is None:
         return angles
     omega = angles.omega.unflatten(0, (heads.num, -1))
-    return Angles(heads.order, angles.coords, omega) if angles.layout == "single" else None
+    gain = None if angles.gain is None else angles.gain.unflatten(0, (heads.num, -1))
+    return Angles(heads.order, angles.coords, omega, gain) if angles.layout == "single" else None
 
 
 def _fits(form: Form, xs: Sequence[Tensor], angles: Angles) -> bool:
@@ -231,6 +232,20 @@ def _find(rest: Sequence[Any]) -> Table | Heads | None:
     return cos if cos.stands_beside(sin) else None
 
 
+class Encoding(NamedTuple):
+    """What the kernel takes: coordinates (N, K) or (B, N, K), frequencies (1 or H, C, K), amplitudes (1 or H, C)."""
+
+    coords: Tensor
+    omega: Tensor
+    amplitude: Any
+
+
+def _make_encoding(angles: Angles, xs: Sequence[Tensor], form: Form) -> Encoding:
+    omega = _of_heads(angles.omega, xs, form)
+    amplitude = None if angles.gain is None else angles.gain.reshape(omega.shape[:2]).to(omega.dtype)
+    return Encoding(_of_tokens(angles.coords, form), omega, amplitude)
+
+
 def _of_tokens(coords: Tensor, form: Form) -> Tensor:
     """(N, K), or (B, N, K)."""
     lead, axis = coords.shape[:-1], form.axis
@@ -247,13 +262,17 @@ def _of_heads(omega: Tensor, xs: Sequence[Tensor], form: Form) -> Tensor:
     return omega if omega.dtype == torch.float64 else omega.float()
 
 
-def _encode(xs: Sequence[Tensor], coords: Tensor, omega: Tensor, form: Form, impl: Impl) -> Sequence[Tensor]:
+def _encode(xs: Sequence[Tensor], encoding: Encoding, form: Form, impl: Impl) -> Sequence[Tensor]:
+    coords, omega, amplitude = encoding
     order = form.order
     rotary_dim = 2 * omega.shape[1]
     if order == "bnd":
         xs = [x.unflatten(-1, (omega.shape[0], -1)) for x in xs]
     given = [x if order == "bhnd" else x.transpose(1, 2) for x in xs]
-    ys = rotate(*given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim, impl=impl)
+    ys = rotate(
+        *given, omega=omega, positions=Coordinates(coords), pairs=form.pairs, rotary_dim=rotary_dim,
+        amplitude=amplitude, impl=impl,
+    )  # fmt: skip
     ys = (ys,) if isinstance(ys, Tensor) else ys
     ys = [y if order == "bhnd" else y.transpose(1, 2) for y in ys]
     ys = [y.flatten(2) for y in ys] if order == "bnd" else ys

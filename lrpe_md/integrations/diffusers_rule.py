@@ -23,6 +23,7 @@ from ..engine.validate import Impl
 from .diffusers_apply import exchange_calls
 from .exchange import OWN, Adapted, Step, adapted_class, parts
 from .rewrite import Unread, rewrite_pads, rewrite_tables
+from .scales import Scales
 from .tables import Block, Table
 
 __all__ = ["explain_by_rule", "find_ropes", "is_rope", "plan_by_rule", "plan_callers", "refusals_by_rule"]
@@ -86,13 +87,14 @@ def _make_stand(cls: type) -> Any:
 class RuledRope(Adapted):
     """A rotary module that gives tables."""
 
-    extras = ("stand",)
+    extras = ("stand", "scales")
     stand: Any
+    scales: Scales
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "stand"):
             return self.original.forward(self, *args, **kwargs)
-        return self.stand.forward(*args, **kwargs)
+        return self.scales(self.stand.forward(*args, **kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce(self, "rope", "auto")
@@ -101,13 +103,14 @@ class RuledRope(Adapted):
 class RuledCallable(Adapted):
     """The same for one that is no module."""
 
-    extras = ("stand",)
+    extras = ("stand", "scales")
     stand: Any
+    scales: Scales
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "stand"):
             return self.original.__call__(self, *args, **kwargs)
-        return self.stand(*args, **kwargs)
+        return self.scales(self.stand(*args, **kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce(self, "callable", "auto")
@@ -362,7 +365,9 @@ def plan_by_rule(model: nn.Module, impl: Impl) -> list[Step]:
     for each in ropes:
         stand = stand_class(type(each.part))(each.part, each.tables)
         kind = "rope" if isinstance(each.part, nn.Module) else "callable"
-        steps.append(Step(each.part, adapted_class(_base(kind, "auto"), type(each.part)), {"stand": stand}))
+        steps.append(
+            Step(each.part, adapted_class(_base(kind, "auto"), type(each.part)), {"stand": stand, "scales": Scales()})
+        )
     steps += callers
     for owner in {id(owner): owner for each in ropes for owner in [_owner(model, each.path)]}.values():
         methods = {name: MethodType(method, owner) for name, method in rewrite_pads(type(owner)).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..engine.validate import Impl
 from .diffusers_rule import find_ropes, plan_callers
 from .exchange import OWN, Step
 from .rewrite import ROTARY, Unread, methods_of, rewrite_method
+from .scales import Scales
 
 __all__ = ["find_denoisers", "plan_of_pipeline"]
 
@@ -34,12 +35,21 @@ def plan_of_pipeline(pipeline: Any, planned: Mapping[str, list[Step]], impl: Imp
     Args:
         planned: what is exchanged in its models, by name.
     """
-    methods = {name: MethodType(method, pipeline) for name, method in rewrite_makers(type(pipeline)).items()}
-    if not methods:
+    makers = rewrite_makers(type(pipeline))
+    if not makers:
         return []
+    scales = Scales()
+    own: dict[str, Any] = {
+        name: functools.partial(_make_scaled, MethodType(method, pipeline), scales) for name, method in makers.items()
+    }
+    own["scales"] = scales
     models = {name: model for name, model in find_denoisers(pipeline).items() if not planned[name]}
     steps = [step for model in models.values() if not find_ropes(model) for step in plan_callers(model, impl)]
-    return [*steps, Step(pipeline, type(pipeline), {**methods, OWN: tuple(methods)})] if steps else []
+    return [*steps, Step(pipeline, type(pipeline), {**own, OWN: tuple(own)})] if steps else []
+
+
+def _make_scaled(method: Callable[..., Any], scales: Scales, *args: Any, **kwargs: Any) -> Any:
+    return scales(method(*args, **kwargs))
 
 
 @functools.cache

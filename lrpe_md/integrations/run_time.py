@@ -9,8 +9,9 @@
     set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
 
 Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``) and
-those of ``adapt_rotary``: timm's, vision towers of transformers, FLUX, Wan and HunyuanVideo of diffusers. Language
-models scale by their configuration; diffusers' other models form their frequencies at each call, in code of their own.
+those of ``adapt_rotary``: timm's, vision towers of transformers, diffusers'. Language models scale by their
+configuration. FLUX, Wan and HunyuanVideo have frequencies that are known; diffusers' other models make theirs when they
+are called, so call one once before it is scaled. CogVideoX' pipeline makes them, once a video: scale the pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from ..module_base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
 from .encoding import Stretched, scale_series
-from .exchange import Exact, PresetRotate, parts
+from .exchange import Exact, PresetRotate, is_pipeline, models_of, parts
+from .scales import Scales
 
 __all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
 
@@ -42,7 +44,7 @@ class Scaled(NamedTuple):
             copy_together(self.pairs)
 
 
-def set_scaling(model: nn.Module, scaling: Scalings) -> None:
+def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model`` from now on, in place.
 
     Nothing waits for the device, and nothing is compiled or captured again, but for the first time: then a model gets
@@ -51,7 +53,7 @@ def set_scaling(model: nn.Module, scaling: Scalings) -> None:
     what they had.
 
     Args:
-        model: what it is made of says where encodings are; of a pipeline its transformer.
+        model: what it is made of says where encodings are; or a pipeline of diffusers.
         scaling: theta (E,) or (H, E) → scaled theta and amplitude, one of ``lrpe_md.frequencies``' ``*_scaling`` with
             its numbers bound; one for all axes or a sequence of one an axis, slowest first, None for an axis that stays
             as it is. It is given the frequencies of an axis in the order of the channels, in float64 on their device.
@@ -68,7 +70,7 @@ def set_scaling(model: nn.Module, scaling: Scalings) -> None:
 
 
 @torch.no_grad()
-def prepare_scaling(model: nn.Module, scaling: Scalings) -> Scaled:
+def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """What :func:`set_scaling` would put in place, for later: ``prepare_scaling(..).apply()`` in a loop costs a launch.
 
     Of what the model has learned so far, and for where it is: prepare again behind an optimizer's step or ``.to``.
@@ -84,12 +86,14 @@ def prepare_scaling(model: nn.Module, scaling: Scalings) -> Scaled:
             own = _by_axis(path, scaling, 1)
             pairs += module.rescaled(own[0])
             continue
+        if isinstance(module, Scales):
+            module.check(path)
         _check_kind(path, module)
         pairs += module.adjusted(*_scale(path, module, _by_axis(path, scaling, module.num_axes)))
     return Scaled(pairs)
 
 
-def set_places(model: nn.Module, axis: int, places: Tensor | None) -> None:
+def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """Index i of an axis of the grids of all encodings in ``model`` is at ``places[i]`` from now on; None: as it was.
 
     For coordinates that change between two steps: :func:`lrpe_md.positions.relative_times` of a stream, a jump between
@@ -98,7 +102,10 @@ def set_places(model: nn.Module, axis: int, places: Tensor | None) -> None:
     Raises:
         ValueError: no encoding, an axis that one of them lacks, or no (n,).
     """
-    modules = [(path, module) for path, module in _find(model) if isinstance(module, FrequencyModule)]
+    found = list(_find(model))
+    modules = [(path, module) for path, module in found if isinstance(module, FrequencyModule)]
+    if any(isinstance(module, Scales) for _, module in found):
+        raise ValueError(f"model: expected encodings on grids, got {type(model).__name__}, whose own code makes places")
     if not modules:
         raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
     for path, module in modules:
@@ -109,17 +116,15 @@ def set_places(model: nn.Module, axis: int, places: Tensor | None) -> None:
         module.set_places(axis, places)
 
 
-def _find(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _find(model: Any) -> Iterator[tuple[str, Any]]:
     """Encodings by their names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; of a pipeline, its transformer")
-    found = {path: m for path, m in model.named_modules() if isinstance(m, (FrequencyModule, Stretched))}
-    own = next((path for path, part in parts(model).items() if hasattr(part, "stand")), None) if not found else None
-    if own is not None:
-        raise ValueError(
-            f"{own}: expected an encoding that has frequencies, got {type(model).__name__}'s, which forms them at each "
-            "call in code of its own: change its configuration"
-        )
+    if not isinstance(model, nn.Module) and not is_pipeline(model):
+        raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
+    found: dict[str, Any] = {}
+    for name, own in models_of(model).items():
+        modules = {f"{name}.{path}".strip("."): m for path, m in own.named_modules()}
+        found |= {path: m for path, m in modules.items() if isinstance(m, (FrequencyModule, Stretched))}
+    found |= {path: part.scales for path, part in parts(model).items() if isinstance(vars(part).get("scales"), Scales)}
     if not found:
         raise ValueError(
             f"model: expected one with encodings, got none in {type(model).__name__}; adapt_rotary(model) makes them"
@@ -128,7 +133,7 @@ def _find(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path or type(model).__name__, module) for path, module in found.items() if id(module) not in inside)
 
 
-def _check_kind(path: str, module: nn.Module) -> None:
+def _check_kind(path: str, module: Any) -> None:
     if isinstance(module, Exact) and not isinstance(module, PresetRotate):
         raise ValueError(
             f"{path}: expected images or videos, got {type(module).__name__} of a language model, which scales by its "
@@ -143,7 +148,7 @@ def _by_axis(path: str, scaling: Scalings, num_axes: int) -> list[Scaling | None
     return given
 
 
-def _scale(path: str, module: FrequencyModule, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
+def _scale(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
     """What its frequencies (H, C, K) are multiplied by, and its amplitude (1, C)."""
     if not any(scalings):
         return None, None
@@ -160,7 +165,7 @@ def _scale(path: str, module: FrequencyModule, scalings: list[Scaling | None]) -
     return ratio, gain
 
 
-def _channels(path: str, module: FrequencyModule, trained: Tensor) -> list[Tensor]:
+def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
     """Channels of each axis, read once for a device: what is zero stays zero."""
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:

@@ -24,11 +24,14 @@ __all__ = [
     "cat",
     "einsum",
     "have_same_angles",
+    "join_series",
     "keep",
     "of_series",
     "outer",
     "pad",
     "read_angles",
+    "read_series",
+    "scale",
     "stack",
     "times",
     "to_tensor",
@@ -47,6 +50,7 @@ class Block(NamedTuple):
         repeated: each channel stands twice in a row.
         trail: what the coordinates come from, and what was done to them: those of one trail are equal.
         key: what the frequencies come from: those of one key are equal.
+        gain: (C,), what cosines and sines are multiplied by.
     """
 
     coords: Tensor
@@ -54,6 +58,7 @@ class Block(NamedTuple):
     repeated: bool
     trail: tuple[Any, ...]
     key: tuple[Any, ...]
+    gain: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -61,11 +66,12 @@ class Block(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """What tables of one layout stand for: coordinates (.., K) and frequencies (C, K) of the pairs."""
+    """What tables of one layout stand for: coordinates (.., K), frequencies (C, K) and gain (C,) of the pairs."""
 
     layout: str
     coords: Tensor
     omega: Tensor
+    gain: Tensor | None = None
 
 
 class Table:
@@ -192,7 +198,8 @@ class Table:
             if a % step or b % step:
                 return None
             rows = (a // step, b // step)
-            blocks.append(block._replace(omega=block.omega[rows[0] : rows[1]], key=(*block.key, rows)))
+            gain = None if block.gain is None else block.gain[rows[0] : rows[1]]
+            blocks.append(block._replace(omega=block.omega[rows[0] : rows[1]], key=(*block.key, rows), gain=gain))
         return Table(blocks, self.part, self.dtype) if blocks else None
 
     def split(self, sizes: Any, dim: int = 0) -> Any:
@@ -396,7 +403,7 @@ class Table:
         found = self
         if device is not None and torch.device(device) != self.device:
             moved = self._moved(lambda coords: coords.to(device, non_blocking=non_blocking), "to", torch.device(device))
-            blocks = [block._replace(omega=block.omega.to(device, non_blocking=non_blocking)) for block in moved.blocks]
+            blocks = [_frequencies_to(block, device, non_blocking) for block in moved.blocks]
             found = Table(blocks, self.part, self.dtype)
         if dtype is not None and dtype != self.dtype:
             if dtype.is_complex != (self.part == "complex"):
@@ -542,6 +549,11 @@ class Heads:
         return func(*args, **kwargs)
 
 
+def _frequencies_to(block: Block, device: Any, non_blocking: bool) -> Block:
+    gain = None if block.gain is None else block.gain.to(device, non_blocking=non_blocking)
+    return block._replace(omega=block.omega.to(device, non_blocking=non_blocking), gain=gain)
+
+
 def _product(sizes: Sequence[int]) -> int:
     total = 1
     for size in sizes:
@@ -590,11 +602,14 @@ def to_tensor(given: Any) -> Any:
 
 def _compute(table: Table) -> Tensor:
     rows: list[Tensor] = []
+    gains: list[Tensor] = []
     for block in table.blocks:
         angles = (block.coords.double()[..., None, :] * block.omega.double()).sum(-1)
+        gain = torch.ones_like(block.omega[:, 0], dtype=torch.float64) if block.gain is None else block.gain.double()
         rows.append(angles.repeat_interleave(2, -1) if block.repeated else angles)
-    angles = torch.cat(rows, -1)
-    cos, sin = angles.cos(), angles.sin()
+        gains.append(gain.repeat_interleave(2, -1) if block.repeated else gain)
+    angles, gain = torch.cat(rows, -1), torch.cat(gains, -1)
+    cos, sin = angles.cos() * gain, angles.sin() * gain
     if table.part == "complex":
         return torch.complex(cos, sin).to(table.dtype)
     if table.part in ("four", "matrix"):
@@ -648,6 +663,8 @@ def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
             coords = [block.coords for block in group]
             blocks.append(group[0]._replace(coords=torch.cat(coords, axis), trail=trail))
             continue
+        if any(block.gain is not None for block in group):
+            return NotImplemented
         coords = torch.cat([_widen(block.coords, i, group) for i, block in enumerate(group)], axis)
         omega = torch.cat([block.omega for block in group], -1)
         key = ("cat", *(block.key for block in group))
@@ -705,7 +722,7 @@ def _unturned(table: Table, part: str) -> Table:
     """Ones among cosines and zeros among sines: channels of frequency zero."""
     if {"ones": "cos", "zeros": "sin"}.get(table.part) != part:
         return table
-    blocks = [b._replace(omega=torch.zeros_like(b.omega), key=("zero", b.width)) for b in table.blocks]
+    blocks = [b._replace(omega=torch.zeros_like(b.omega), key=("zero", b.width), gain=None) for b in table.blocks]
     return Table(blocks, part, table.dtype)
 
 
@@ -877,15 +894,51 @@ def read_angles(table: Table) -> Angles | None:
     layout = read_layout(table)
     if layout is None:
         return None
-    blocks = table.blocks[: len(table.blocks) // 2] if layout == "half" else table.blocks
-    lead, num = table.lead, sum(block.coords.shape[-1] for block in blocks)
+    blocks = _pairs_of(table, layout)
     if len(blocks) == 1:
-        return Angles(layout, blocks[0].coords, blocks[0].omega)
-    coords = torch.cat([block.coords.expand(*lead, -1) for block in blocks], -1)
+        return Angles(layout, blocks[0].coords, blocks[0].omega, blocks[0].gain)
+    coords = torch.cat([block.coords.expand(*table.lead, -1) for block in blocks], -1)
+    gain = None
+    if any(block.gain is not None for block in blocks):
+        gain = torch.cat([torch.ones_like(b.omega[:, 0]) if b.gain is None else b.gain.to(b.omega) for b in blocks])
+    return Angles(layout, coords, join_series([(block.omega, block.coords.shape[-1]) for block in blocks]), gain)
+
+
+def read_series(table: Table) -> list[tuple[Tensor, int]] | None:
+    """Frequencies of its pairs, block by block, and how many axes each has; None: as above."""
+    layout = read_layout(table)
+    return None if layout is None else [(b.omega, b.coords.shape[-1]) for b in _pairs_of(table, layout)]
+
+
+def join_series(series: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Frequencies (C, K) of what :func:`read_series` gives."""
+    num = sum(axes for _, axes in series)
     rows: list[Tensor] = []
     at = 0
-    for block in blocks:
-        own = block.omega.shape[-1]
-        rows.append(torch.nn.functional.pad(block.omega, (at, num - at - own)))
-        at += own
-    return Angles(layout, coords, torch.cat(rows))
+    for omega, axes in series:
+        rows.append(torch.nn.functional.pad(omega, (at, num - at - axes)))
+        at += axes
+    return torch.cat(rows)
+
+
+def _pairs_of(table: Table, layout: str) -> tuple[Block, ...]:
+    return table.blocks[: len(table.blocks) // 2] if layout == "half" else table.blocks
+
+
+def scale(table: Table, ratio: Tensor, gain: Tensor, key: Any) -> Table:
+    """With frequencies (C, K) times ``ratio``, and cosines and sines times ``gain`` (C,), pair by pair.
+
+    key: of what scales; the same for tables that are scaled alike.
+    """
+    pairs = len(table.blocks) // 2 if read_layout(table) == "half" else len(table.blocks)
+    blocks: list[Block] = []
+    row = column = 0
+    for i, block in enumerate(table.blocks):
+        if i == pairs:  # the other half
+            row = column = 0
+        num, axes = block.omega.shape
+        factor = ratio[row : row + num, column : column + axes].to(block.omega.device)
+        own = gain[row : row + num].to(block.omega.device)
+        row, column = row + num, column + axes
+        blocks.append(block._replace(omega=block.omega * factor, key=(*block.key, key), gain=own))
+    return Table(blocks, table.part, table.dtype)
