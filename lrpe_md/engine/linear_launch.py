@@ -98,7 +98,7 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, ta
     tabled: with the table, which a trace that only counts must not make: tables are kept for good.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    count, length = cut_pieces(num_tokens, rows)
+    count, length = cut_pieces(num_tokens, rows, mask == "causal")
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1

@@ -45,7 +45,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.QUERY_STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.KEYS: (_16, LinearTile(32, 4, 4), _32_WIDE, _32_WIDE),
     LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_QUERIES: (_64, _32_FREE, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.CAUSAL_QUERIES: (_64, _64_WIDE, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
     LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
 }  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
@@ -80,8 +80,11 @@ def fits_one_pass(num_queries: int, num_keys: int) -> bool:
     return max(num_queries, num_keys) <= ONE_PASS
 
 
-def cut_pieces(num_tokens: int, rows: int) -> tuple[int, int]:
-    """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go."""
-    wanted = max(1, PROGRAMS // max(1, rows))
+def cut_pieces(num_tokens: int, rows: int, causal: bool) -> tuple[int, int]:
+    """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go.
+
+    Programs with a causal mask take twice the registers of the others.
+    """
+    wanted = max(1, (PROGRAMS // 2 if causal else PROGRAMS) // max(1, rows))
     length = max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
     return max(1, -(-num_tokens // length)), length
