@@ -176,7 +176,7 @@ class Table:
             given, taken = given[:-1], taken - 1
         if taken != lead + 1 or not isinstance(given[-1], slice) or given[-1].step not in (None, 1):
             return to_tensor(self)[index]
-        start, stop, _ = given[-1].indices(self.width)
+        start, stop = _bounds(given[-1], self.width)
         first, channels = given[:-1], self._channels(start, stop)
         if channels is None:
             return to_tensor(self)[index]
@@ -574,6 +574,13 @@ def _dims_of(index: Any) -> int:
     if index is None or index is Ellipsis:
         return 0
     return index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
+def _bounds(index: slice, width: int) -> tuple[int, int]:
+    """As ``slice.indices``, which dynamo of torch 2.11 can't follow."""
+    start, stop = 0 if index.start is None else index.start, width if index.stop is None else index.stop
+    start, stop = (at + width if at < 0 else at for at in (start, stop))
+    return min(max(start, 0), width), min(max(stop, 0), width)
 
 
 def _is_all(index: Any) -> bool:
