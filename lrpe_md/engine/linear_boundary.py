@@ -70,7 +70,7 @@ def run_reference(
     q, k, v, gate, state = operands
     omega = reference.widen(call.q_tables.omega)
     q_angles = _angles(call, call.q_layout, call.q_tables, omega)
-    one_side = call.k_tables is call.q_tables and call.k_layout == call.q_layout
+    one_side = call.k_tables is call.q_tables and call.k_layout.is_same(call.q_layout)
     k_angles = q_angles if one_side else _angles(call, call.k_layout, call.k_tables, omega)
     scales = (
         call.q_layout.scales(call.weights, omega.device)[0], call.k_layout.scales(call.weights, omega.device)[1]

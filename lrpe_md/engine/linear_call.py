@@ -145,7 +145,7 @@ def flatten_linear(call: LinearCall) -> tuple[Any, ...]:
         call.attention, call.spec, call.q_layout, call.k_layout, call.q_tables, call.k_tables, call.weights
     )  # fmt: skip
     values = tuple(list(value) if isinstance(value, tuple) else value for part in parts for value in part)
-    return *values, call.cu_seqlens, call.k_tables is call.q_tables and call.k_layout == call.q_layout
+    return *values, call.cu_seqlens, call.k_tables is call.q_tables and call.k_layout.is_same(call.q_layout)
 
 
 def unflatten_linear(args: Sequence[Any]) -> tuple[LinearCall, tuple[Any, ...]]:

@@ -119,7 +119,7 @@ def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bo
         layout = layout._replace(sizes=(layout.num_grid_tokens,))
         return run_checked(Call(alone, layout, tables, None, own), xs, None, impl, direct)
 
-    if call.q_layout == call.k_layout:
+    if call.q_layout.is_same(call.k_layout):
         q, k = normalise(call.q_layout, weights, operands.q, k)
     else:
         (q,) = normalise(call.q_layout, of_tensor(weights, 0), operands.q)

@@ -191,7 +191,7 @@ class Work:
         if self.gate is not None and self.gate.dtype == torch.bool:
             self.gate = self.gate.view(torch.uint8)
         self.q_side = _make_side(call.spec, call.q_layout, call.q_tables, self.narrow)
-        same = call.k_layout == call.q_layout and call.k_tables is call.q_tables
+        same = call.k_layout.is_same(call.q_layout) and call.k_tables is call.q_tables
         self.k_side = self.q_side if same else _make_side(call.spec, call.k_layout, call.k_tables, self.narrow)
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
