@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch._functorch.config as functorch
 import typer
 
 from . import (
@@ -19,6 +20,7 @@ from . import (
     tune,
 )
 
+functorch.donated_buffer = False  # a compiled backward is timed many times
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("my-shapes")(my_shapes.main)
 app.command("compare")(compare.main)

@@ -8,7 +8,7 @@ Of several files that measured the same, the latest counts.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,7 +38,7 @@ COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     """All rows of one GPU (the one with most of them), the latest of each measurement."""
-    files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name != linear_report.LINEAR)
+    files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, *HERE])
@@ -125,6 +125,57 @@ def adapters(folder: Path) -> str:
     return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
 
 
+class Pivot(NamedTuple):
+    """A table of a file's own: a line an implementation, a column a case."""
+
+    text: str
+    columns: tuple[str, ...]
+    value: str
+    digits: int
+    more: str = ""  # beside the value, in brackets
+
+
+PIVOTS = {
+    "benchmark-norm.csv": Pivot(
+        "**RMS norm and rotation of q and k**: share of the copy's speed (2 units forward, 3 backward), and "
+        "milliseconds in brackets, over a head's channels or over those of all heads.",
+        ("over", "pass", "workload"), "share", 2, "ms",
+    ),
+    "benchmark-decode.csv": Pivot(
+        "**A step of decoding**: q and k rotated, k and v in the cache: milliseconds on the GPU, in a CUDA graph, and "
+        "of the host.",
+        ("measure", "workload"), "ms", 4,
+    ),
+    "benchmark-compiled.csv": Pivot(
+        "**A compiled call of q and k**: microseconds of the host, beside a `triton_op` of as many arguments.",
+        ("map", "pass"), "p50", 0,
+    ),
+}  # fmt: skip
+
+
+def pivot(file: Path) -> str:
+    """What was measured, and where."""
+    if not file.is_file():
+        return ""
+    shown = PIVOTS[file.name]
+    rows: Any = pd.read_csv(file, dtype=str, keep_default_na=False)
+    rows = rows[rows[shown.value] != ""]
+    cases = list(dict.fromkeys(map(tuple, rows[list(shown.columns)].to_numpy().tolist())))
+    impls = list(dict.fromkeys(rows.impl))
+    cells = {(row["impl"], *(row[name] for name in shown.columns)): row for row in rows.to_dict("records")}
+    lines: list[list[str]] = []
+    for case in cases:
+        line = [", ".join(case)]
+        for impl in impls:
+            row = cells.get((impl, *case))
+            more = f" ({float(row[shown.more]):.3f})" if row is not None and shown.more else ""
+            line.append("" if row is None else f"{float(row[shown.value]):.{shown.digits}f}{more}")
+        lines.append(line)
+    first = rows.iloc[0]
+    here = f"{first.gpu}, {first.versions}, commit {', '.join(dict.fromkeys(rows.commit))}."
+    return "\n".join([f"{shown.text} {here}", "", *table(["", *impls], lines)])
+
+
 HOST_TESTS = (
     "The libraries' own tests of these models, run with the original models and with models that are adapted as soon "
     "as they are made, by `python -m scripts.host_tests`. {passed} pass with the originals, {worse} of those {do} not "
@@ -160,8 +211,9 @@ def host_tests(file: Path) -> str:
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
     """Every page that there is something for, by its file."""
     speed = render(rows), counters(folder / "counters.csv")
+    others = [pivot(folder / name) for name in PIVOTS]
     found = {
-        "performance.md": ("Speed of the encoding", (WORDS, workloads(), *speed) if any(speed) else ()),
+        "performance.md": ("Speed of the encoding", (WORDS, workloads(), *speed, *others) if any(speed) else ()),
         "training-steps.md": (
             "Training steps",
             (
