@@ -2,6 +2,7 @@
 
 import csv
 
+import torch
 from lrpe_md.scripts.bench import compiled
 from lrpe_md.scripts.bench.app import app
 from typer.testing import CliRunner
@@ -24,3 +25,27 @@ def test_times_of_a_cpu_are_refused():
     done = CliRunner().invoke(app, ["compiled", "--device", "cpu"])
     assert done.exit_code != 0
     assert "--smoke" in done.output
+
+
+def test_each_way_runs_the_code_that_was_compiled_for_it(monkeypatch):
+    ran, programs, compile_alone = [], [], compiled.compile_alone
+
+    def listen(graph, inputs):
+        run, number = compile_alone(graph, inputs), len(programs)
+        programs.append(run)
+
+        def run_and_note(*tensors):
+            ran.append(number)
+            return run(*tensors)
+
+        return run_and_note
+
+    monkeypatch.setattr(compiled, "compile_alone", listen)
+    torch.compiler.reset()
+    inputs = compiled.make_inputs("rotate", "forward", torch.device("cpu"))
+    calls = [compiled.compile_ours("rotate", inputs, "forward")[0] for _ in range(2)]
+    ran.clear()
+    for call in (*calls, *calls):
+        call()
+    assert len(programs) == 2
+    assert ran == [0, 1, 0, 1]
