@@ -164,7 +164,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     programs = max(tensors, chosen.programs) if items and chosen.programs else 0
     num_q = programs if tensors == 1 else items if programs == 2 * items else _share(programs, heads_q, heads_k)
     variant = variant._replace(
-        block_r=chosen.tiles, block_n=chosen.heads, weight_by_head=variant.has_weight or variant.has_bias,
+        block_r=chosen.tiles, block_n=chosen.heads, stages=chosen.stages, weight_by_head=variant.has_weight or variant.has_bias,
         early=launches_early(needs),
     )  # fmt: skip
     unit = 8 if aligned else 1

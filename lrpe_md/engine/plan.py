@@ -140,6 +140,7 @@ class HeadsPlan(NamedTuple):
     num_warps: int
     max_registers: int | None
     programs: int  # for all tokens of q and of k
+    stages: int = 1  # so many less one tokens are on their way
 
 
 # Channels of all heads a thread, and those of a tile. The backward keeps dy as well, with sums of gradients a float64

@@ -213,37 +213,33 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
 
 
 @triton.jit
-def load_own(own, token, H, i: tl.constexpr, V: tl.constexpr):
-    """γ and β of tile i's heads. own: pointers to those of all, and the token's group."""
-    norm, group = own
-    is_k, _, _ = token
+def load_own(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constexpr):
+    """γ and β of tile i's heads."""
     h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
-    return load_weights(norm, is_k, h, group, h < H, V=V)
+    return load_weights(norm, is_k, h, token_group, h < H, V=V)
 
 
 @triton.jit
 def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
-    """y of a token."""
+    """y of a token. own: γ and β by tile."""
     mean, scale = stats
     o_h = tl.arange(0, V.block_n)
     for i in tl.static_range(len(fetched)):
         m_h = i * V.block_n + o_h < H
-        weights = load_own(own, token, H, i=i, V=V)
         x_hat = scale_row(centre(fetched[i], mean, m_h, V=V), scale)
-        x_bar = activate_row(apply_weights(x_hat, weights, V=V), 0, V=V)
+        x_bar = activate_row(apply_weights(x_hat, own[i], V=V), 0, V=V)
         store_heads(point_to_heads(o, token, i=i, V=V), x_bar, turned, o_h, m_h, V=V)
 
 
 @triton.jit
-def measure_gradient(loaded, token, H, stats, share, turned, own, V: tl.constexpr):
+def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
     """mean(g x̂), and of "layer" mean(g), of all channels of a token."""
     fetched, gradients = loaded
     for i in tl.static_range(len(fetched)):
-        weights = load_own(own, token, H, i=i, V=V)
         m_h = i * V.block_n + tl.arange(0, V.block_n) < H
         tile = (fetched[i], gradients[i])
-        dy, x_hat, _ = normalise_backward(tile, turned, stats, weights, m_h, V=V)
-        g = apply_weight(dy, weights, V=V)
+        dy, x_hat, _ = normalise_backward(tile, turned, stats, own[i], m_h, V=V)
+        g = apply_weight(dy, own[i], V=V)
         products = multiply_rows(g, x_hat)
         dots = products if i == 0 else add_rows(dots, products)
         total = g if i == 0 else add_rows(total, g)
@@ -256,25 +252,24 @@ def measure_gradient(loaded, token, H, stats, share, turned, own, V: tl.constexp
 
 @triton.jit
 def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.constexpr):
-    """dx of a token; its dΘ by head, and the sums for the weights with its part. out: where dx goes, those sums."""
+    """dx of a token; its dΘ by head, and the sums for the weights with its part.
+
+    out: where dx goes, those sums, and to which group of them the token belongs.
+    """
     fetched, gradients = loaded
-    o, dweights = out
-    _, group = own
+    o, dweights, group = out
     _, scale = stats
     dot, mean = means
     o_h = tl.arange(0, V.block_n)
     added = ()
     for i in tl.static_range(len(fetched)):
         m_h = i * V.block_n + o_h < H
-        weights = load_own(own, token, H, i=i, V=V)
-        dy, x_hat, tile_dangles = normalise_backward(
-            (fetched[i], gradients[i]), turned, stats, weights, m_h, V=V
-        )  # fmt: skip
+        dy, x_hat, tile_dangles = normalise_backward((fetched[i], gradients[i]), turned, stats, own[i], m_h, V=V)
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
             products = form_weight_gradients(dy, x_hat, V=V)
             added += add_tile_gradients(dweights, products, group, i=i, V=V)
-        dx = combine_gradient(apply_weight(dy, weights, V=V), x_hat, scale, dot, mean, V=V)
+        dx = combine_gradient(apply_weight(dy, own[i], V=V), x_hat, scale, dot, mean, V=V)
         store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)
     return dangles, added
 
@@ -320,6 +315,10 @@ def heads_kernel(
     dweights = ()
     for _ in tl.static_range(TILES):
         dweights += zero_weight_gradients(V=V)
+    kept = ()
+    if V.token_groups == 1:
+        for i in tl.static_range(TILES):
+            kept += (load_own(norm, is_k, H, 0, i=i, V=V),)
     for item in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step, num_stages=V.stages):
         b = item // N
         n = item - b * N
@@ -337,12 +336,17 @@ def heads_kernel(
             spots = (N, first_index, num_grid, positions_b, rotated_b)
             cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
         turned = (cos, sin)
-        own = (norm, find_token_group(n + first_index, num_grid, V=V))
+        group = find_token_group(n + first_index, num_grid, V=V)
+        own = kept
+        if V.token_groups > 1:
+            for i in tl.static_range(TILES):
+                own += (load_own(norm, is_k, H, group, i=i, V=V),)
         stats = measure(fetched, H, share, V=V)
         if V.backward:
             loaded = (fetched, gradients)
-            means = measure_gradient(loaded, token, H, stats, share, turned, own, V=V)
-            dangles, dweights = store_gradients(loaded, token, H, stats, means, turned, own, (o, dweights), V=V)
+            means = measure_gradient(loaded, H, stats, share, turned, own, V=V)
+            out = (o, dweights, group)
+            dangles, dweights = store_gradients(loaded, token, H, stats, means, turned, own, out, V=V)
             if V.need_dangles:
                 weighed = ()
                 for j in tl.static_range(J):
