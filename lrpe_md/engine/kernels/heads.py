@@ -40,8 +40,7 @@ from .norm import (
 )
 from .reduce import launch_second_pass
 from .signature import kernel, unpack
-from .softmax import sum_row
-from .tiles import find_channels, first_channel, point_to_row, split_pairs, store_tile, upcast
+from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast
 
 
 @triton.jit
@@ -51,6 +50,20 @@ def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
     return point_to_row((p_q, unpack(q_strides), p_k, unpack(k_strides)), is_k, b, n, first, V=V)
+
+
+@triton.jit
+def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr):
+    """A token's rows on their way into the L2 cache, in lines of 128 bytes; takes no registers as loads ahead would."""
+    if V.functions > 0:
+        row = point_to_heads(tensor, token, i=0, V=V)
+        LINE: tl.constexpr = 1024 // row[0].dtype.element_ty.primitive_bitwidth
+        o_h = tl.arange(0, triton.next_power_of_2(V.block_r * V.block_n))
+        o_d = (LINE * tl.arange(0, triton.next_power_of_2((width + LINE - 1) // LINE)))[None, :]
+        wanted = (o_h < H)[:, None] & (o_d < width) & is_there
+        asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+        places = point_at(row, o_h, o_d, V=V).to(tl.int64)
+        tl.inline_asm_elementwise(asm, "=r,l,r", [places, wanted.to(tl.int32)], tl.int32, False, 1)
 
 
 @triton.jit
@@ -91,8 +104,14 @@ def turn_back(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def sum_all(rows):
-    """Σ over the channels of all heads."""
-    return tl.sum(sum_row(rows), axis=0)
+    """Σ over the channels of all heads, in one go across threads; the halves of pairs are of one shape."""
+    first = rows[0]
+    if len(rows) > 1:
+        first = first + rows[1]
+    total = tl.sum(first)
+    for i in tl.static_range(2, len(rows)):
+        total += tl.sum(rows[i])
+    return total
 
 
 @triton.jit
@@ -153,7 +172,16 @@ def add_tile_gradients(sums, products, token_group, i: tl.constexpr, V: tl.const
         product = products[j % len(products)]
         if V.token_groups > 1:
             product = tl.where(token_group == j // len(products), product, 0.0)
-        added += (sums[i * COUNT + j] + product.to(tl.float64),)
+        added += (sums[i * COUNT + j] + product,)
+    return added
+
+
+@triton.jit
+def widen_rows(sums, few):
+    """The sums in float64 with those of a few tokens."""
+    added = ()
+    for j in tl.static_range(len(sums)):
+        added += (sums[j] + few[j].to(tl.float64),)
     return added
 
 
@@ -274,6 +302,9 @@ def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.cons
     return dangles, added
 
 
+TOKENS = tl.constexpr(16)  # of which gradients of the weights add up in float32: float64 takes twice the registers
+
+
 @kernel
 def heads_kernel(
     x: "tensors", dy: "tensors", o: "tensors", tables: "tables", norm: "norm", sums: "sums", numbers: "numbers",
@@ -300,6 +331,7 @@ def heads_kernel(
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     TILES: tl.constexpr = V.block_r
+    OUT: tl.constexpr = V.head_dim + V.num_channels if V.map == "cosine" else V.head_dim
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     omega = 0
     o_c = tl.arange(0, V.block_c)
@@ -314,46 +346,56 @@ def heads_kernel(
             total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
     dweights = ()
     for _ in tl.static_range(TILES):
-        dweights += zero_weight_gradients(V=V)
+        dweights += zero_weight_gradients(tl.float64, V=V)
     kept = ()
     if V.token_groups == 1:
         for i in tl.static_range(TILES):
             kept += (load_own(norm, is_k, H, 0, i=i, V=V),)
-    for item in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step, num_stages=V.stages):
-        b = item // N
-        n = item - b * N
-        token = (is_k, b, n)
-        fetched = ()
-        gradients = ()
-        for i in tl.static_range(TILES):
-            m_h = i * V.block_n + o_h < H
-            fetched += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
-            if V.backward:
-                gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
-        cos, sin, shares = 0, 0, 0
-        if V.map != "none":
-            places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude)
-            spots = (N, first_index, num_grid, positions_b, rotated_b)
-            cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
-        turned = (cos, sin)
-        group = find_token_group(n + first_index, num_grid, V=V)
-        own = kept
-        if V.token_groups > 1:
+    for first in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step * TOKENS):
+        few = ()
+        for _ in tl.static_range(TILES):
+            few += zero_weight_gradients(tl.float64 if V.wide else tl.float32, V=V)
+        for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step, num_stages=V.stages):
+            b = item // N
+            n = item - b * N
+            token = (is_k, b, n)
+            fetched = ()
+            gradients = ()
             for i in tl.static_range(TILES):
-                own += (load_own(norm, is_k, H, group, i=i, V=V),)
-        stats = measure(fetched, H, share, V=V)
-        if V.backward:
-            loaded = (fetched, gradients)
-            means = measure_gradient(loaded, H, stats, share, turned, own, V=V)
-            out = (o, dweights, group)
-            dangles, dweights = store_gradients(loaded, token, H, stats, means, turned, own, out, V=V)
-            if V.need_dangles:
-                weighed = ()
-                for j in tl.static_range(J):
-                    weighed += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
-                total = weighed
-        else:
-            store_mapped(fetched, token, H, stats, turned, own, o, V=V)
+                m_h = i * V.block_n + o_h < H
+                fetched += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
+                if V.backward:
+                    gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
+            after = item + step
+            later = (is_k, after // N, after - after // N * N)
+            fetch_ahead(x, later, after < num_items, H, V.head_dim, V=V)
+            if V.backward:
+                fetch_ahead(dy, later, after < num_items, H, OUT, V=V)
+            cos, sin, shares = 0, 0, 0
+            if V.map != "none":
+                places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude)
+                spots = (N, first_index, num_grid, positions_b, rotated_b)
+                cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
+            turned = (cos, sin)
+            group = find_token_group(n + first_index, num_grid, V=V)
+            own = kept
+            if V.token_groups > 1:
+                for i in tl.static_range(TILES):
+                    own += (load_own(norm, is_k, H, group, i=i, V=V),)
+            stats = measure(fetched, H, share, V=V)
+            if V.backward:
+                loaded = (fetched, gradients)
+                means = measure_gradient(loaded, H, stats, share, turned, own, V=V)
+                out = (o, few, group)
+                dangles, few = store_gradients(loaded, token, H, stats, means, turned, own, out, V=V)
+                if V.need_dangles:
+                    weighed = ()
+                    for j in tl.static_range(J):
+                        weighed += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
+                    total = weighed
+            else:
+                store_mapped(fetched, token, H, stats, turned, own, o, V=V)
+        dweights = widen_rows(dweights, few)
     if V.need_dangles:
         store_partial(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, 0, o_c, m_c, V=V)
     if V.need_dweight:

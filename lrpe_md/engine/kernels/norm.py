@@ -185,20 +185,20 @@ def form_weight_gradients(dy, x_hat, V: tl.constexpr):
 
 
 @triton.jit
-def _zero_tile(i: tl.constexpr, V: tl.constexpr):
+def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK: tl.constexpr = V.blocks[i]
-    return tl.zeros([BLOCK_N, BLOCK], dtype=tl.float64)
+    return tl.zeros([BLOCK_N, BLOCK], dtype=dtype)
 
 
 @triton.jit
-def zero_weight_gradients(V: tl.constexpr):
-    """Of a program: for each group of tokens tiles as those of the weights, in float64."""
+def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
+    """Of a program: for each group of tokens tiles as those of the weights."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
             for i in tl.static_range(len(V.begins)):
-                sums += (_zero_tile(i=i, V=V),)
+                sums += (_zero_tile(dtype, i=i, V=V),)
     return sums
 
 

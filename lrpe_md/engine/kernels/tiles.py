@@ -69,7 +69,7 @@ def move_tokens(row, n0, V: tl.constexpr):
 
 
 @triton.jit
-def _pointers(row, o_n, o_d, V: tl.constexpr):
+def point_at(row, o_n, o_d, V: tl.constexpr):
     p, stride_n, stride_d = row
     tokens = _step(o_n, stride_n, V)
     if V.aligned:
@@ -99,13 +99,13 @@ def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_at(row, o_n, o_d, mask, V: tl.constexpr):
     """Channels o_d (1 or tokens, channels) of a block of tokens."""
-    return tl.load(_pointers(row, o_n, o_d, V), mask=mask, other=0.0)
+    return tl.load(point_at(row, o_n, o_d, V), mask=mask, other=0.0)
 
 
 @triton.jit
 def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
     p, _, _ = row
-    tl.store(_pointers(row, o_n, o_d, V), value.to(p.dtype.element_ty), mask=mask)
+    tl.store(point_at(row, o_n, o_d, V), value.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
