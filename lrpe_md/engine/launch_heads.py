@@ -24,7 +24,6 @@ from .launch import (
     describe,
     in_eights,
     launches_early,
-    limit_registers,
     make_readable,
     materialise,
     num_groups,
@@ -164,7 +163,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     programs = max(tensors, chosen.programs) if items and chosen.programs else 0
     num_q = programs if tensors == 1 else items if programs == 2 * items else _share(programs, heads_q, heads_k)
     variant = variant._replace(
-        block_r=chosen.tiles, block_n=chosen.heads, stages=chosen.stages, weight_by_head=variant.has_weight or variant.has_bias,
+        block_r=chosen.tiles, block_n=chosen.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=launches_early(needs),
     )  # fmt: skip
     unit = 8 if aligned else 1
@@ -184,7 +183,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
-    options = {"num_warps": chosen.num_warps, **limit_registers(chosen.max_registers)}
+    options = {"num_warps": chosen.num_warps}
     return _Launch(programs, outs, sums, packed, (pack(*counts), pack(*axes)), variant, options)
 
 
@@ -194,5 +193,7 @@ def _axes(layout: Layout) -> list[int]:
 
 
 def _share(programs: int, heads_q: int, heads_k: int) -> int:
-    """Of the programs those of q, so that all have as much to do."""
-    return min(programs - 1, max(1, round(programs * heads_q / (heads_q + heads_k))))
+    """Of the programs those of q, so that all have as much to do: half of it for heads that there are, and half for as
+    many as the other has."""
+    most = max(heads_q, heads_k)
+    return min(programs - 1, max(1, round(programs * (heads_q + most) / (heads_q + heads_k + 2 * most))))

@@ -138,28 +138,22 @@ class HeadsPlan(NamedTuple):
     heads: int  # a tile
     tiles: int
     num_warps: int
-    max_registers: int | None
     programs: int  # for all tokens of q and of k
-    stages: int = 1  # so many less one tokens are on their way
 
 
-# Channels of all heads a thread, and those of a tile. The backward keeps dy as well, with sums of gradients a float64
-# for each channel.
-_CHANNELS = {Pass.FORWARD: (40, 8), Pass.BACKWARD: (20, 4), Pass.DOMEGA: (20, 4)}
+# Channels of all heads a thread, those of a tile, and warps of a multiprocessor at once: what registers allow. The
+# backward keeps dy as well, with sums of gradients of each channel.
+_CHANNELS = {Pass.FORWARD: (40, 8, 12), Pass.BACKWARD: (40, 4, 8), Pass.DOMEGA: (40, 4, 8)}
 
 
 def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bool) -> HeadsPlan:
     """For so many heads of so many channels, and tokens of all samples, of q and of k together."""
-    sums = stage is Pass.DOMEGA
     if interpreting:
-        return HeadsPlan(triton.next_power_of_2(heads), 1, 4, None, min(items, 2) if sums else items)
-    channels, in_tile = _CHANNELS[stage]
+        return HeadsPlan(triton.next_power_of_2(heads), 1, 4, min(items, 2) if stage is Pass.DOMEGA else items)
+    channels, in_tile, warps = _CHANNELS[stage]
     num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(heads * width, 32 * channels))))
     in_tile = max(1, triton.next_power_of_2(in_tile * 32 * num_warps // width + 1) // 2)
-    tiles = triton.cdiv(heads, in_tile)
-    most = None if stage is Pass.FORWARD else 128  # room for 16 warps
-    programs = min(items, NUM_SM * max(1, 16 // num_warps)) if sums else items
-    return HeadsPlan(in_tile, tiles, num_warps, most, programs)
+    return HeadsPlan(in_tile, triton.cdiv(heads, in_tile), num_warps, min(items, NUM_SM * max(1, warps // num_warps)))
 
 
 @lru_cache(maxsize=4096)

@@ -180,7 +180,6 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
-    launch_heads.limit_registers = launch.limit_registers
     early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
     calls.remembered.clear()
     try:
@@ -189,7 +188,6 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
         call(case)
     finally:
         launch.has_ptx, launch.limit_registers, launch._can_launch_early = has_ptx, registers, early
-        launch_heads.limit_registers = registers
         calls.remembered.clear()
         for name, fn in saved.items():
             setattr(places[name], name, fn)

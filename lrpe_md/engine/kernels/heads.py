@@ -355,7 +355,7 @@ def heads_kernel(
         few = ()
         for _ in tl.static_range(TILES):
             few += zero_weight_gradients(tl.float64 if V.wide else tl.float32, V=V)
-        for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step, num_stages=V.stages):
+        for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step):
             b = item // N
             n = item - b * N
             token = (is_k, b, n)
