@@ -13,11 +13,27 @@ from torch import Tensor
 
 from ..checks import as_integer, check_dense
 
-__all__ = ["Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "per_axis"]
+__all__ = [
+    "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
+    "smaller",
+]  # fmt: skip
 
 PerAxis = float | Sequence[float] | Tensor
 Bound = float | Sequence[float | None] | None
 Self = TypeVar("Self", bound="Rules")
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def larger(a: Any, b: Any) -> Any:
+    """``max``, of sizes that are symbols without a guard; ``torch.sym_max`` takes no plain numbers under dynamo of
+    torch 2.11."""
+    return max(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_max(a, b)
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """``min``, as :func:`larger`."""
+    return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
 
 
 class Rules:
@@ -98,7 +114,10 @@ class Coordinates(Rules):
                 raise ValueError(
                     f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
                 )
-            object.__setattr__(self, "coords", torch.where(self.rotated[..., None], self.coords, 0))
+            # Few operators of torch 2.11 take unsigned integers.
+            bits = self.coords.view(_SIGNED.get(self.coords.dtype, self.coords.dtype))
+            kept = torch.where(self.rotated[..., None], bits, 0).view(self.coords.dtype)
+            object.__setattr__(self, "coords", kept)
 
     def __hash__(self) -> int:
         return hash((self.prefix, self.suffix))

@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from ..checks import as_integer, check_at_least, check_dense
-from .coordinates import Bound, Coordinates, PerAxis, Rules, check_axes, check_index, check_reach, per_axis
+from .coordinates import (
+    Bound,
+    Coordinates,
+    PerAxis,
+    Rules,
+    check_axes,
+    check_index,
+    check_reach,
+    larger,
+    per_axis,
+    smaller,
+)
 
 __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positions", "relative_times", "window_order"]
 
@@ -212,7 +223,7 @@ class Grid(Rules):
 
         by: "shorter" or "longer" takes for m the size of that axis on all, which keeps the aspect ratio.
         """
-        choose: dict[str, Any] = {"axis": None, "shorter": torch.sym_min, "longer": torch.sym_max}
+        choose: dict[str, Any] = {"axis": None, "shorter": smaller, "longer": larger}
         if by not in choose:
             raise ValueError(f"by: expected one of {tuple(choose)}, got {by!r}")
         sizes = self._sizes if by == "axis" else (reduce(choose[by], self._sizes),) * self.num_axes
@@ -238,7 +249,7 @@ class Grid(Rules):
                     f"not to lie in front of start = {a:g}, got stop = {b:g}; "
                     "rescale((stop - start) / n).offset(start) has equal steps"
                 )
-            steps.append(length / torch.sym_max(n - 1, 1))
+            steps.append(length / larger(n - 1, 1))
         return self.transform(steps, start)
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
@@ -326,7 +337,7 @@ class Grid(Rules):
     @property
     def _sizes(self) -> tuple[Any, ...]:
         """What to divide by: an axis of size 0 has no positions."""
-        return tuple(torch.sym_max(n, 1) for n in self.shape)
+        return tuple(larger(n, 1) for n in self.shape)
 
     @property
     def _scale_and_shift(self) -> tuple[Any, Any]:

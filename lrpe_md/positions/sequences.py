@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_at_least
-from .coordinates import check_reach
+from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
 __all__ = ["After", "Before", "Packed", "Segment", "Tokens", "compose", "pack", "packed_positions", "pad", "zigzag"]
@@ -354,16 +354,16 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
         return segment, running
     axes = range(num_axes) if segment.axes is None else segment.axes
     if isinstance(segment, Before):
-        largest: list[Any] = [torch.sym_max(*ends) + 1 for ends in _ends(segment.grid)] or [0.0] * num_axes
+        largest: list[Any] = [larger(*ends) + 1 for ends in _ends(segment.grid)] or [0.0] * num_axes
         return segment.grid.offset([running - largest[j] if j in axes else 0.0 for j in range(num_axes)]), running
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
     if segment.advance is None:
         ends = _ends(placed)
-        behind: list[Any] = [torch.sym_max(*ends[axis]) + 1 for axis in axes] if ends else []
+        behind: list[Any] = [larger(*ends[axis]) + 1 for axis in axes] if ends else []
     else:
         ends = _ends(segment.grid)
-        behind = [running + torch.sym_max(*ends[axis]) + 1 for axis in segment.advance] if ends else []
-    moved: Any = reduce(torch.sym_max, behind) if behind else running
+        behind = [running + larger(*ends[axis]) + 1 for axis in segment.advance] if ends else []
+    moved: Any = reduce(larger, behind) if behind else running
     return placed, math.ceil(moved) if segment.whole else moved
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..frequencies import scalings
 from ..frequencies.dense import dense_omega, mixed_omega, plane_directions
 from ..frequencies.series import geometric_theta, head_bands_theta, log_linspace_theta, period_theta
-from ..positions.coordinates import Coordinates
+from ..positions.coordinates import Coordinates, larger
 from ..positions.grid import Grid, window_order
 
 __all__ = ["FUNCTIONS"]
@@ -254,7 +254,7 @@ def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
 
 def behind_centred(shapes: list[Shape]) -> float:
     halves: Any = [n // 2 for shape in shapes for n in shape[-2:]]
-    return reduce(torch.sym_max, halves) if halves else 0
+    return reduce(larger, halves) if halves else 0
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

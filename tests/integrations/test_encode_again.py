@@ -79,6 +79,20 @@ def kept_bytes(run, args):
     return sum(found.values())
 
 
+def kept_bytes_compiled(run, args):
+    """The same of a compiled function, whose node shows its tensors to hooks alone in torch 2.11."""
+    found = {}
+
+    def note(t):
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        y = run(*args)
+    assert y.grad_fn is not None
+    return sum(found.values())
+
+
 OPTIONS = [{}, {"is_causal": True}, {"masked": True}, {"dropout_p": 0.5}]
 
 
@@ -225,7 +239,7 @@ def test_compiled(impl, act, learn, options, device):
     again = torch.compile(run, backend=backend, fullgraph=True)
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
-    saved = kept_bytes(usual, args) - kept_bytes(again, args)
+    saved = kept_bytes_compiled(usual, args) - kept_bytes_compiled(again, args)
     assert saved == 2 * UNIT if impl == "triton" else saved >= 2 * UNIT  # a reference keeps cos and sin, too
 
 

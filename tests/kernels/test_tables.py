@@ -9,6 +9,7 @@ from pathlib import Path
 import lrpe_md
 
 PACKAGE = Path(lrpe_md.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 ENTRY = """
     "square": Activation(
@@ -27,6 +28,10 @@ BACKWARD = """
         tl.static_assert(False, "this activation has no branch in kernels/activations.py: activate_backward")"""
 
 USE = """
+import pytest
+from interpreting import quicken
+
+quicken(pytest.MonkeyPatch())
 import torch
 from lrpe_md.testing import Case, check
 found = [*check(Case(act="square")), *check(Case("rotate", act="square", rotary_dim=8))]
@@ -58,7 +63,7 @@ def copy_with(tmp_path: Path, *branches: str) -> Path:
 
 def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    env |= {"PYTHONPATH": str(folder), **environment}
+    env |= {"PYTHONPATH": os.pathsep.join((str(folder), str(TESTS))), **environment}
     script = folder / "script.py"  # Triton reads the source of a kernel
     script.write_text(code, encoding="utf-8")
     return subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
