@@ -576,7 +576,7 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
         outs, jobs = outs + found, jobs + more
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
-    _reduce(jobs, rows > 0 and launches_early(needs))  # behind a first pass
+    _reduce(jobs, rows > 0 and launches_early(needs), partials.sums.all_heads)  # behind a first pass
     return [out.contiguous() for out in outs]
 
 
@@ -588,14 +588,15 @@ def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Ten
         found, more = _weight_jobs(partials, Weights(*own))
         outs, jobs = outs + found, jobs + more
     if jobs:
-        _reduce(jobs, False)
+        _reduce(jobs, False, False)
     return [out.contiguous() for out in outs]
 
 
-def _reduce(jobs: list[Job], early: bool) -> None:
+def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
-    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass.
-    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 4
+    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass. The weights of
+    # all heads have many, over the fewer programs that there are at once.
+    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []
     for job in jobs:

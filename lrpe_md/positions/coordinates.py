@@ -25,6 +25,13 @@ Self = TypeVar("Self", bound="Rules")
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
+def _keep(coords: Tensor, which: Tensor) -> Tensor:
+    """Zero elsewhere."""
+    if coords.dtype in _SIGNED:  # few operators of torch 2.11 take them
+        return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
+    return torch.where(which, coords, 0)
+
+
 def larger(a: Any, b: Any) -> Any:
     """``max``, of sizes that are symbols without a guard; ``torch.sym_max`` takes no plain numbers under dynamo of
     torch 2.11."""
@@ -114,10 +121,7 @@ class Coordinates(Rules):
                 raise ValueError(
                     f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
                 )
-            # Few operators of torch 2.11 take unsigned integers.
-            bits = self.coords.view(_SIGNED.get(self.coords.dtype, self.coords.dtype))
-            kept = torch.where(self.rotated[..., None], bits, 0).view(self.coords.dtype)
-            object.__setattr__(self, "coords", kept)
+            object.__setattr__(self, "coords", _keep(self.coords, self.rotated[..., None]))
 
     def __hash__(self) -> int:
         return hash((self.prefix, self.suffix))
