@@ -554,7 +554,7 @@ def lrpe_kernel(
         if V.need_dangles:
             for _ in tl.static_range(J):
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
-        dweights = zero_weight_gradients(tl.float64, V=V)
+        dweights = zero_weight_gradients(dtype=tl.float64, V=V)
         # What a block's first step sets.
         cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
         sin = cos

@@ -40,7 +40,7 @@ from .norm import (
 )
 from .reduce import launch_second_pass
 from .signature import kernel, unpack
-from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast
+from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
 
 
 @triton.jit
@@ -64,6 +64,18 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
         asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
         places = point_at(row, o_h, o_d, V=V).to(tl.int64)
         tl.inline_asm_elementwise(asm, "=r,l,r", [places, wanted.to(tl.int32)], tl.int32, False, 1)
+
+
+@triton.jit
+def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
+    """The rows of x and dy that this program reads next, if there are any. counts: tokens of a sample, and of all."""
+    N, num_items = counts
+    b = item // N
+    token = (is_k, b, item - b * N)
+    fetch_ahead(x, token, item < num_items, H, width=V.head_dim, V=V)
+    if V.backward:
+        OUT: tl.constexpr = V.head_dim + V.num_channels if V.map == "cosine" else V.head_dim
+        fetch_ahead(dy, token, item < num_items, H, width=OUT, V=V)
 
 
 @triton.jit
@@ -328,10 +340,7 @@ def heads_kernel(
     # Rounded alike whether H is compiled in or not.
     share = 1.0 / (H * V.head_dim).to(tl.float64) if V.wide else tl.div_rn(1.0, (H * V.head_dim).to(tl.float32))
     o_h = tl.arange(0, V.block_n)
-    BLOCK_N: tl.constexpr = V.block_n
-    BLOCK_C: tl.constexpr = V.block_c
     TILES: tl.constexpr = V.block_r
-    OUT: tl.constexpr = V.head_dim + V.num_channels if V.map == "cosine" else V.head_dim
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     omega = 0
     o_c = tl.arange(0, V.block_c)
@@ -343,10 +352,10 @@ def heads_kernel(
     total = ()
     if V.need_dangles:
         for _ in tl.static_range(J):
-            total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+            total += (zeros(V=V, dtype=tl.float64),)
     dweights = ()
     for _ in tl.static_range(TILES):
-        dweights += zero_weight_gradients(tl.float64, V=V)
+        dweights += zero_weight_gradients(dtype=tl.float64, V=V)
     kept = ()
     if V.token_groups == 1:
         for i in tl.static_range(TILES):
@@ -354,7 +363,7 @@ def heads_kernel(
     for first in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step * TOKENS):
         few = ()
         for _ in tl.static_range(TILES):
-            few += zero_weight_gradients(tl.float64 if V.wide else tl.float32, V=V)
+            few += zero_weight_gradients(dtype=tl.float64 if V.wide else tl.float32, V=V)
         for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step):
             b = item // N
             n = item - b * N
@@ -366,11 +375,7 @@ def heads_kernel(
                 fetched += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
                 if V.backward:
                     gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
-            after = item + step
-            later = (is_k, after // N, after - after // N * N)
-            fetch_ahead(x, later, after < num_items, H, V.head_dim, V=V)
-            if V.backward:
-                fetch_ahead(dy, later, after < num_items, H, OUT, V=V)
+            fetch_next(x, dy, is_k, item + step, counts=(N, num_items), H=H, V=V)
             cos, sin, shares = 0, 0, 0
             if V.map != "none":
                 places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude)

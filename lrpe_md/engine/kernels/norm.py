@@ -198,7 +198,7 @@ def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
             for i in tl.static_range(len(V.begins)):
-                sums += (_zero_tile(dtype, i=i, V=V),)
+                sums += (_zero_tile(dtype=dtype, i=i, V=V),)
     return sums
 
 
