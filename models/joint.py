@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lrpe_md import Norm, geometric_theta
 from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.engine.views import split_qkv
 from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
 from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
 
@@ -73,7 +74,7 @@ class Stream(nn.Module):
         """x (B, N, C), c (B, C) → q, k, v (B, H, N, D) and what remains of the modulation for :meth:`update`."""
         shift, scale, *rest = self.modulation(c).chunk(2 if self.last else 6, dim=-1)
         qkv = self.qkv(modulate(self.norm1(x), shift, scale))
-        q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads).unbind(0)
+        q, k, v = split_qkv(rearrange(qkv, "b n (three h d) -> b n three h d", three=3, h=self.num_heads))
         if not normed:
             return (q, k, v), tuple(rest)
         return (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), tuple(rest)  # autocast norms in float32

@@ -261,7 +261,7 @@ class _Encode(torch.autograd.Function):
                 found = (*found, None, None)[: len(weights)] if needs.norm else dweights
                 return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs, *found
         direct = direct and is_plain(grads)
-        outs = ctx.split.allocate(grads) if direct and ctx.split is not None else ()
+        outs = ctx.split.allocate(grads[0], len(grads)) if direct and ctx.split is not None else ()
         out = iter(backward(call, grads, xs, stats, angles, needs, direct, outs))
         dxs = [next(out) for _ in grads]
         domega = next(out) if need_omega else None

@@ -19,10 +19,10 @@ class Joined:
     def __init__(self, shape: torch.Size) -> None:
         self.shape, self.buffer = shape, None
 
-    def allocate(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """For dq and dk."""
-        self.buffer = like[0].new_empty(self.shape)
-        return _places(self.buffer)[:2]
+    def allocate(self, like: Tensor, count: int) -> tuple[Tensor, ...]:
+        """For dq, dk and, of three, dv, of the dtype of ``like``."""
+        self.buffer = like.new_empty(self.shape)
+        return _places(self.buffer)[:count]
 
     def take(self) -> Tensor | None:
         buffer, self.buffer = self.buffer, None
@@ -53,11 +53,8 @@ def _places(qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def find_split(xs: Sequence[Tensor]) -> Joined | None:
-    """Of q and k that :func:`split_qkv` gave, as they are."""
-    if len(xs) != 2:
+    """Of q and k, or q, k and v, that :func:`split_qkv` gave, as they are."""
+    node: Any = xs[0].grad_fn
+    if len(xs) == 1 or type(node) is not Split._backward_cls:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    q, k = xs
-    node: Any = q.grad_fn
-    if type(node) is not Split._backward_cls or k.grad_fn is not node:  # pyright: ignore[reportAttributeAccessIssue]
-        return None
-    return node.joined if (q.output_nr, k.output_nr) == (0, 1) else None
+    return node.joined if all(x.grad_fn is node and x.output_nr == i for i, x in enumerate(xs)) else None

@@ -21,6 +21,7 @@ from ..reference_linear import Angles
 from . import compiled
 from .boundary import is_plain, transforming
 from .call import Layout, Tables, Weights
+from .joined import find_split
 from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
@@ -170,10 +171,12 @@ def backward(
     saved: Sequence[Tensor],
     needs: LinearNeeds,
     direct: bool,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dq, dk, dv, and the gradients that are needed. grads: of o, or of o, S and Σ."""
+    """dq, dk, dv, and the gradients that are needed. grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to
+    be, past the dispatcher."""
     if direct:
-        return _launcher().backward(call, grads, operands, saved, needs)
+        return _launcher().backward(call, grads, operands, saved, needs, outs)
     q, k, v, gate, state = operands
     return ops.linear_backward(
         list(grads), q, k, v, gate, list(state), list(saved), *flatten_linear(call), *needs, compiled.SOURCE
@@ -310,6 +313,7 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, gate, call.cu_seqlens, *call.weights, *tables, *state, *out[num:])
         ctx.args = call.attention, call.spec, call.q_layout, call.k_layout, call.launches, one_side, one_phase, direct
         ctx.num_states = len(state)
+        ctx.split = find_split((q, k, v)) if direct else None
         return tuple(out[:num])
 
     @staticmethod
@@ -335,7 +339,9 @@ class _Attend(torch.autograd.Function):
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
             found = _differentiate_reference(call, operands, grads, needs)
         else:
-            found = backward(call, grads, operands, saved, needs, direct and is_plain(grads))
+            direct = direct and is_plain(grads)
+            outs = ctx.split.allocate(q, 3) if direct and ctx.split is not None else ()
+            found = backward(call, grads, operands, saved, needs, direct, outs)
         dq, dk, dv, *others = found
         others = iter(others)
         dgate, domega, dphase_q, dphase_k = (next(others) if needed else None for needed in needs[:4])

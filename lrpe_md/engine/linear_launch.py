@@ -641,11 +641,16 @@ class Grads(NamedTuple):
 
 
 def backward(
-    call: LinearCall, grads: Sequence[Tensor], operands: Operands, saved: Sequence[Tensor], needs: LinearNeeds
+    call: LinearCall,
+    grads: Sequence[Tensor],
+    operands: Operands,
+    saved: Sequence[Tensor],
+    needs: LinearNeeds,
+    outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, the norm's weights, dS and dΣ, in this order.
 
-    grads: of o, or of o, S and Σ.
+    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -663,22 +668,22 @@ def backward(
         q_partial, k_partial = partial[:q_rows], partial[q_rows:]
     if needs.gate:
         dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
-    dq, dk, dv = (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
+    dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
     q_weights, k_weights = _allocate_weight_sums(work, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
-    outs = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
+    written = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
     with current_device(work.q):
         if one_pass:
             last: list[Tensor] = []
-            differentiate_one_pass(work, outs)
+            differentiate_one_pass(work, written)
         elif call.attention.mask == "causal":
-            last = differentiate_causal(work, outs, state, dstate, tuple(saved))
+            last = differentiate_causal(work, written, state, dstate, tuple(saved))
         else:
-            last = differentiate(work, outs, state, dstate, tuple(saved))
+            last = differentiate(work, written, state, dstate, tuple(saved))
         found = [dq, dk, dv]
         if dgate is not None and gate is not None:
             found.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
-        found += reduce_partials(work, outs)
-        found += reduce_weight_sums(work, outs)
+        found += reduce_partials(work, written)
+        found += reduce_weight_sums(work, written)
     return found + last
 
 

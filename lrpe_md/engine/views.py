@@ -42,7 +42,8 @@ def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D).
 
     In eager mode its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` writes dq and dk; only dv is copied. Those of views that torch makes are stacked.
+    :func:`lrpe_md.cosine` writes dq and dk, so that only dv is copied, and that of :func:`lrpe_md.linear_attention` all
+    three. Those of views that torch makes are stacked.
     """
     if torch.is_grad_enabled() and is_direct((qkv,)) and not transforming():
         return Split.apply(qkv)  # pyright: ignore[reportReturnType]

@@ -69,10 +69,9 @@ class LrpeAttention(Attention):
     five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
     here, too, for one unit more read and written a layer. An encoding with an activation or learned frequencies needs
     the projection's output itself, and keeps five either way. With ``keep_encoded=False`` the backward encodes q and k
-    again, from the projection's output, which is all that is kept, whatever the encoding; and in eager mode its
-    gradient is written in place instead of stacked from three. It takes the encoding's time once more. Not with
-    ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, nor under checkpointing, which
-    runs all of the block again.
+    again, from the projection's output, which is all that is kept, whatever the encoding. It takes the encoding's time
+    once more. Not with ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, nor under
+    checkpointing, which runs all of the block again.
     """
 
     attention: Literal["softmax", "linear"] = "softmax"
@@ -89,7 +88,7 @@ class LrpeAttention(Attention):
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         frames = context.block is not None and self.attention == "softmax"
         again = not frames and self._encodes_again(x, encoding)
-        q, k, v = split_qkv(qkv) if again else qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = split_qkv(qkv)
         norm = None
         if not frames and takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)

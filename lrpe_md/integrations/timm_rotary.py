@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from ..engine.validate import Impl
+from ..engine.views import split_qkv
 from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -193,8 +194,7 @@ class _Attention(Adapted):
         else:
             bias = torch.cat((own.q_bias, own.k_bias, own.v_bias))
             qkv = own.qkv(x) + bias if own.qkv_bias_separate else F.linear(x, own.qkv.weight, bias)
-        q, k, v = qkv.unflatten(-1, (3, own.num_heads, own.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        return q, k, v
+        return split_qkv(qkv.unflatten(-1, (3, own.num_heads, own.head_dim)))
 
 
 class LrpeEvaAttention(_Attention, EvaAttention):

@@ -36,7 +36,7 @@ class Launcher(SimpleNamespace):
         o = like_in_memory(operands.q, operands.v.shape[3]).copy_(o)
         return [o, *(after if return_state else ()), *([after[0].clone()] if keep else [])]
 
-    def backward(self, call, grads, operands, saved, needs):
+    def backward(self, call, grads, operands, saved, needs, outs=()):
         self.seen.append("backward")
         _, k, v, _, _ = operands
         sequences = k.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1

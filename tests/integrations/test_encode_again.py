@@ -12,7 +12,7 @@ from lrpe_md.models.text import TextEncoder, tokenize
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_md import Grid, adapt, cosine, rotate
+from lrpe_md import Grid, adapt, cosine, linear_attention, rotate
 from lrpe_md.engine.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 
@@ -197,13 +197,64 @@ def test_the_gradient_is_written_in_place(map, act, learn, device, monkeypatch):
     """dq and dk by the kernels, dv by a copy; nothing is stacked."""
     run, args = call(device, map, act, learn, impl="triton", dtype=torch.float32)
     expected = gradients(run, args, split=views)
-    monkeypatch.setattr(torch, "stack", lambda *args, **kwargs: pytest.fail("stacked"))
-    copies, copy = [], torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, *a: copies.append(other) or copy(self, other, *a))
+    copies = count_copies(monkeypatch)
     found = gradients(run, args)
     assert len(copies) == 1
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def count_copies(monkeypatch):
+    """A list that grows by each; nothing may be stacked."""
+    copies, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(torch, "stack", lambda *args, **kwargs: pytest.fail("stacked"))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, *a: copies.append(other) or copy(self, other, *a))
+    return copies
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"act": "silu", "normalizer": "none"}], ids=str)
+@pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
+@pytest.mark.parametrize("map", [*MAPS, None])
+def test_the_gradient_of_linear_attention_is_written_in_place(map, shape, options, device, monkeypatch):
+    """dq, dk and dv by the kernels."""
+    torch.manual_seed(0)
+    qkv = torch.randn(1, shape[0] * shape[1] + 1, 3, 2, D, device=device, requires_grad=True)
+    omega = None if map is None else torch.rand(1, D // 2 if map == "rotate" else D, 2, device=device)
+
+    def differentiate(split):
+        q, k, v = split(qkv * 1.0)
+        o = linear_attention(
+            q, k, v, map=map, omega=omega, positions=Grid(shape, prefix=1), impl="triton", **options
+        )  # fmt: skip
+        return torch.autograd.grad(o.square().sum(), qkv)
+
+    (expected,) = differentiate(views)
+    copies = count_copies(monkeypatch)
+    (found,) = differentiate(split_qkv)
+    assert not copies
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("attention", "copies_a_block"), [("softmax", 1), ("linear", 0)])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_gradient_of_a_vision_transformer(impl, attention, copies_a_block, device, monkeypatch):
+    """The default, which keeps what it encoded; by the kernels in place, by the reference in one piece."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=48, depth=2, embed_dim=32, num_heads=2, num_classes=3, pos_embed="none"
+    )
+    model = adapt(model, "rotate", attention=attention, encoding_kwargs={"impl": impl}).to(device)
+    x = torch.randn(2, 3, 48, 48, device=device)
+    y = model(x).square().sum()
+    if impl == "reference":
+        stacked, stack = [], torch.stack
+        monkeypatch.setattr(torch, "stack", lambda ts, dim=0: stacked.append(len(ts)) or stack(ts, dim))
+        y.backward()
+        assert stacked.count(3) == 2
+    else:
+        copies = count_copies(monkeypatch)
+        y.backward()
+        assert len(copies) == 2 * copies_a_block
 
 
 @pytest.mark.parametrize("used", ["twice", "k alone", "v alone", "changed"])

@@ -102,7 +102,7 @@ ENGINE = {  # within the engine, from top to bottom
         "validate",
     },
     "linear_sharding": {"call", "linear_boundary", "linear_call", "linear_validate", "memory", "norms", "sharding"},
-    "linear_boundary": {"boundary", "call", "compiled", "linear_call", "linear_launch", "memory"},
+    "linear_boundary": {"boundary", "call", "compiled", "joined", "linear_call", "linear_launch", "memory"},
     "linear_validate": {"call", "linear_call", "norms", "validate"},
     "linear_launch": {"call", "kernels", "launch", "linear_call", "linear_plan", "memory", "recording"},
     "linear_plan": set(),
