@@ -50,7 +50,7 @@ def run(
     given: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the training; repeatable.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Digits: more encodings and seeds, longer trainings.")] = False,
     shard: Annotated[str, typer.Option(help="i/n: this process runs every n-th training, from the i-th on.")] = "0/1",
-    workers: Annotated[int | None, typer.Option(min=1, help="Trainings at a time. [CPU: 1 a core; GPU: 1]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trainings at a time. [1; CPU, not timed: cores]")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model, a few steps.")] = False,
     baseline: Annotated[str, typer.Option(help="The encoding that others are compared with in the report.")] = "rotate",
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
@@ -69,7 +69,13 @@ def run(
     todo = comparison.jobs(out)
     for job in todo.values():  # what is wrong is said before anything is written
         comparison.config(out, *job)
-    workers = workers or (joblib.cpu_count() if where == "cpu" else 1)
+    timed = comparison.training.get("seconds", 0)
+    if timed and (workers or 1) > 1:
+        raise typer.BadParameter(
+            f"--workers: expected 1 with --set seconds={timed:g}, got {workers}: trainings that share a device are "
+            "slower while others run, and would not have had the same time"
+        )
+    workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
     here = environment(where, "torch", "timm", "accelerate", "scikit-learn")
     open_folder(out, comparison.settings, here)
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)

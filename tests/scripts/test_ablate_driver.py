@@ -295,9 +295,15 @@ def test_trainings_of_equal_time(images, tmp_path):
     """Pairs of attention and encoding; the report says how many steps each took."""
     out = tmp_path / "out"
     pairs = ["-e", "softmax/rotate", "-e", "linear/rotate", "-e", "linear/cosine-relu"]
-    options = ["--set", "seconds=0.2", "--seeds", "1", "--device", "cpu", "--workers", "1", *TINY]
-    done = invoke("run", "image", str(images), "--out", str(out), "--smoke", *pairs, *options)
+    options = ["--set", "seconds=0.2", "--seeds", "1", "--device", "cpu", *TINY]
+    command = ["run", "image", str(images), "--out", str(out), "--smoke", *pairs, *options]
+    refused = invoke(*command, "--workers", "2")
+    assert refused.exit_code == 2
+    assert "expected 1 with --set seconds=0.2" in " ".join(refused.output.replace("│", " ").split())
+    assert not out.exists()
+    done = invoke(*command)
     assert done.exit_code == 0, done.output
+    assert ", 1 at a time" in done.output
     results = pd.read_csv(out / "results.csv")
     assert set(zip(results.attention, results.encoding, strict=True)) == {
         ("softmax", "rotate"), ("linear", "rotate"), ("linear", "cosine-relu")
