@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Grid, list_presets
+from lrpe_md.engine.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
 from lrpe_md.modules_linear import attend_with
@@ -158,8 +159,7 @@ class LmAttention(nn.Module):
         self.proj = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.groups, self.groups], dim=1)
+        q, k, v = split_qkv(self.qkv(x).unflatten(-1, (-1, self.head_dim)), self.groups)
         x = (self._linear if self.linear else self._softmax)(q, k, v, context, layer)
         return self.proj(self.norm(x.transpose(1, 2).flatten(2)))
 

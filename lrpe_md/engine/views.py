@@ -12,7 +12,7 @@ from ..checks import as_integer, check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.sequences import Packed
 from .boundary import is_direct, transforming
-from .joined import Split
+from .joined import Joined, Split
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
@@ -31,23 +31,24 @@ def encode_qkv(
         raise ValueError(f"num_key_heads: expected it with qkv alone, got {num_key_heads}")
     if xs:
         raise TypeError(f"qkv: expected it alone, got {len(xs)} tensor{'s' * (len(xs) > 1)} beside it")
-    q, k, v = _split(qkv, num_key_heads)
-    batched = q.ndim == 4
+    num_key_heads = _check_projection(qkv, num_key_heads)
+    batched = qkv.ndim == (5 if num_key_heads is None else 4)
     into = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
-    q, k = encode(_heads_first(q), _heads_first(k), **into)
-    return _tokens_first(q, batched), _tokens_first(k, batched), v
+    q, k, v = split_qkv(qkv if batched else qkv[None], num_key_heads)
+    q, k = encode(q, k, **into)
+    return _tokens_first(q, batched), _tokens_first(k, batched), _tokens_first(v, batched)
 
 
-def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D).
+def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D).
 
     In eager mode its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and
     :func:`lrpe_md.cosine` writes dq and dk, so that only dv is copied, and that of :func:`lrpe_md.linear_attention` all
     three. Those of views that torch makes are stacked.
     """
     if torch.is_grad_enabled() and is_direct((qkv,)) and not transforming():
-        return Split.apply(qkv)  # pyright: ignore[reportReturnType]
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
+    q, k, v = Joined(qkv.shape, num_key_heads).places(qkv)
     return q, k, v
 
 
@@ -71,8 +72,8 @@ def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     return packed.positions
 
 
-def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(.., N, H, D) each, views."""
+def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
+    """num_key_heads."""
     check_dense("qkv", qkv, "(B, N, 3, H, D)")
     if num_key_heads is None:
         if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
@@ -80,8 +81,7 @@ def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]
                 f"qkv: expected (B, N, 3, H, D) or (N, 3, H, D), or (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with "
                 f"num_key_heads, got {tuple(qkv.shape)}"
             )
-        q, k, v = qkv.unbind(-3)
-        return q, k, v
+        return None
     if qkv.ndim not in (3, 4):
         raise ValueError(
             f"qkv: expected (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with num_key_heads, got {tuple(qkv.shape)}"
@@ -92,8 +92,7 @@ def _split(qkv: Any, num_key_heads: int | None) -> tuple[Tensor, Tensor, Tensor]
             f"num_key_heads: expected at least 1 and heads of q beside those of k and v, of {total} heads together, "
             f"got {num_key_heads!r}"
         )
-    q, k, v = qkv.split([total - 2 * heads, heads, heads], dim=-2)
-    return q, k, v
+    return heads
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:

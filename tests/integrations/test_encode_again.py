@@ -212,6 +212,30 @@ def count_copies(monkeypatch):
     return copies
 
 
+@pytest.mark.parametrize("num_key_heads", [None, 2])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("map", MAPS)
+def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device, monkeypatch):
+    """Of `qkv=`: dq and dk by the kernels, dv by a copy."""
+    torch.manual_seed(0)
+    heads = (3, H) if num_key_heads is None else (H + 2 * num_key_heads,)
+    qkv = torch.randn(*((B,) if batched else ()), N, *heads, D, device=device, requires_grad=True)
+    omega = torch.rand(1, D // 2 if map == "rotate" else D, 2, device=device)
+    options = {"omega": omega, "positions": Grid((6, 6), prefix=1), "impl": "triton"}
+
+    def add(q, k, v):
+        return (q.square().sum() + k.square().sum() + v.square().sum()) / 2
+
+    q, k, v = qkv.unbind(-3) if num_key_heads is None else qkv.split([H, num_key_heads, num_key_heads], dim=-2)
+    (expected,) = torch.autograd.grad(add(*MAPS[map](*((t if batched else t[None]).transpose(1, 2) for t in (q, k)),
+                                                      **options), v), qkv)  # fmt: skip
+    copies = count_copies(monkeypatch)
+    monkeypatch.setattr(torch, "cat", lambda *args, **kwargs: pytest.fail("joined"))
+    (found,) = torch.autograd.grad(add(*MAPS[map](qkv=qkv * 1.0, num_key_heads=num_key_heads, **options)), qkv)
+    assert len(copies) == 1
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"act": "silu", "normalizer": "none"}], ids=str)
 @pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
 @pytest.mark.parametrize("map", [*MAPS, None])
