@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lrpe_md import Grid, linear_attention, preset
+from lrpe_md import Grid, Norm, linear_attention, preset
 from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase
 
@@ -175,11 +175,14 @@ class LinearProcessor:
         rotary_emb: Any = None,
     ) -> Tensor:
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        norm = None
+        if attn.norm_q is not None:
+            weights = tuple(each.weight.view(attn.heads, -1) for each in (attn.norm_q, attn.norm_k))
+            norm = Norm("rms", weight=weights, eps=attn.norm_q.eps, over="heads")
         o = linear_attention(
-            q, k, v, map="rotate", omega=self.omega, positions=self.positions, act="relu", pairs="interleaved"
+            q, k, v, map="rotate", omega=self.omega, positions=self.positions, act="relu", pairs="interleaved",
+            norm=norm,
         )  # fmt: skip
         return attn.to_out[1](attn.to_out[0](o.transpose(1, 2).flatten(2)))
 
