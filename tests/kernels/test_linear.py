@@ -135,8 +135,8 @@ def test_dtypes(name, mask, dtype):
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (131,), "prefix": 0},
-        {"normalizer": "none", "act": "silu", "shape": (131,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
+        {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
+        {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
         {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
     ],
     ids=str,

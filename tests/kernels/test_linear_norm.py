@@ -94,7 +94,7 @@ CHANGES = [
     {"phase": "k", "map": "rotate", "omega_heads": 2},
     {"map": "rotate", "rotary_dim": slice(4, 14), "pairs": "interleaved"},
     {"map": "rotate", "pairs": (3, 5)},
-    {"shape": (131,), "prefix": 0, "heads": (3, 3)},
+    {"shape": (67,), "prefix": 0, "heads": (3, 3)},
 ]
 
 
@@ -103,13 +103,14 @@ CHANGES = [
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **changes})
     holds(case)
-    holds(case, frequencies=False)
+    if kind == "layer":  # which has all the weights
+        holds(case, frequencies=False)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"norm_weight": "by_head", "gate": "float"}, {"heads": (2, 2), "norm_groups": 2, "shape": (131,)},
+        {}, {"norm_weight": "by_head", "gate": "float"}, {"heads": (2, 2), "norm_groups": 2, "shape": (67,)},
         {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"map": None, "norm_weight": "by_head", "heads": (4, 1)}, STEADY,
         {"phase": "k", "omega_heads": 2},
     ],

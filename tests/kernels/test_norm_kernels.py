@@ -85,7 +85,8 @@ CHANGES = [
 def test_weights_positions_and_strides(change, kind, over):
     case = Case("rotate", **{"norm": kind, "norm_over": over, **change})
     assert not violations(case)
-    assert not violations(case, frequencies=False)
+    if kind == "layer":  # which has all the weights
+        assert not violations(case, frequencies=False)
 
 
 @both
