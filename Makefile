@@ -43,7 +43,7 @@ types: $(READY)  ## pyright
 	$(BIN)/pyright
 
 unit: $(READY)  ## pytest (ARGS="-k cosine")
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test: lint types unit  ## everything that CI runs
 
@@ -51,7 +51,7 @@ dist: $(READY)  ## wheel and sdist in dist/, checked, with the library's tests a
 	rm -rf dist
 	$(BIN)/python -m build --quiet --no-isolation --sdist --wheel .
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tests/installed.py dist/*.whl -n auto $(ARGS)
+	$(BIN)/python tests/installed.py dist/*.whl -n auto --dist worksteal $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -99,6 +99,7 @@ def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
         return linear_plan.LinearTile(64, 4, 1)
 
     monkeypatch.setattr(linear_launch, "choose_tile", choose)
+    monkeypatch.setattr(linear_launch, "start", lambda *args: None)  # what is asked for shows without running it
     for full, small in zip(place.cases().values(), place.cases(small=True).values(), strict=True):
         assert (full.map, full.head_dim) == (small.map, small.head_dim)
     case = next(iter(place.cases(small=True).values()))
