@@ -82,7 +82,8 @@ CHANGES = [
     {"norm_weight": "by_head", "heads": (6, 2)},
     {"norm_weight": "by_head", "heads": (4, 1), "norm_groups": 3, "suffix": 2},
     {"norm_bias": False},
-    {"offset": 1.0, "norm_eps": 1e-2},
+    # With relu a query may see one key's channel alone, a difference of γ x̂ and β: 1/z is as good as its last bits.
+    {"offset": 1.0, "norm_eps": 1e-2, "act": "softplus"},
     {"norm_groups": 3, "prefix": 2, "suffix": 3, "act": "sigmoid"},
     {"norm_groups": 2, "map": None, "prefix": 3},
     {"k_shape": (7, 4)},
