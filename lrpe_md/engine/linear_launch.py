@@ -221,7 +221,7 @@ class Work:
     def _describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor], changes: dict[str, Any]
     ) -> tuple[Variant, dict[str, Any]]:
-        spec, sizes, tables = self.call.spec, self.sizes, side.tables
+        spec, sizes, tables = _pair_channels(self.call.spec, self.sizes.head_dim), self.sizes, side.tables
         positions = tables.coords if tables.coords is not None else tables.origin
         tensors = [*self.tensors, *outs]
         aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
@@ -339,13 +339,20 @@ class Tiles(NamedTuple):
         return (turned, *widths[self.num_turned :]) if self.num_turned else widths
 
 
+def _pair_channels(spec: Spec, head_dim: int) -> Spec:
+    """Without a map neighbouring channels are pairs: see kernels/features.py."""
+    if spec.map != "none" or head_dim % 2:
+        return spec
+    return spec._replace(pairs="interleaved", num_channels=head_dim // 2, rotary_start=0)
+
+
 def _cut_channels(spec: Spec, head_dim: int) -> Tiles:
     def block(width: int) -> int:  # matrix units take no less
         return max(16, triton.next_power_of_2(width))
 
-    if spec.map == "none":
-        return Tiles(16, 0, (0,), (head_dim,), (block(head_dim),))
     channels = spec.num_channels
+    if spec.map == "none" and not channels:
+        return Tiles(16, 0, (0,), (head_dim,), (block(head_dim),))
     if spec.map == "cosine":
         return Tiles(block(channels), 1, (0,), (channels,), (block(channels),))
     head, tail = spec.rotary_start, spec.rotary_start + 2 * channels

@@ -23,7 +23,10 @@ from lrpe_md.engine.norms import take_norm
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
+WIDE = {"dtype": BF16, "head_dim": 128, "heads": (2, 2), "act": "relu"}
 CASES = [
+    LinearCase(None, **WIDE),
+    LinearCase("rotate", **WIDE),
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
     LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),
@@ -94,14 +97,16 @@ def main() -> None:
                 unique.setdefault(source.hash() + str(options), (name, source, options, case))
     linear_launch.has_ptx = has_ptx
     for name, source, options, case in unique.values():
-        begin, error, shared = time.perf_counter(), None, 0
+        begin, error, shared, shuffles = time.perf_counter(), None, 0, 0
         try:
-            shared = triton.compile(source, target=target, options=options).metadata.shared
+            compiled = triton.compile(source, target=target, options=options)
+            shared, shuffles = compiled.metadata.shared, compiled.asm.get("ptx", "").count("shfl.sync")
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = SimpleNamespace(
-            kernel=name, case=str(case), error=error, shared=shared, seconds=round(time.perf_counter() - begin, 2)
-        )
+            kernel=name, case=str(case), map=case.map, wide=case.head_dim == WIDE["head_dim"], error=error,
+            shared=shared, shuffles=shuffles, seconds=round(time.perf_counter() - begin, 2),
+        )  # fmt: skip
         print(json.dumps(vars(row)), flush=True)
 
 

@@ -1,7 +1,8 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
 A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). One side of an attention is what encodes its tokens: frequencies, positions, tables, often the same
+(kernels/encode.py). Without a map neighbouring channels are pairs that nothing turns: of a row as one tile, sums over
+its channels would go through shared memory. One side of an attention is what encodes its tokens: frequencies, positions, tables, often the same
 for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the tokens' place on the grid.
 """
 
@@ -106,7 +107,7 @@ def load_tables(side, b, h, V: tl.constexpr):
 @triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
     """A block of tokens: what the map turns, as two tiles or twice the same, then what passes."""
-    if V.map == "none":
+    if V.num_turned == 0:
         return load_passing(row, o_n, m_n, V=V)
     else:
         return load_inputs(row, o_n, m_n, first_channel(), V=V) + load_passing(row, o_n, m_n, V=V)
@@ -141,7 +142,7 @@ def take_out(x, beta, V: tl.constexpr):
 @triton.jit
 def to_tiles(loaded, V: tl.constexpr):
     """x of what :func:`load_row` has loaded: a tile for what the map turns as one, or two, then what passes."""
-    if V.map == "none":
+    if V.num_turned == 0:
         return loaded
     elif V.map == "cosine":
         return (upcast(loaded[0], V=V),)
@@ -226,13 +227,22 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
 
 
 @triton.jit
-def map_features(x_bar, turned, V: tl.constexpr):
-    """x̂ of x̄."""
+def map_pairs(x_bar, turned, V: tl.constexpr):
+    """Both halves of what the map makes of x̄."""
     if V.map == "none":
-        return x_bar
+        return x_bar[0], x_bar[1]
     else:
         cos, sin, _, _ = turned
-        first, second = apply_map(x_bar, cos, sin, V=V)
+        return apply_map(x_bar, cos, sin, V=V)
+
+
+@triton.jit
+def map_features(x_bar, turned, V: tl.constexpr):
+    """x̂ of x̄."""
+    if V.num_turned == 0:
+        return x_bar
+    else:
+        first, second = map_pairs(x_bar, turned, V=V)
         BLOCK_N: tl.constexpr = V.block_n
         WIDTH: tl.constexpr = 2 * V.block_c
         x_hat = (tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH]),)
@@ -245,15 +255,17 @@ def map_features(x_bar, turned, V: tl.constexpr):
 @triton.jit
 def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
     """dx̄ of dx̂, and dΘ."""
-    if V.map == "none":
+    if V.num_turned == 0:
         return dx_hat, 0
     else:
         cos, sin, _, _ = turned
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
         dy = tl.split(tl.reshape(dx_hat[0], [BLOCK_N, BLOCK_C, 2]))
-        dx_bar = apply_map_backward(dy, cos, sin, V=V)
+        dx_bar = dy
         dangles = 0
+        if V.map != "none":
+            dx_bar = apply_map_backward(dy, cos, sin, V=V)
         if V.need_dangles:
             dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V=V)
         for i in tl.static_range(1, len(dx_hat)):
@@ -270,7 +282,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
         x_hat, scale, weights, group = saved
         dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
-    if V.map != "none":
+    if V.num_turned > 0:
         store_input_gradients(row, dx, o_n, m_n, first_channel(), V=V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):

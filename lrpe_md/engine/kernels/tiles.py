@@ -176,7 +176,7 @@ def find_pairs(c0, V: tl.constexpr):
 @triton.jit
 def find_channels(i: tl.constexpr, V: tl.constexpr):
     """Channels (1, channels) of tile i of a row and which of them there are."""
-    if V.map == "rotate" and i < V.num_turned:
+    if V.num_turned == 2 and i < 2:
         o_a, o_b = find_pairs(first_channel(), V)
         o_d = o_b if i == 1 else o_a
         m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
