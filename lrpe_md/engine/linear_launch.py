@@ -34,7 +34,7 @@ from .launch import (
     strides_in_eights,
 )
 from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
-from .linear_plan import SCAN_BLOCK, LinearPass, LinearTile, choose_tile, cut_pieces, fits_one_pass, shrink
+from .linear_plan import SCAN_BLOCK, LinearPass, LinearTile, choose_tile, cut_parts, cut_pieces, fits_one_pass, shrink
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
@@ -92,6 +92,17 @@ class Pieces(NamedTuple):
         return self.table, pack(self.length, self.num_tokens)
 
 
+class Cut(NamedTuple):
+    """Tokens of a piece, which is a slot with a causal mask, and of each of its parts."""
+
+    length: int
+    part: int
+
+    @property
+    def parts(self) -> int:
+        return triton.cdiv(self.length, self.part)
+
+
 def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, tabled: bool = True) -> Pieces:
     """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece.
 
@@ -104,10 +115,10 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, ta
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
         if tabled:
-            table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, length, mask == "causal")
+            table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, Cut(length, length), mask == "causal")
     elif mask == "causal":
         num_slots = count
-        table = _cut_range(num_tokens, length, device) if tabled else None
+        table = _cut_range(num_tokens, Cut(length, length), device) if tabled else None
     elif mask != "full":
         blocks = num_tokens, ends_of(layout), call.attention.block, length
         count, num_slots = _count_blocks(*blocks)
@@ -115,29 +126,51 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, ta
     return Pieces(table, length, count, num_slots, num_tokens)
 
 
-def _cut_sequences(cu_seqlens: Tensor, count: int, length: int, by_piece: bool) -> Tensor:
-    """Without a wait for the lengths: a table of as many pieces as there can be, of which some are empty.
+def cut_causal(call: LinearCall, pieces: Pieces, rows: int, return_last: bool) -> tuple[Pieces, int]:
+    """Causal pieces as parts whose states are summed up by a program each, and how many of them something sees."""
+    last = 0 if return_last else 1
+    cut = Cut(pieces.length, cut_parts(pieces.length, rows * max(1, pieces.num_pieces - last)))
+    if call.cu_seqlens is not None:
+        count = pieces.num_pieces if cut.parts == 1 else pieces.num_pieces + triton.cdiv(pieces.num_tokens, cut.part)
+        table = _cut_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, cut, True)
+        return pieces._replace(table=table, num_pieces=count), count - last
+    table = _cut_range(pieces.num_tokens, cut, call.q_tables.omega.device)
+    whole = (pieces.num_pieces - 1) * cut.parts
+    return pieces._replace(table=table, num_pieces=len(table)), whole if last else len(table)
+
+
+def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> Tensor:
+    """Without a wait for the lengths: a table of as many parts as there can be, of which some are empty.
 
     What lies outside the tokens nobody has checked: the caller has cut it off.
     """
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    parts = ((ends - begins + length - 1) // length).clamp_min(1)
-    last = parts.cumsum(0)
-    piece = torch.arange(count, device=cu_seqlens.device)
-    sequence = (piece[:, None] >= last).sum(1)
+    lengths = ends - begins
+    parts = lengths // cut.length * cut.parts + (lengths % cut.length + cut.part - 1) // cut.part
+    last = parts.clamp_(min=1).cumsum(0)
+    pieces = ((lengths + cut.length - 1) // cut.length).clamp_min(1)
+    number = torch.arange(count, device=cu_seqlens.device)
+    sequence = (number[:, None] >= last).sum(1)
     there = sequence < len(parts)
     at = sequence.clamp_max(len(parts) - 1)
-    begin = begins[at] + (piece - (last - parts)[at]) * length
-    end = torch.minimum(begin + length, ends[at])
+    within = number - (last - parts)[at]
+    piece = within // cut.parts
+    piece_begin = begins[at] + piece * cut.length
+    begin = piece_begin + within % cut.parts * cut.part
+    end = torch.minimum(torch.minimum(begin + cut.part, piece_begin + cut.length), ends[at])
     begin, end = torch.where(there, begin, 0), torch.where(there, end, 0)
-    slot = piece if by_piece else sequence
+    slot = torch.where(there, (pieces.cumsum(0) - pieces)[at] + piece, 0) if by_piece else sequence
     return torch.stack([begin, end, slot, torch.where(there, sequence, -1)], dim=1).to(torch.int32)
 
 
 # Tables for good: a CUDA graph may hold their addresses.
 @cache
-def _cut_range(num_tokens: int, length: int, device: torch.device) -> Tensor:
-    rows = [[n, min(n + length, num_tokens), i, 0] for i, n in enumerate(range(0, max(num_tokens, 1), length))]
+def _cut_range(num_tokens: int, cut: Cut, device: torch.device) -> Tensor:
+    rows = [
+        [n, min(n + cut.part, begin + cut.length, num_tokens), slot, 0]
+        for slot, begin in enumerate(range(0, max(num_tokens, 1), cut.length))
+        for n in range(begin, min(begin + cut.length, max(num_tokens, 1)), cut.part)
+    ]
     return _as_table(rows, device)
 
 
@@ -275,6 +308,19 @@ class Work:
             found = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
         if call.cu_seqlens is None:
             self.known[key] = found
+        return found
+
+    def parts(self, return_last: bool) -> tuple[Pieces, int]:
+        """Those of keys whose states are summed up, and how many: with a causal mask nothing sees the last piece's."""
+        pieces = self.pieces(of_queries=False)
+        if self.call.attention.mask != "causal":
+            return pieces, pieces.num_pieces
+        key = "parts", return_last
+        found = self.known.get(key)
+        if found is None:
+            found = cut_causal(self.call, pieces, self.sizes.rows, return_last)
+            if self.call.cu_seqlens is None:
+                self.known[key] = found
         return found
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
@@ -484,13 +530,12 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """What the tokens of each slot see, and the state behind the last token."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=False)
+    sizes = work.sizes
     # A state that is given out is float32, and sums of what 16 bits are good enough for are not.
     finer: dict[str, Any] = {"functions": int(has_ptx(work.dtype))} if return_last else {}
     described = work.describe(LinearPass.STATE, work.k_side, **finer)
     variant, _ = described
-    # With a causal mask nothing sees the state of the last piece.
-    count = pieces.num_pieces - (variant.causal and not return_last)
+    pieces, count = work.parts(return_last)
     states = torch.empty(count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_pieces", "fits_kernels",
+    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_parts", "cut_pieces", "fits_kernels",
     "fits_one_pass", "shrink",
 ]  # fmt: skip
 
@@ -88,3 +88,12 @@ def cut_pieces(num_tokens: int, rows: int, causal: bool) -> tuple[int, int]:
     wanted = max(1, (PROGRAMS // 2 if causal else PROGRAMS) // max(1, rows))
     length = max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
     return max(1, -(-num_tokens // length)), length
+
+
+def cut_parts(length: int, programs: int) -> int:
+    """Tokens a part of a piece of ``length``, where so many programs would sum up the states of whole pieces.
+
+    They take no more registers than those without a mask: pieces for a causal walk leave room for more of them.
+    """
+    wanted = max(1, PROGRAMS // max(1, programs))
+    return min(length, max(SHORTEST, -(-length // (wanted * PIECE)) * PIECE))

@@ -72,6 +72,63 @@ def test_a_trace_leaves_no_table(options):
     assert made() == before
 
 
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Causal pieces of 12 tokens, whose states are summed up by parts of 8 and 4."""
+    monkeypatch.setattr(linear_plan, "SHORTEST", 4)
+    monkeypatch.setattr(linear_plan, "PIECE", 4)
+    monkeypatch.setattr(linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
+    monkeypatch.setattr(linear_launch, "cut_parts", lambda length, _: min(length, 8))
+    remembered.clear()
+    yield
+    remembered.clear()
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"gate": "nan", "gate_heads": 2}, {"shape": (31,), "heads": (4, 2)},
+        {"cu_seqlens": (9, 0, 14, 1, 26), "batch": 1},
+        {"shape": (5, 7), "normalizer": "none"}, {"dtype": torch.bfloat16, "map": "rotate", "shape": (4, 12)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_states_of_causal_pieces_by_parts(changes, state, in_parts):
+    holds(LinearCase(**{"mask": "causal", "shape": (6, 6), "state": state, "return_state": state, **changes}))
+
+
+@pytest.mark.parametrize("lengths", [(40,), (9, 0, 14, 1, 26), (12, 24), (0,), (3, 41, 0)], ids=str)
+@pytest.mark.parametrize("part", [4, 8, 12])
+def test_parts_are_the_tokens_of_their_piece(lengths, part):
+    count = 2 * len(lengths) + sum(lengths) // part + 3
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    table = linear_launch._cut_sequences(ends, count, linear_launch.Cut(12, part), True)
+    whole = linear_launch._cut_sequences(ends, count, linear_launch.Cut(12, 12), True)
+    if len(lengths) == 1:
+        assert table[table[:, 3] == 0].equal(
+            linear_launch._cut_range(lengths[0], linear_launch.Cut(12, part), ends.device)
+        )
+    for begin, end, slot, sequence in whole[whole[:, 3] >= 0].tolist():
+        own = table[(table[:, 2] == slot) & (table[:, 3] == sequence)].tolist()
+        assert [row[0] for row in own] + [end] == [begin] + [row[1] for row in own]
+        assert all(row[1] - row[0] == part for row in own[:-1])
+    assert (table[:, 3] >= 0).sum() < count, "room for more than there are"
+
+
+def test_parts_fill_the_gpu_and_leave_out_what_nothing_sees():
+    q = torch.empty(2, 4, 3000, 16)
+    call = validate_linear(
+        LinearOptions(is_causal=True), Given(q, q, q, None, None, ()),
+        Sides(torch.ones(1, 16, 1), Grid((3000,))),
+    )  # fmt: skip
+    pieces = linear_launch.make_pieces(call, 3000, 132, call.k_layout)
+    assert (pieces.num_pieces, pieces.length) == (2, 1536)
+    parts, count = linear_launch.cut_causal(call, pieces, 132, False)
+    assert (parts.num_pieces, parts.num_slots, count) == (6, 2, 3), "a piece of 1,536 tokens by 4 × 132 programs"
+    assert linear_launch.cut_causal(call, pieces, 132, True)[1] == 4  # of both pieces
+
+
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_maps_and_normalizers(name, normalizer, cut):

@@ -1,9 +1,10 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
 A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). Without a map neighbouring channels are pairs that nothing turns: of a row as one tile, sums over
-its channels would go through shared memory. One side of an attention is what encodes its tokens: frequencies, positions, tables, often the same
-for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the tokens' place on the grid.
+(kernels/encode.py). Without a map neighbouring channels are pairs that nothing turns: where a row is one tile, sums
+over its channels may go through all warps. One side of an attention is what encodes its tokens: frequencies, positions,
+tables, often the same for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the
+tokens' place on the grid.
 """
 
 import triton

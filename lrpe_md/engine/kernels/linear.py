@@ -710,8 +710,8 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
 
     states (P or the first of them, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the
     operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal:
-    of those before it. ends: the states to begin with and to end with (B or sequences, G, size) float32, either None.
-    table: that of :func:`locate_piece`. Sums are rounded where they are stored.
+    of those before it, which are there at its first. ends: the states to begin with and to end with (B or sequences, G,
+    size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
@@ -726,12 +726,13 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     rows = tl.cast(B * G, tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.float64)
     before = -2
+    before_slot = -2
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
         follows = (after >= 0) & (after < P)
         if p_table is None:
-            slot = 0
+            slot = p * 0
             sequence = p * 0
             next_slot = tl.where(follows, 0, -2)
             next_sequence = next_slot
@@ -747,7 +748,9 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
                 total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         before = sequence
         if V.causal:
-            store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
+            if (before_slot != slot) & (sequence >= 0):  # below 0: there is no such piece
+                store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
+        before_slot = slot
         there = o < tl.where(p < num_states, SIZE, 0)
         for r in range(R):
             index = (tl.cast(p, tl.int64) * rows + row) * R + r
