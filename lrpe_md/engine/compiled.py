@@ -28,7 +28,6 @@ from torch import Tensor
 from .._ops import ops
 from .call import Needs, unflatten
 from .linear_call import LinearNeeds, Operands, unflatten_linear
-from .memory import split_projection
 from .recording import Start, UnrecordableError, record, storage_of
 
 __all__ = ["SOURCE", "register", "register_join", "register_linear"]
@@ -291,7 +290,13 @@ class _Join(NamedTuple):
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Where the first ones are in it."""
-        return split_projection(whole, self.node.args[1])[: self.num_joined]
+        return _locate_gradients(whole, self.node.args[1])[: self.num_joined]
+
+
+def _locate_gradients(whole: Tensor, num_key_heads: int | None) -> tuple[Tensor, ...]:
+    from .joined import Joined
+
+    return Joined(whole.shape, num_key_heads).places(whole)
 
 
 def _find_join() -> _Join | None:
@@ -327,7 +332,7 @@ def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
         return _lowering("cat")(rows, 2)
     joined, count = found
     sizes = [_read_number(n) for n in joined.get_size()]
-    places = split_projection(torch.empty(sizes, device="meta"), num_key_heads)
+    places = _locate_gradients(torch.empty(sizes, device="meta"), num_key_heads)
     for place, grad in list(zip(places, grads, strict=True))[count:]:
         _lowering("copy_")(_view_as(joined, place), grad)
     return joined

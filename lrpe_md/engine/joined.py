@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from . import compiled
-from .memory import split_projection
 
 __all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]
 
@@ -26,7 +25,14 @@ class Joined:
     def allocate(self, like: Tensor, count: int) -> tuple[Tensor, ...]:
         """For dq, dk and, of three, dv, of the dtype of ``like``."""
         self.buffer = like.new_empty(self.shape)
-        return split_projection(self.buffer, self.num_key_heads)[:count]
+        return self.places(self.buffer)[:count]
+
+    def places(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v (B, H, N, D) of a projection."""
+        if self.num_key_heads is None:
+            return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        sizes = [qkv.shape[2] - 2 * self.num_key_heads, self.num_key_heads, self.num_key_heads]
+        return tuple(t.transpose(1, 2) for t in qkv.split(sizes, dim=2))
 
     def take(self) -> Tensor | None:
         buffer, self.buffer = self.buffer, None
@@ -39,7 +45,7 @@ class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
         ctx.joined = Joined(qkv.shape, num_key_heads)
-        return split_projection(qkv, num_key_heads)
+        return ctx.joined.places(qkv)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -47,7 +53,7 @@ class Split(torch.autograd.Function):
         buffer = joined.take()
         if buffer is None or torch.is_grad_enabled():
             return join(grads, joined.num_key_heads), None
-        for place, grad in zip(split_projection(buffer, joined.num_key_heads), grads, strict=True):
+        for place, grad in zip(joined.places(buffer), grads, strict=True):
             if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
                 place.copy_(grad)
         return buffer, None
@@ -59,7 +65,7 @@ class TracedSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
         ctx.num_key_heads = num_key_heads
-        return split_projection(qkv, num_key_heads)
+        return Joined(qkv.shape, num_key_heads).places(qkv)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -12,8 +12,7 @@ from ..checks import as_integer, check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.sequences import Packed
 from .boundary import is_direct, transforming
-from .joined import Split, TracedSplit
-from .memory import split_projection
+from .joined import Joined, Split, TracedSplit
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
@@ -52,7 +51,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
             return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
         if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             return TracedSplit.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
-    q, k, v = split_projection(qkv, num_key_heads)
+    q, k, v = Joined(qkv.shape, num_key_heads).places(qkv)
     return q, k, v
 
 

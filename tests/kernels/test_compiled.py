@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lrpe_md import Grid, cosine, linear_attention, rotate, testing
-from lrpe_md.engine.memory import split_projection
+from lrpe_md.engine.joined import Joined
 from lrpe_md.engine.views import split_qkv
 from lrpe_md.testing import Case, LinearCase
 
@@ -95,7 +95,7 @@ def attend(qkv, omega, num_key_heads, kind, split=split_qkv):
 
 def take_views(qkv, num_key_heads):
     """What torch makes of them, stacking their gradients."""
-    return split_projection(qkv, num_key_heads)
+    return Joined(qkv.shape, num_key_heads).places(qkv)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
