@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
-from . import compiled
-
-__all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]
+__all__ = ["Joined", "Split", "find_split"]
 
 
 class Joined:
@@ -52,41 +49,12 @@ class Split(torch.autograd.Function):
         joined = ctx.joined
         buffer = joined.take()
         if buffer is None or torch.is_grad_enabled():
-            return join(grads, joined.num_key_heads), None
+            join = torch.stack if joined.num_key_heads is None else torch.cat
+            return join([g.transpose(1, 2) for g in grads], dim=2), None
         for place, grad in zip(joined.places(buffer), grads, strict=True):
             if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
                 place.copy_(grad)
         return buffer, None
-
-
-class TracedSplit(torch.autograd.Function):
-    """The same while a compiler traces, which sees one operator: Inductor's code for it is in compiled.py."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
-        ctx.num_key_heads = num_key_heads
-        return Joined(qkv.shape, num_key_heads).places(qkv)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ops.join(list(grads), ctx.num_key_heads), None
-
-
-def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    """dq, dk and dv (B, H, N, D) as the gradient of their projection."""
-    put_together = torch.stack if num_key_heads is None else torch.cat
-    return put_together([g.transpose(1, 2) for g in grads], dim=2)
-
-
-def _join_fake(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    compiled.register_join()
-    return join(grads, num_key_heads)
-
-
-_lib = torch.library.Library(ops.name, "FRAGMENT")
-_lib.define("join(Tensor[] grads, SymInt? num_key_heads) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_lib.impl("join", join, "CompositeExplicitAutograd")
-torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_lib)
 
 
 def find_split(xs: Sequence[Tensor]) -> Joined | None:

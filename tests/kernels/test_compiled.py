@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lrpe_md import Grid, cosine, linear_attention, rotate, testing
-from lrpe_md.engine.joined import Joined
-from lrpe_md.engine.views import split_qkv
+from lrpe_md import Grid, cosine, rotate, testing
 from lrpe_md.testing import Case, LinearCase
 
 kernels = pytest.importorskip("lrpe_md.engine.kernels")
@@ -37,7 +33,6 @@ LAUNCHES = {
     "norm of heads backward weights": [HEADS, SUMS],
     "linear, one pass": [LINEAR("forward")],
     "linear, one pass, backward omega": [LINEAR("backward"), SUMS],
-    "joined linear": [LINEAR("backward")],
     "linear norm backward weights": [
         *map(LINEAR, ("state", "scan", "output", "query_gradient", "query_state", "scan", "key_gradient")), SUMS
     ],
@@ -56,7 +51,7 @@ def test_code_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 35
+    assert len(rows) == 30
     for name, row in rows.items():
         if name in LEFT:
             assert not row["launches"], row
@@ -75,68 +70,8 @@ def test_code_without_a_gpu(tmp_path):
     assert rows["norm"]["arguments"] == [7]
     assert rows["norm backward weights"]["arguments"] == [10, 3]
     assert rows["norm by head backward omega weights phase"]["arguments"] == [14, 8]
-    # dv alone is copied to where the gradients of a projection are joined, of 11,264 elements with all four heads.
-    assert [rows[f"joined {kind}"]["joined"] for kind in ("backward", "backward omega weights")] == [[11264]] * 2
-    assert (rows["joined with grouped keys"]["joined"], rows["joined linear"]["joined"]) == ([5632], [])
-    assert rows["joined and taken"]["joined"] not in ([], [11264]), "a gradient that is needed elsewhere is copied"
     assert rows["rotate"]["others"] == 2, "a kernel beside those that double the outputs"
     assert rows["rotate backward"]["others"] == rows["rotate backward omega"]["others"] == 0
-
-
-def attend(qkv, omega, num_key_heads, kind, split=split_qkv):
-    q, k, v = split(qkv.unflatten(-1, (-1, 16) if num_key_heads else (3, -1, 16)), num_key_heads)
-    positions = Grid((3, 4), prefix=1)
-    if kind == "linear":
-        return linear_attention(q, k, v, map="rotate", omega=omega, positions=positions)
-    q, k = rotate(q, k, omega=omega, positions=positions)
-    q = q * 2 if kind == "taken" else q
-    return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=num_key_heads is not None)
-
-
-def take_views(qkv, num_key_heads):
-    """What torch makes of them, stacking their gradients."""
-    return Joined(qkv.shape, num_key_heads).places(qkv)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("num_key_heads", [None, 2])
-@pytest.mark.parametrize("kind", ["softmax", "linear", "taken"])
-def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device):
-    """Equal to those of views, in one operator; Inductor's code is in test_code_without_a_gpu."""
-    backward: list = []
-
-    def note(graph, _):
-        backward.append([node.target for node in graph.graph.nodes])
-        return make_boxed_func(graph.forward)
-
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    qkv = torch.randn(2, 13, 8 * 16 if num_key_heads else 3 * 4 * 16, device=device, dtype=dtype, requires_grad=True)
-    omega = torch.rand(1, 8, 2, device=device, requires_grad=True)
-    backend = aot_autograd(fw_compiler=make_boxed_func_of, bw_compiler=note) if device == "cpu" else "inductor"
-    f = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
-    found, expected = (
-        torch.autograd.grad(run().square().sum(), (qkv, omega))
-        for run in (
-            lambda: f(qkv, omega, num_key_heads, kind),
-            lambda: attend(qkv, omega, num_key_heads, kind, take_views),
-        )
-    )
-    tolerance = 1e-5 if device == "cpu" else 2e-2  # SDPA's backward adds in any order there
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
-    if device == "cpu":
-        (targets,) = backward
-        assert targets.count(torch.ops.lrpe_md.join.default) == 1
-
-
-def make_boxed_func_of(graph, _):
-    return make_boxed_func(graph.forward)
-
-
-def test_the_operator_that_joins_gradients():
-    grads = [torch.randn(2, heads, 5, 3).transpose(1, 2).contiguous().transpose(1, 2) for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.lrpe_md.join.default, (grads, 2))
-    torch.library.opcheck(torch.ops.lrpe_md.join.default, (grads[1:] + grads[1:2], None))
 
 
 def test_helpers_of_a_kernel_have_different_names():
