@@ -126,10 +126,11 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, ta
     return Pieces(table, length, count, num_slots, num_tokens)
 
 
-def cut_causal(call: LinearCall, pieces: Pieces, rows: int, return_last: bool) -> tuple[Pieces, int]:
+def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, return_last: bool) -> tuple[Pieces, int]:
     """Causal pieces as parts whose states are summed up by a program each, and how many of them something sees."""
     last = 0 if return_last else 1
-    cut = Cut(pieces.length, cut_parts(pieces.length, rows * max(1, pieces.num_pieces - last)))
+    programs = sizes.rows * max(1, pieces.num_pieces - last)
+    cut = Cut(pieces.length, cut_parts(pieces.length, programs, sizes.state))
     if call.cu_seqlens is not None:
         count = pieces.num_pieces if cut.parts == 1 else pieces.num_pieces + triton.cdiv(pieces.num_tokens, cut.part)
         table = _cut_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, cut, True)
@@ -318,7 +319,7 @@ class Work:
         key = "parts", return_last
         found = self.known.get(key)
         if found is None:
-            found = cut_causal(self.call, pieces, self.sizes.rows, return_last)
+            found = cut_causal(self.call, pieces, self.sizes, return_last)
             if self.call.cu_seqlens is None:
                 self.known[key] = found
         return found

@@ -52,6 +52,7 @@ BOUNDS = (4096, 8192, 16384)
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
 SHORTEST = 512  # tokens of a piece
+STATE_TO_PART = 4  # elements of a state for a token of a part
 SCAN_BLOCK = 1024  # elements of a state a program sums up
 ONE_PASS = 1024  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
@@ -90,10 +91,12 @@ def cut_pieces(num_tokens: int, rows: int, causal: bool) -> tuple[int, int]:
     return max(1, -(-num_tokens // length)), length
 
 
-def cut_parts(length: int, programs: int) -> int:
+def cut_parts(length: int, programs: int, state: int) -> int:
     """Tokens a part of a piece of ``length``, where so many programs would sum up the states of whole pieces.
 
-    They take no more registers than those without a mask: pieces for a causal walk leave room for more of them.
+    They take no more registers than those without a mask: pieces for a causal walk leave room for more of them. state:
+    elements of one, which is written and read again for each part: k and v of a part are several times as much.
     """
     wanted = max(1, PROGRAMS // max(1, programs))
-    return min(length, max(SHORTEST, -(-length // (wanted * PIECE)) * PIECE))
+    shortest = max(SHORTEST, state // STATE_TO_PART)
+    return min(length, -(-max(shortest, -(-length // wanted)) // PIECE) * PIECE)

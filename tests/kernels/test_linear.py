@@ -78,7 +78,7 @@ def in_parts(monkeypatch):
     monkeypatch.setattr(linear_plan, "SHORTEST", 4)
     monkeypatch.setattr(linear_plan, "PIECE", 4)
     monkeypatch.setattr(linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
-    monkeypatch.setattr(linear_launch, "cut_parts", lambda length, _: min(length, 8))
+    monkeypatch.setattr(linear_launch, "cut_parts", lambda length, *_: min(length, 8))
     remembered.clear()
     yield
     remembered.clear()
@@ -116,17 +116,20 @@ def test_parts_are_the_tokens_of_their_piece(lengths, part):
     assert (table[:, 3] >= 0).sum() < count, "room for more than there are"
 
 
-def test_parts_fill_the_gpu_and_leave_out_what_nothing_sees():
-    q = torch.empty(2, 4, 3000, 16)
+@pytest.mark.parametrize(("head_dim", "parts"), [(16, (6, 3)), (64, (2, 1))])
+def test_parts_fill_the_gpu_and_leave_out_what_nothing_sees(head_dim, parts):
+    q = torch.empty(2, 4, 3000, head_dim)
     call = validate_linear(
         LinearOptions(is_causal=True), Given(q, q, q, None, None, ()),
-        Sides(torch.ones(1, 16, 1), Grid((3000,))),
+        Sides(torch.ones(1, head_dim, 1), Grid((3000,))),
     )  # fmt: skip
-    pieces = linear_launch.make_pieces(call, 3000, 132, call.k_layout)
+    sizes = linear_launch.measure(call, Operands(q, q, q, None, ()))._replace(batch=33)
+    pieces = linear_launch.make_pieces(call, 3000, sizes.rows, call.k_layout)
     assert (pieces.num_pieces, pieces.length) == (2, 1536)
-    parts, count = linear_launch.cut_causal(call, pieces, 132, False)
-    assert (parts.num_pieces, parts.num_slots, count) == (6, 2, 3), "a piece of 1,536 tokens by 4 × 132 programs"
-    assert linear_launch.cut_causal(call, pieces, 132, True)[1] == 4  # of both pieces
+    found, count = linear_launch.cut_causal(call, pieces, sizes, False)
+    assert (found.num_pieces, count) == parts, "a piece of 1,536 tokens by up to 4 × 132 programs, as its state allows"
+    assert found.num_slots == 2
+    assert linear_launch.cut_causal(call, pieces, sizes, True)[1] == min(4, found.num_pieces)  # of both pieces
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
