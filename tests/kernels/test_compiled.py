@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lrpe_md import Grid, cosine, rotate, testing
+from lrpe_md import Grid, cosine, linear_attention, rotate, testing
 from lrpe_md.testing import Case, LinearCase
 
 kernels = pytest.importorskip("lrpe_md.engine.kernels")
@@ -241,6 +241,44 @@ def test_the_same_bits_of_every_case(case, dtype, learn, monkeypatch):
     left = (linear and case.mask == "causal") or (case.norm_weight == "by_head" and case.norm_groups > 1)
     for code in codes:
         assert ("torch.ops.lrpe_md" in code) == left
+
+
+def attend(qkv, omega, encoding, size):
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    positions = Grid(size, prefix=1)
+    if encoding == "linear":
+        return linear_attention(q, k, v, map="rotate", omega=omega, positions=positions)
+    if encoding == "rotate":
+        q, k = rotate(q, k, omega=omega, positions=positions)
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def differ_compiled(encoding, size, dtype, device) -> list[str]:
+    """Which of o, dqkv and dω a compiled attention has other than an eager one."""
+    torch.manual_seed(0)
+    heads, head_dim = 4, 16
+    tokens = size[0] * size[1] + 1
+    qkv = torch.randn(2, tokens, 3, heads, head_dim, device=device, dtype=dtype, requires_grad=True)
+    omega = torch.rand(1, head_dim // 2, 2, device=device, requires_grad=True)
+    found = []
+    for f in (torch.compile(attend, fullgraph=True), attend):
+        o = f(qkv, omega, encoding, size)
+        found.append([o, *torch.autograd.grad(o.square().sum(), (qkv, omega), allow_unused=True)])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # attention's backward adds in any order
+    pairs = [(name, a, b) for name, a, b in zip(("o", "dqkv", "domega"), *found, strict=True) if b is not None]
+    return [name for name, a, b in pairs if not (a - b).abs().max() <= tolerance * b.abs().max()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(3, 4), (14, 14)], ids=str)
+@pytest.mark.parametrize("encoding", ["rotate", "linear"])
+def test_an_attention_and_its_gradients(encoding, size, dtype, device):
+    """Our operators beside torch's in one program, equal to the eager ones where torch's own attention is."""
+    found = differ_compiled(encoding, size, dtype, device)
+    if found and encoding != "linear" and differ_compiled("none", size, dtype, device):
+        pytest.skip("torch's own attention differs between its compiled and its eager program at these sizes")
+    assert not found
 
 
 @pytest.mark.gpu
