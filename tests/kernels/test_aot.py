@@ -78,9 +78,9 @@ def test_linear_attention_compiles(target):
     assert {row["kernel"] for row in rows} == {name for name in kernels.__all__ if name.startswith("linear")}
     if target == "sm_90":
         assert all(row["shared"] <= 227 * 1024 for row in rows), "more shared memory than a program can have"
-        wide = {(row["kernel"], row["map"]): row["shuffles"] for row in rows if row["wide"]}
-        for kernel in ("linear_output_kernel", "linear_query_gradient_kernel"):
-            assert wide[kernel, None] <= wide[kernel, "rotate"], f"{kernel}: sums over a row without a map leave a warp"
+        shuffles = {row["kernel"]: row["shuffles"] for row in rows if row["wide"]}
+        assert shuffles["linear_output_kernel"] < 64, "sums over a row without a map leave a warp"
+        assert shuffles["linear_query_gradient_kernel"] < 128
 
 
 def test_the_residue_check_can_fail():
