@@ -166,17 +166,16 @@ class LmAttention(nn.Module):
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
         if layer:
             return self._cached(q, k, v, context, *layer)
-        encode = partial(self.encoding, positions=context.positions)
-        attend = partial(softmax_attention, scale=self.head_dim**-0.5, is_causal=True)
         repeat = partial(torch.repeat_interleave, repeats=self.heads // self.groups, dim=1)
 
-        def encode_and_repeat(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            q, k = encode(q, k)
+        def encode(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = self.encoding(q, k, positions=context.positions)
             return q, repeat(k)
 
-        if self.keep_encoded:
-            return attend(*encode_and_repeat(q, k), repeat(v))
-        return attend_encoded(encode_and_repeat, attend, q, k, repeat(v))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return softmax_attention(q, k, repeat(v), scale=self.head_dim**-0.5, is_causal=True)
+
+        return attend(*encode(q, k), v) if self.keep_encoded else attend_encoded(encode, attend, q, k, v)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
         values.index_copy_(2, context.rows, v.to(values.dtype))

@@ -7,16 +7,20 @@ leaves a call to the operator: tables that have to be made or changed before a k
 packed sequences and of causal masks. Likewise sizes that are symbols and tensors that are not on a GPU. Where Inductor
 hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from Inductor's code,
 and in C++ left to the operator. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
+
+Gradients that an operator makes for one projection (joined.py) are written where they are joined: the buffer that they
+are joined in is allocated with them, and the lowering of the join copies into it what others have made.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +28,10 @@ from torch import Tensor
 from .._ops import ops
 from .call import Needs, unflatten
 from .linear_call import LinearNeeds, Operands, unflatten_linear
+from .memory import split_projection
 from .recording import Start, UnrecordableError, record, storage_of
 
-__all__ = ["SOURCE", "register", "register_linear"]
+__all__ = ["SOURCE", "register", "register_join", "register_linear"]
 
 
 def _hash_source() -> str:
@@ -52,6 +57,12 @@ def register_linear() -> None:
         _register(((ops.linear_forward.default, _linear_forward), (ops.linear_backward.default, _linear_backward)))
 
 
+def register_join() -> None:
+    """And of the operator that joins gradients."""
+    if "torch._inductor.lowering" in sys.modules:
+        _register_join()
+
+
 @cache
 def _register(operators: tuple[tuple[Any, Callable[..., list[Tensor]]], ...]) -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -60,12 +71,20 @@ def _register(operators: tuple[tuple[Any, Callable[..., list[Tensor]]], ...]) ->
         register_lowering(op, type_promotion_kind=None)(_or_operator(run, fallback_handler(op)))
 
 
-def _or_operator(run: Callable[..., list[Tensor]], operator: Callable[..., Any]) -> Callable[..., Any]:
+@cache
+def _register_join() -> None:
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
+
+
+def _or_operator(run: Callable[..., list[Tensor]], call: Callable[..., Any]) -> Callable[..., Any]:
     def lower_or_call(*args: Any) -> Any:
+        join = _find_join() if run in (_backward, _linear_backward) else None
         try:
-            return _lower(run, args)
+            return _lower(run, args, join)
         except (_Left, UnrecordableError):
-            return operator(*args)
+            return call(*args)
 
     return lower_or_call
 
@@ -87,14 +106,16 @@ def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
     return launcher.forward(call, xs)
 
 
-def _backward(grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Any, *args: Any) -> list[Tensor]:
+def _backward(
+    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Any, *args: Any, outs: Sequence[Tensor] = ()
+) -> list[Tensor]:
     from . import launch, launch_heads
 
     call, needs = unflatten(args)
     if angles is not None:
         raise _Left
     launcher = launch_heads if call.spec.norm_over == "heads" else launch
-    return launcher.backward(call, grads, xs, stats, angles, Needs(*needs[: len(Needs._fields)]))
+    return launcher.backward(call, grads, xs, stats, angles, Needs(*needs[: len(Needs._fields)]), outs)
 
 
 def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], *args: Any) -> list[Tensor]:
@@ -106,20 +127,21 @@ def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tens
 
 def _linear_backward(
     grads: list[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], saved: list[Tensor],
-    *args: Any,
+    *args: Any, outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:  # fmt: skip
     from . import linear_launch
 
     call, needs = unflatten_linear(args)
     operands = Operands(q, k, v, gate, tuple(state))
-    return linear_launch.backward(call, grads, operands, saved, LinearNeeds(*needs[: len(LinearNeeds._fields)]))
+    needed = LinearNeeds(*needs[: len(LinearNeeds._fields)])
+    return linear_launch.backward(call, grads, operands, saved, needed, outs)
 
 
 # --- from a launcher to nodes ----------------------------------------------------------------------------------------
 
 
-def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any]) -> list[Any]:
-    """The outputs of an operator, as its launcher would leave them."""
+def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | None) -> list[Any]:
+    """The outputs of an operator, as its launcher would leave them; the first of them where they are joined."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from . import launch
@@ -131,17 +153,20 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any]) -> list[Any]:
     with unset_fake_temporarily():
         values = inputs.read(args)
         with record() as recorded:
-            outs = run(*values)
+            places = () if join is None else join.places(torch.empty(join.shape, dtype=join.dtype, device="meta"))
+            outs = run(*values, outs=places) if places else run(*values)
         for start in recorded.starts:
             _check(start, inputs.device)
         fixed = [fix(start.kernel, start.args) for start in recorded.starts]
-        boxes = _Boxes(inputs, recorded.allocated, outs)
+        boxes = _Boxes(inputs, recorded.allocated, outs, len(places))
         found = [[boxes.find(t) for t in each.tensors] for each in fixed]
     for start, each, tensors in zip(recorded.starts, fixed, found, strict=True):
         values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
         arguments = dict(zip(each.kernel.arg_names, values, strict=True))
         written = {id(whole): whole for _, whole in tensors if whole is not None}
         _node_type()(each, start, arguments, list(written.values()))
+    if join is not None:
+        join.node.meta[_JOINED] = boxes.joined, len(places)
     return boxes.outs
 
 
@@ -215,14 +240,19 @@ def _read_number(value: Any) -> Any:
 class _Boxes:
     """The compiler's tensors for a launcher's."""
 
-    def __init__(self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int
+    ) -> None:  # fmt: skip
+        """num_joined: so many of the first outputs are views of one tensor."""
         self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
         self.written: dict[int, Any] = {}
-        geometry = {storage_of(out): out for out in outs}
-        whole = all(out.storage_offset() == 0 and storage_of(out) in allocated for out in outs)
-        if not whole or len(geometry) != len(outs):
+        views, others = outs[:num_joined], outs[num_joined:]
+        geometry = {storage_of(out): out for out in others}
+        whole = all(out.storage_offset() == 0 and storage_of(out) in allocated for out in others)
+        if not whole or len(geometry) != len(others):
             raise _Left
-        self.outs = [self._write(out) for out in outs]
+        self.joined = self._write(allocated[storage_of(views[0])]) if views else None
+        self.outs = [_view_as(self.joined, view) for view in views] + [self._write(out) for out in others]
 
     def _write(self, like: Tensor) -> Any:
         key = storage_of(like)
@@ -243,7 +273,64 @@ class _Boxes:
         whole = self._write(self.allocated[key])
         if not t.storage_offset():
             return whole, whole
-        return _lowering("as_strided")(whole, t.shape, t.stride(), t.storage_offset()), whole
+        return _view_as(whole, t), whole
+
+
+# --- gradients of a projection ---------------------------------------------------------------------------------------
+
+_JOINED = "lrpe_md joined"  # of a join's node: the buffer that gradients are in already, and how many
+
+
+class _Join(NamedTuple):
+    """A node that joins the first gradients of another, as they are, with what is left of q's, k's and v's."""
+
+    node: Any
+    num_joined: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def places(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Where the first ones are in it."""
+        return split_projection(whole, self.node.args[1])[: self.num_joined]
+
+
+def _find_join() -> _Join | None:
+    """That of the node which is being lowered."""
+    from torch._inductor.virtualized import V
+
+    node: Any = V.graph.current_node
+    outs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    users = list(outs[0].users) if 0 in outs else []
+    if len(users) != 1 or users[0].target is not ops.join.default:
+        return None
+    found: Any = users[0]
+    found.meta.pop(_JOINED, None)
+    grads, num_key_heads = found.args
+    count = 3 if node.target is ops.linear_backward.default else len(node.args[0])
+    alone = all(i in outs and grads[i] is outs[i] and list(outs[i].users) == [found] for i in range(count))
+    value = found.meta["val"]
+    static = all(isinstance(size, int) for size in value.shape) and isinstance(num_key_heads, int | None)
+    if count < 2 or not alone or not static or any(g.meta["val"].dtype != value.dtype for g in grads):
+        return None
+    return _Join(found, count, tuple(value.shape), value.dtype)
+
+
+def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
+    """What is not there yet is copied."""
+    from torch._inductor.virtualized import V
+
+    found = V.graph.current_node.meta.pop(_JOINED, None)
+    if found is None:
+        rows = [_lowering("permute")(g, [0, 2, 1, 3]) for g in grads]
+        if num_key_heads is None:
+            rows = [_lowering("unsqueeze")(row, 2) for row in rows]
+        return _lowering("cat")(rows, 2)
+    joined, count = found
+    sizes = [_read_number(n) for n in joined.get_size()]
+    places = split_projection(torch.empty(sizes, device="meta"), num_key_heads)
+    for place, grad in list(zip(places, grads, strict=True))[count:]:
+        _lowering("copy_")(_view_as(joined, place), grad)
+    return joined
 
 
 # --- tensors of the compiler -----------------------------------------------------------------------------------------
@@ -270,6 +357,10 @@ def _is_aligned(box: Any) -> bool:
 
 def _allocate(like: Tensor, device: torch.device | None) -> Any:
     return _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
+
+
+def _view_as(box: Any, t: Tensor) -> Any:
+    return _lowering("as_strided")(box, t.shape, t.stride(), t.storage_offset())
 
 
 def _lowering(name: str) -> Any:

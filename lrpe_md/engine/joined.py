@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Joined", "Split", "find_split"]
+from .._ops import add_op_namespace_prefix, ops
+from . import compiled
+from .memory import split_projection
+
+__all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]
 
 
 class Joined:
@@ -22,14 +26,7 @@ class Joined:
     def allocate(self, like: Tensor, count: int) -> tuple[Tensor, ...]:
         """For dq, dk and, of three, dv, of the dtype of ``like``."""
         self.buffer = like.new_empty(self.shape)
-        return self.places(self.buffer)[:count]
-
-    def places(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v (B, H, N, D) of a projection."""
-        if self.num_key_heads is None:
-            return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        sizes = [qkv.shape[2] - 2 * self.num_key_heads, self.num_key_heads, self.num_key_heads]
-        return tuple(t.transpose(1, 2) for t in qkv.split(sizes, dim=2))
+        return split_projection(self.buffer, self.num_key_heads)[:count]
 
     def take(self) -> Tensor | None:
         buffer, self.buffer = self.buffer, None
@@ -42,19 +39,48 @@ class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
         ctx.joined = Joined(qkv.shape, num_key_heads)
-        return ctx.joined.places(qkv)
+        return split_projection(qkv, num_key_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         joined = ctx.joined
         buffer = joined.take()
         if buffer is None or torch.is_grad_enabled():
-            join = torch.stack if joined.num_key_heads is None else torch.cat
-            return join([g.transpose(1, 2) for g in grads], dim=2), None
-        for place, grad in zip(joined.places(buffer), grads, strict=True):
+            return join(grads, joined.num_key_heads), None
+        for place, grad in zip(split_projection(buffer, joined.num_key_heads), grads, strict=True):
             if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
                 place.copy_(grad)
         return buffer, None
+
+
+class TracedSplit(torch.autograd.Function):
+    """The same while a compiler traces, which sees one operator: Inductor's code for it is in compiled.py."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
+        ctx.num_key_heads = num_key_heads
+        return split_projection(qkv, num_key_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ops.join(list(grads), ctx.num_key_heads), None
+
+
+def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
+    """dq, dk and dv (B, H, N, D) as the gradient of their projection."""
+    put_together = torch.stack if num_key_heads is None else torch.cat
+    return put_together([g.transpose(1, 2) for g in grads], dim=2)
+
+
+def _join_fake(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
+    compiled.register_join()
+    return join(grads, num_key_heads)
+
+
+_lib = torch.library.Library(ops.name, "FRAGMENT")
+_lib.define("join(Tensor[] grads, SymInt? num_key_heads) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_lib.impl("join", join, "CompositeExplicitAutograd")
+torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_lib)
 
 
 def find_split(xs: Sequence[Tensor]) -> Joined | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["accumulator", "arrange_in_memory", "like_in_memory", "memory_order", "strides_in_memory"]
+__all__ = [
+    "accumulator", "arrange_in_memory", "like_in_memory", "memory_order", "split_projection", "strides_in_memory",
+]  # fmt: skip
 
 
 def memory_order(x: Tensor) -> tuple[int, int, int]:
@@ -45,3 +47,11 @@ def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split_projection(qkv: Tensor, num_key_heads: int | None) -> tuple[Tensor, ...]:
+    """Views q, k and v (B, H, N, D) of a projection (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D)."""
+    if num_key_heads is None:
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    sizes = [qkv.shape[2] - 2 * num_key_heads, num_key_heads, num_key_heads]
+    return tuple(t.transpose(1, 2) for t in qkv.split(sizes, dim=2))

@@ -12,7 +12,8 @@ from ..checks import as_integer, check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.sequences import Packed
 from .boundary import is_direct, transforming
-from .joined import Joined, Split
+from .joined import Split, TracedSplit
+from .memory import split_projection
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
@@ -42,13 +43,16 @@ def encode_qkv(
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D).
 
-    In eager mode its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` writes dq and dk, so that only dv is copied, and that of :func:`lrpe_md.linear_attention` all
-    three. Those of views that torch makes are stacked.
+    Its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` writes dq
+    and dk, so that only dv is copied, and that of :func:`lrpe_md.linear_attention` all three: in eager mode, and in
+    Inductor's code where sizes are static. Those of views that torch makes are stacked.
     """
-    if torch.is_grad_enabled() and is_direct((qkv,)) and not transforming():
-        return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
-    q, k, v = Joined(qkv.shape, num_key_heads).places(qkv)
+    if torch.is_grad_enabled() and not transforming():
+        if is_direct((qkv,)):
+            return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
+        if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            return TracedSplit.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
+    q, k, v = split_projection(qkv, num_key_heads)
     return q, k, v
 
 

@@ -50,7 +50,7 @@ def run(
     given: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the training; repeatable.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Digits: more encodings and seeds, longer trainings.")] = False,
     shard: Annotated[str, typer.Option(help="i/n: this process runs every n-th training, from the i-th on.")] = "0/1",
-    workers: Annotated[int | None, typer.Option(min=1, help="Trainings at a time. [1; CPU, not timed: cores]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="At a time, in turns if timed. [1; CPU: cores]")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model, a few steps.")] = False,
     baseline: Annotated[str, typer.Option(help="The encoding that others are compared with in the report.")] = "rotate",
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
@@ -70,19 +70,15 @@ def run(
     for job in todo.values():  # what is wrong is said before anything is written
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
-    if timed and (workers or 1) > 1:
-        raise typer.BadParameter(
-            f"--workers: expected 1 with --set seconds={timed:g}, got {workers}: trainings that share a device are "
-            "slower while others run, and would not have had the same time"
-        )
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
     here = environment(where, "torch", "timm", "accelerate", "scikit-learn")
     open_folder(out, comparison.settings, here)
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
+    turn = out / "turn.lock" if timed and workers > 1 else None
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} trainings to do here, {workers} at a time")
     try:
-        for i, result in enumerate(train_all(comparison, mine, workers), 1):
+        for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
             value = next(iter(next(iter(result["values"].values())).values()))
             console.print(
                 f"{i}/{len(mine)} {result['encoding']:<24}{result['attention']:<10}seed {result['seed']}   "
@@ -94,6 +90,9 @@ def run(
             f"--out {out}"
         )
         raise typer.Exit(130) from None
+    finally:
+        if turn is not None:
+            turn.unlink(missing_ok=True)
     if all(file.exists() for file in todo):
         write_report(out, baseline)
     else:
@@ -133,10 +132,12 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
     return found
 
 
-def train_all(comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int) -> Iterator[dict[str, Any]]:
+def train_all(
+    comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None
+) -> Iterator[dict[str, Any]]:
     """Results, as soon as each is on the disk."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
-    yield from pool(joblib.delayed(train)(comparison, file, job, workers == 1) for file, job in jobs.items())
+    yield from pool(joblib.delayed(train)(comparison, file, job, workers == 1, turn) for file, job in jobs.items())
 
 
 @app.command()

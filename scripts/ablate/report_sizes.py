@@ -112,6 +112,11 @@ def how_long(training: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def how_run(training: dict[str, Any]) -> str:
+    graphs = ", as CUDA graphs" if training.get("cuda_graphs") else ""
+    return f", compiled{graphs}" if training["compile"] else ""
+
+
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """The tables, best at the trained size first."""
     settings = config["settings"]
@@ -128,7 +133,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
-        f"{how_long(training)} of {training['batch']}, {precision}{', compiled' * training['compile']}. "
+        f"{how_long(training)} of {training['batch']}, {precision}{how_run(training)}. "
         "Other sizes were never seen in training.",
         "",
     ]

@@ -30,6 +30,7 @@ CHOSEN = (
     "device",
     "tensorboard",
     "progress",
+    "turn",
 )  # by the driver, for each training; fmt: skip
 
 
@@ -217,7 +218,9 @@ class Comparison:
     training: dict[str, Any]
     device: str
 
-    def config(self, out: Path, encoding: str, attention: str, seed: int, progress: bool = True) -> Training:
+    def config(
+        self, out: Path, encoding: str, attention: str, seed: int, progress: bool = True, turn: Path | None = None
+    ) -> Training:
         task = TASKS[self.task]
         several = get_origin(get_type_hints(task.config)["data"]) is list
         if not several and len(self.data) != 1:
@@ -228,7 +231,7 @@ class Comparison:
             **self.training, **task.by_encoding.get(encoding, {}),
         }  # fmt: skip
         return task.config(
-            out=out, seed=seed, device=self.device, tensorboard=False, progress=progress, **fields_of_one
+            out=out, seed=seed, device=self.device, tensorboard=False, progress=progress, turn=turn, **fields_of_one
         )
 
     @property
@@ -250,7 +253,9 @@ class Comparison:
         }
 
 
-def train(comparison: Comparison, file: Path, job: tuple[str, str, int], progress: bool = True) -> dict[str, Any]:
+def train(
+    comparison: Comparison, file: Path, job: tuple[str, str, int], progress: bool = True, turn: Path | None = None
+) -> dict[str, Any]:
     """One training, resumed where its folder has a checkpoint, which is deleted when the result is on the disk."""
     task = TASKS[comparison.task]
     folder = file.parent.parent / "trainings" / file.stem
@@ -258,7 +263,7 @@ def train(comparison: Comparison, file: Path, job: tuple[str, str, int], progres
         shutil.rmtree(folder, ignore_errors=True)
     torch.compiler.reset()  # each model compiles anew, below the limit of recompilations
     with contextlib.redirect_stdout(io.StringIO()):
-        result = task.run(comparison.config(folder, *job, progress=progress))
+        result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
     result = {**result, "values": task.values(result)}
     for name in task.kept:
         save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))

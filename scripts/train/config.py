@@ -94,6 +94,9 @@ class Training:
     ema: float = option(0.999, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
     precision: str = option("no", "no (float32), bf16, fp16, or auto (bf16 on a GPU, else no).")
     compile: bool = option(False, "torch.compile.")
+    cuda_graphs: bool = option(
+        False, "With --compile: the model's kernels as CUDA graphs, for a host that is slower than the GPU."
+    )
     sharding: str = option("ddp", "Of several processes: ddp, or fsdp (FSDP2).")
     workers: int = option(0, "Threads that prepare micro-batches ahead; 0: none.", free=True, least=0, off=True)
     seed: int = option(0, "Of weights, order and draws.", least=0)
@@ -103,6 +106,10 @@ class Training:
     save_every: int = option(500, "Steps.", free=True, least=1)
     progress: bool = option(True, "Show a bar.", free=True)
     tensorboard: bool = option(True, "Where it is installed.", free=True)
+    turn: Path | None = field(
+        default=None,
+        metadata=describe("With --seconds: a file; of trainings that name it one at a time runs.", free=True),
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -110,6 +117,11 @@ class Training:
         choose("--opt", [self.opt], map(str, list_optimizers()))
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
+        if self.cuda_graphs and not (self.compile and self.accumulate == 1):
+            raise typer.BadParameter(
+                "--cuda-graphs: expected --compile and --accumulate 1, whose gradients no other step writes over, got "
+                f"--{'' if self.compile else 'no-'}compile and --accumulate {self.accumulate}"
+            )
 
     @property
     def mixed_precision(self) -> str:

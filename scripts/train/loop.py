@@ -11,7 +11,8 @@ killed anywhere ends with the weights of one that was not (same number of proces
 repeat themselves). Checkpoints are written aside and renamed.
 
 **A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
-how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many.
+how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Trainings of one
+device that are to have the same time share a file (``--turn``): they compile side by side, and run one after the other.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
@@ -42,6 +43,7 @@ import torch
 import typer
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from filelock import FileLock
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
@@ -123,7 +125,9 @@ class Trainer:
         self.pace: list[float] = []  # seconds a step, between two logs of this process
         self.clock: tuple[int, float] | None = None
         self.last = None if config.seconds else config.steps  # step; None: not yet known
+        self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
         self.counted: tuple[int, float] | None = None  # step and time from which on --seconds count
+        self.waited = 0.0  # seconds, for the turn
         state = self._read()
         self.raw = model.to(accelerator.device)
         # Before FSDP2, whose modules can't be copied.
@@ -143,7 +147,8 @@ class Trainer:
         if state is not None:
             self._load(state)
         if config.compile:
-            self.raw.compile(dynamic=False)  # all steps have one size
+            mode = "reduce-overhead" if config.cuda_graphs else None
+            self.raw.compile(dynamic=False, mode=mode)  # all steps have one size
         wrapped = self.raw if config.sharding == "fsdp" else accelerator.prepare_model(self.raw)
         self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
 
@@ -183,6 +188,7 @@ class Trainer:
             first = self.step
             while self.last is None or self.step < self.last:
                 self.total += self._advance(stream, loss)
+                self._take_turn()
                 if self.last is None:
                     self._plan(self.step - first)
                 progress.update(bar, advance=1, total=self.last)
@@ -227,6 +233,16 @@ class Trainer:
         self.scheduler = self.schedule.build(self.inner)
         self.scheduler.step_update(self.step + self.schedule.offset)
 
+    def _take_turn(self) -> None:
+        if self.turn is not None and not self.turn.is_locked:
+            since = self._now()
+            self.turn.acquire()
+            self.waited += self._now() - since
+
+    def end_turn(self) -> None:
+        if self.turn is not None:
+            self.turn.release()
+
     def counted_seconds(self) -> float | None:
         """Those of ``config.seconds`` that are over in this process."""
         return None if self.counted is None else self._now() - self.counted[1]
@@ -234,7 +250,8 @@ class Trainer:
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
         config, accelerator = self.config, self.accelerator
         set_seed(derive_seed(config.seed, self.step, accelerator.process_index))
-        self.model.train()
+        if not self.raw.training:
+            self.model.train()
         total = torch.zeros((), device=accelerator.device)
         for micro in range(config.accumulate):
             last = micro == config.accumulate - 1

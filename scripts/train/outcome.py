@@ -22,7 +22,7 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
     since, first = time.perf_counter(), trainer.step
     fit()
     counted = trainer.counted_seconds()
-    seconds, accelerator = time.perf_counter() - since, trainer.accelerator
+    seconds, accelerator = time.perf_counter() - since - trainer.waited, trainer.accelerator
     return {
         "loss": trainer.history[-1]["loss"], "loss_rise": largest_rise([row["loss"] for row in trainer.history]),
         "params": sum(p.numel() for p in trainer.raw.parameters()),

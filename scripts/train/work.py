@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,8 +47,11 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
-    with claim(config.out) if accelerator.is_main_process else nullcontext():
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(claim(config.out))
         trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
+        stack.callback(trainer.end_turn)
         validate = None if work.validate is None else partial(work.validate, trainer)
         common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
         console.print("Evaluating")

@@ -182,7 +182,7 @@ def count_arguments(listed: str) -> int:
 BASE: dict[str, Any] = {
     "map": "rotate", "act": "none", "dim": None, "run": "forward", "positions": "grid", "dtype": torch.bfloat16,
     "head_dim": 64, "tensors": 2, "phase": False, "dynamic": False, "layout": "packed", "axes": 2, "norm": "none",
-    "linear": None, "tokens": (7, 3), "limits": True,
+    "linear": None, "tokens": (7, 3), "limits": True, "groups": None,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "rotate": {},
@@ -221,6 +221,12 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": (70, 30),
         "run": "backward weights",
     },
+    # Where gradients of a projection are joined; "taken" is also needed elsewhere.
+    "joined backward": {"run": "joined"},
+    "joined backward omega weights": {"run": "joined omega weights", "norm": "rms"},
+    "joined with grouped keys": {"run": "joined", "groups": 2},
+    "joined linear": {"run": "joined", "linear": {"map": "rotate"}},
+    "joined and taken": {"run": "joined taken"},
     # Left to the operator.
     "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
     "norm by head and group": {"norm": "rms by head and group"},
@@ -254,6 +260,8 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         elif case.layout == "computed":
             xs = [x.sin() for x in xs]
         xs = [x.transpose(1, 2) for x in xs]
+        if case.groups is not None:
+            xs[1:] = [x[:, : case.groups] for x in xs[1:]]
         positions: Any = Grid(shape, prefix=1)
         if case.positions in ("coords", "masked"):
             positions = Coordinates(coords, prefix=1, rotated=rotated if case.positions == "masked" else None)
@@ -267,14 +275,22 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
             call = call._replace(tables=call.tables._replace(phase=phase))
         if case.run == "forward":
             return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
-        grads = [grad.transpose(1, 2) for _ in xs]
+        grads = [grad.transpose(1, 2)[:, : x.shape[1]] for x in xs]
         need = "omega" in case.run
         load = xs if need or case.act != "none" or case.norm != "none" else []
         stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
         needs = Needs(need, need and case.phase, "weights" in case.run)
-        return boundary.backward(call, grads, load, stats, None, needs, False)
+        found = boundary.backward(call, grads, load, stats, None, needs, False)
+        return join(case, [*found[:2], grads[1].sin()], found) if "joined" in case.run else found
 
     return f, tensors
+
+
+def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:
+    """dq, dk and dv as the gradient of a projection, and something that reads it; the others that were found."""
+    joined = torch.ops.lrpe_md.join(grads, case.groups)
+    taken = [grads[0] * 2] if "taken" in case.run else []
+    return [joined, joined.cumsum(0), *found[2:], *taken]
 
 
 WEIGHTS: dict[str, tuple[int, ...]] = {
@@ -302,7 +318,8 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
     if case.run == "forward":
         return [o * 2]
     needs = LinearNeeds(omega="omega" in case.run, norm="weights" in case.run)
-    return linear_boundary.backward(call, [grad.transpose(1, 2)], operands, saved, needs, False)
+    found = linear_boundary.backward(call, [grad.transpose(1, 2)], operands, saved, needs, False)
+    return join(case, found[:3], found[1:]) if "joined" in case.run else found
 
 
 def main() -> None:
@@ -320,6 +337,7 @@ def main() -> None:
                 "launches": re.findall(r"(fixed_\w+_kernel)(?:_launcher)?_\d+(?:\.run)?\(", body),
                 "arguments": [count_arguments(a) for a in re.findall(r"fixed_\w+(?:\.run)?\((.*)\)", body)],
                 "others": len(re.findall(r"triton_\w+\.run\(", body)),
+                "joined": [int(n) for n in re.findall(r"triton_\w*join\w*\.run\(.*?, (\d+), stream", body)],
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": {**compile_kernels(code), **make_launchers(code)},
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),

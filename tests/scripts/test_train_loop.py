@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from filelock import FileLock, Timeout
 from lrpe_md.scripts.train import loop
 from lrpe_md.scripts.train.config import Training, settings_of
 from lrpe_md.scripts.train.loop import Trainer
@@ -110,6 +111,36 @@ def test_a_plan_is_kept_by_the_checkpoint(tmp_path, clock):
         toy_train(config, partial(toy_batch, kill_at=31, counter=[]))
     clock[0] += 100  # the time between does not count
     same(whole, toy_train(config))
+
+
+def is_taken(turn: Path) -> bool:
+    try:
+        with FileLock(turn, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def test_trainings_of_equal_time_take_turns(tmp_path, clock):
+    """From the second step on, behind which all have compiled, to the end of the evaluation."""
+    turn, taken = tmp_path / "turn", []
+
+    def batch(*args):
+        taken.append(is_taken(turn))
+        return toy_batch(*args)
+
+    trainer = toy_train(Training(out=tmp_path / "a", **{**TOY, "accumulate": 1, "seconds": 1.0, "turn": turn}), batch)
+    assert taken == [False] + [True] * (trainer.step - 1)
+    assert trainer.step > loop.STARTING
+    assert is_taken(turn)
+    trainer.end_turn()
+    assert not is_taken(turn)
+
+
+def test_cuda_graphs_are_of_compiled_steps(tmp_path):
+    for wrong in ({}, {"compile": True, "accumulate": 2}):
+        with pytest.raises(typer.BadParameter, match="--cuda-graphs: expected --compile and --accumulate 1"):
+            Training(out=tmp_path, cuda_graphs=True, **wrong)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
