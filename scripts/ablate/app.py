@@ -28,7 +28,7 @@ import joblib
 import typer
 from rich.console import Console
 
-from ..common.devices import choose_device
+from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard
 from ..common.markdown import PAGES
 from ..common.options import choose
@@ -75,7 +75,7 @@ def run(
     open_folder(out, comparison.settings, here)
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
-    turn = out / "turn.lock" if timed and workers > 1 else None
+    turn = turn_of(where) if timed else None
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} trainings to do here, {workers} at a time")
     try:
         for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
@@ -90,9 +90,6 @@ def run(
             f"--out {out}"
         )
         raise typer.Exit(130) from None
-    finally:
-        if turn is not None:
-            turn.unlink(missing_ok=True)
     if all(file.exists() for file in todo):
         write_report(out, baseline)
     else:

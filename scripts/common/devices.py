@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import torch
 import typer
@@ -20,6 +23,12 @@ def choose_device(wanted: str) -> torch.device:
 
 def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def turn_of(kind: str) -> Path:
+    """The file that this user's trainings lock while one alone uses a device, "cuda" or "cpu"."""
+    name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
+    return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 
 
 def sent(values: np.ndarray, device: torch.device) -> Tensor:

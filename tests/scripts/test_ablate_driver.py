@@ -301,7 +301,6 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     done = invoke(*command, *(["--workers", "2"] if together else []))
     assert done.exit_code == 0, done.output
     assert f", {2 if together else 1} at a time" in done.output
-    assert not (out / "turn.lock").exists()
     results = pd.read_csv(out / "results.csv")
     assert set(zip(results.attention, results.encoding, strict=True)) == {
         ("softmax", "rotate"), ("linear", "rotate"), ("linear", "cosine-relu")
