@@ -23,7 +23,8 @@ from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
 __all__ = [
-    "backward", "forward", "is_direct", "is_plain", "run_into", "run_kernels", "run_reference", "transforming",
+    "backward", "exporting", "forward", "is_direct", "is_plain", "run_into", "run_kernels", "run_reference",
+    "transforming",
 ]  # fmt: skip
 
 
@@ -306,6 +307,11 @@ def _differentiate_twice(
 def transforming() -> bool:
     """A torch.func transform or a dual level is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def exporting() -> bool:
+    """torch.export traces. torch.compiler.is_exporting() is true of every compiled function in torch 2.11, too."""
+    return torch.compiler._is_exporting_flag
 
 
 def is_plain(tensors: Sequence[Tensor | None]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import as_integer, check_dense
 from ..positions.coordinates import Coordinates
 from ..positions.sequences import Packed
-from .boundary import is_direct, transforming
+from .boundary import exporting, is_direct, transforming
 from .joined import Split, TracedSplit
 from .memory import split_projection
 
@@ -50,7 +50,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
     if torch.is_grad_enabled() and not transforming():
         if is_direct((qkv,)):
             return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
-        if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not exporting():
             return TracedSplit.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
     q, k, v = split_projection(qkv, num_key_heads)
     return q, k, v

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..engine.boundary import transforming
+from ..engine.boundary import exporting, transforming
 from ..engine.linear_call import NormalizerName
 from ..modules_linear import attend_with
 from ..norm import Norm
@@ -133,9 +133,7 @@ def attend_encoded(
     hooks decide what is kept (activation checkpointing), this is the plain call.
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    # Not is_exporting(), which is true of every compiled function in torch 2.11.
-    exporting = torch.compiler._is_exporting_flag
-    if torch.compiler.is_compiling() and needed and not exporting:
+    if torch.compiler.is_compiling() and needed and not exporting():
         return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
     if (
         not needed

@@ -11,8 +11,9 @@ killed anywhere ends with the weights of one that was not (same number of proces
 repeat themselves). Checkpoints are written aside and renamed.
 
 **A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
-how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Trainings of one
-device that are to have the same time share a file (``--turn``): they compile side by side, and run one after the other.
+how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Halfway to the
+end, and halfway again, the last steps say whether the end is where it was thought to be. Trainings of one device that
+are to have the same time share a file (``--turn``): they compile side by side, and run one after the other.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
@@ -127,6 +128,8 @@ class Trainer:
         self.last = None if config.seconds else config.steps  # step; None: not yet known
         self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
         self.counted: tuple[int, float] | None = None  # step and time from which on --seconds count
+        self.looked = self.counted  # and those of the last look at the clock; the next one is at a step, look_at
+        self.look_at = -1
         self.waited = 0.0  # seconds, for the turn
         state = self._read()
         self.raw = model.to(accelerator.device)
@@ -189,7 +192,7 @@ class Trainer:
             while self.last is None or self.step < self.last:
                 self.total += self._advance(stream, loss)
                 self._take_turn()
-                if self.last is None:
+                if config.seconds:
                     self._plan(self.step - first)
                 progress.update(bar, advance=1, total=self.last)
                 check = validate if self._due(config.validate_every) else None
@@ -213,21 +216,27 @@ class Trainer:
     def _plan(self, done: int) -> None:
         """Find the last step, ``config.seconds`` behind the first steps, and stretch the schedule to it.
 
-        done: steps of this process.
+        done: steps of this process. One that goes on with a checkpoint's plan keeps it.
         """
-        if done == STARTING:
-            self.counted = self.step, self._now()
-        if self.counted is None or done == STARTING or (done - STARTING) % EVERY:
+        if done == STARTING and self.last is None:
+            self.counted = self.looked = self.step, self._now()
             return
-        begun, since = self.counted
-        found = torch.tensor(self._now() - since, dtype=torch.float64, device=self.accelerator.device)
-        mean: Any = self.accelerator.reduce(found, "mean")  # one plan for all processes
-        elapsed = mean.item()
-        if elapsed >= self.config.seconds / 10:
-            pace = elapsed / (self.step - begun)
+        if self.counted is None or self.looked is None:
+            return
+        due = (done - STARTING) % EVERY == 0 if self.last is None else self.step == self.look_at
+        if not due:
+            return
+        now = self._now()
+        times = torch.tensor([now - self.counted[1], now - self.looked[1]], dtype=torch.float64)
+        mean: Any = self.accelerator.reduce(times.to(self.accelerator.device), "mean")  # one plan for all processes
+        elapsed, recent = mean.tolist()
+        if self.last is not None or elapsed >= self.config.seconds / 10:
+            pace = recent / (self.step - self.looked[0])
             self._end_at(self.step + max(1, round((self.config.seconds - elapsed) / pace)))
+            self.looked = self.step, now
 
     def _end_at(self, step: int) -> None:
+        self.look_at = (self.step + step) // 2
         self.last = step
         self.schedule = self.config.schedule_of(step)
         self.scheduler = self.schedule.build(self.inner)

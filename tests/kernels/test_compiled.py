@@ -116,6 +116,8 @@ def take_views(qkv, num_key_heads):
 def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, language):
     """Equal to those of views, in one operator (no language) and in Inductor's code, of which a GPU's is read in
     test_code_without_a_gpu, too."""
+    if (kind, device, language) == ("linear", "cuda", "C++") and not returns_lists_of_one():
+        pytest.skip("torch's C++ wrapper loses the tensor of an operator that returns a list of one")
     backward: list = []
 
     def note(graph, _):
@@ -141,6 +143,24 @@ def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, langu
     if not language:
         (targets,) = backward
         assert targets.count(torch.ops.lrpe_md.join.default) == 1
+
+
+@torch.library.custom_op("lrpe_md_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x * 2]
+
+
+double.register_fake(lambda x: [torch.empty_like(x)])
+
+
+def returns_lists_of_one():
+    """Not in torch 2.11."""
+    x = torch.randn(4, device="cuda")
+    try:
+        with torch._inductor.config.patch(cpp_wrapper=True):
+            return torch.equal(torch.compile(lambda x: double(x)[0] + 1, fullgraph=True)(x), x * 2 + 1)
+    except ValueError:
+        return False
 
 
 def choose_attention(device):

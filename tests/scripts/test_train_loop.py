@@ -103,6 +103,20 @@ def test_a_slow_step_is_planned_for_too(tmp_path, clock):
     assert timed.step == loop.STARTING + loop.EVERY + 1
 
 
+def test_a_slow_beginning_is_no_slow_run(tmp_path, clock, monkeypatch):
+    """Steps that take ten times as long while others compile: the plan is looked over."""
+
+    def stepped(self, *args, advance=Trainer._advance):
+        clock[0] += 2.25 if self.step < 20 else 0.0  # and 0.25
+        return advance(self, *args)
+
+    monkeypatch.setattr(Trainer, "_advance", stepped)
+    trainer = toy_train(Training(out=tmp_path, **{**TOY, "seconds": 100.0, "log_every": 1}))
+    assert trainer.counted_seconds() == pytest.approx(100, rel=0.05)
+    assert trainer.step > 300
+    assert trainer.history[-1]["lr"] < 1e-4
+
+
 def test_a_plan_is_kept_by_the_checkpoint(tmp_path, clock):
     options = {**TOY, "seconds": 10.0, "accumulate": 1}
     whole = toy_train(Training(out=tmp_path / "whole", **options))
