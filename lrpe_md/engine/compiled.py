@@ -4,9 +4,10 @@ An operator in Python costs a compiled program more of the host's time than the 
 to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
-packed sequences and of causal masks. Likewise sizes that are symbols and tensors that are not on a GPU. Where Inductor
-hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from Inductor's code,
-and in C++ left to the operator. Export, ONNX and other backends of ``torch.compile`` see the operator alone.
+packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums over the
+channels of rows that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel
+that needs one is launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other
+backends of ``torch.compile`` see the operator alone.
 
 Gradients that an operator makes for one projection (joined.py) are written where they are joined: the buffer that they
 are joined in is allocated with them, and the lowering of the join copies into it what others have made.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from .call import Needs, unflatten
+from .call import Needs, Variant, unflatten
 from .linear_call import LinearNeeds, Operands, unflatten_linear
 from .memory import split_projection
 from .recording import Start, UnrecordableError, record, storage_of
@@ -174,15 +175,23 @@ _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of l
 
 
 def _check(start: Start, device: torch.device | None) -> None:
-    """That the kernel may be compiled by Inductor, which tries no other tile."""
+    """That the kernel may be compiled by Inductor, which tries no other tile, and gives the same bits."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(start):
         raise _Left
+    if _sums_channels(start.variant) and not start.variant.aligned:
+        raise _Left  # threads share a row as its strides allow, which are known here: sums in another order
     if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
             raise _Left
+
+
+def _sums_channels(variant: Variant) -> bool:
+    """Of rows that it reads."""
+    sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0
+    return sums and variant.head_dim > 0
 
 
 def _needs_launcher(start: Start) -> bool:

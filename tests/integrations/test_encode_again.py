@@ -315,7 +315,9 @@ def test_compiled(impl, act, learn, options, device):
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
     saved = kept_bytes_compiled(usual, args) - kept_bytes_compiled(again, args)
-    assert saved == 2 * UNIT if impl == "triton" else saved >= 2 * UNIT, saved  # a reference keeps cos and sin, too
+    # SDPA's backward on a GPU keeps a mask padded to 8 columns, which is padded again, too; a reference cos and sin.
+    padding = N * (-N % 8) * 4 if options and device == "cuda" else 0
+    assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 
 
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])

@@ -230,6 +230,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Left to the operator.
     "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
     "norm by head and group": {"norm": "rms by head and group"},
+    "norm of rows that are not at 16 bytes": {"norm": "rms", "layout": "odd"},
     "any size": {"dynamic": True},
     "any size backward": {"dynamic": True, "run": "backward omega"},
     "five axes": {"axes": 5},

@@ -29,6 +29,7 @@ MAPS = {"cosine": cosine, "rotate": rotate}
 # Cases of the script that are left to the operator.
 LEFT = {"any size": "forward", "any size backward": "backward", "five axes": "forward"}
 LEFT |= {"linear, causal": "linear_forward", "norm by head and group": "forward"}
+LEFT |= {"norm of rows that are not at 16 bytes": "forward"}
 MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
 HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
 # What the others launch: the kernel of the maps, and with gradients of frequencies or weights the one that sums up,
@@ -45,7 +46,8 @@ LAUNCHES = {
         *map(LINEAR, ("state", "scan", "output", "query_gradient", "query_state", "scan", "key_gradient")), SUMS
     ],
 }  # fmt: skip
-NO_LIMIT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+NO_LIMIT, LOSES_LISTS = VERSION < (2, 15), VERSION < (2, 14)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def test_code_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 35
+    assert len(rows) == 36
     for name, row in rows.items():
         if name in LEFT:
             assert not row["launches"], row
@@ -116,8 +118,8 @@ def take_views(qkv, num_key_heads):
 def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, language):
     """Equal to those of views, in one operator (no language) and in Inductor's code, of which a GPU's is read in
     test_code_without_a_gpu, too."""
-    if (kind, device, language) == ("linear", "cuda", "C++") and not returns_lists_of_one():
-        pytest.skip("torch's C++ wrapper loses the tensor of an operator that returns a list of one")
+    if (kind, device, language) == ("linear", "cuda", "C++") and LOSES_LISTS:
+        pytest.skip("torch before 2.14: code by its C++ wrapper crashes where an operator returns a list of one tensor")
     backward: list = []
 
     def note(graph, _):
@@ -143,24 +145,6 @@ def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, langu
     if not language:
         (targets,) = backward
         assert targets.count(torch.ops.lrpe_md.join.default) == 1
-
-
-@torch.library.custom_op("lrpe_md_tests::double", mutates_args=())
-def double(x: torch.Tensor) -> list[torch.Tensor]:
-    return [x * 2]
-
-
-double.register_fake(lambda x: [torch.empty_like(x)])
-
-
-def returns_lists_of_one():
-    """Not in torch 2.11."""
-    x = torch.randn(4, device="cuda")
-    try:
-        with torch._inductor.config.patch(cpp_wrapper=True):
-            return torch.equal(torch.compile(lambda x: double(x)[0] + 1, fullgraph=True)(x), x * 2 + 1)
-    except ValueError:
-        return False
 
 
 def choose_attention(device):
@@ -303,8 +287,7 @@ def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert "fixed_lrpe_kernel" in codes[0]
-    assert "lrpe_md.forward" not in codes[0]
-    assert "lrpe_md.backward" not in codes[1]
+    assert not any("torch.ops.lrpe_md" in code for code in codes)
 
 
 CASES = [
@@ -346,6 +329,7 @@ def test_the_same_bits_of_every_case(case, dtype, learn, monkeypatch):
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
     left = (linear and case.mask == "causal") or (case.norm_weight == "by_head" and case.norm_groups > 1)
+    left = left or (case.norm != "none" and case.layout == "odd")
     for code in codes:
         assert ("torch.ops.lrpe_md" in code) == left
 
