@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._ops import add_op_namespace_prefix, ops
 from .grid import Coordinates, Grid
 
 __all__ = ["AugmentPositions"]
@@ -22,7 +23,8 @@ class AugmentPositions(nn.Module):
 
     In this order: each token is moved by itself (``perturb``, which makes a table of a grid), all are shifted, each
     axis is stretched, and all axes are stretched alike. The last three leave a grid a grid, whose scale and shift are
-    tensors, so that a compiled model is not compiled again; call this outside of it.
+    tensors, so that a compiled model is not compiled again. A compiler takes the draws into its graph; CUDA graphs
+    don't, since they are the CPU's: for them call this outside.
 
     Args:
         shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one an axis.
@@ -55,7 +57,7 @@ class AugmentPositions(nn.Module):
             if strength is not None and not all(least <= number < math.inf for number in numbers):
                 raise ValueError(f"{name}: expected numbers of at least {least}, got {strength}")
         self.shift, self.jitter, self.rescale, self.perturb = shift, jitter, rescale, perturb
-        self.generator = torch.Generator("cpu").manual_seed(seed)
+        self.state = torch.Generator("cpu").manual_seed(seed).get_state()
 
     def forward(self, positions: Grid | Coordinates, device: torch.device | str = "cpu") -> Grid | Coordinates:
         if not self.training:
@@ -77,7 +79,7 @@ class AugmentPositions(nn.Module):
         """U(-a, a) a time ``num``, a the strength, or its logarithm where that is a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
-        return (2 * torch.rand(num, dtype=torch.float64, generator=self.generator, device="cpu") - 1) * bound
+        return (2 * ops.draw(self.state, [num], False) - 1) * bound
 
     def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
         if isinstance(positions, Coordinates):
@@ -91,12 +93,34 @@ class AugmentPositions(nn.Module):
     def _moved(self, table: Coordinates, step: Tensor) -> Coordinates:
         strength = _per_axis("perturb", self.perturb, table.num_axes)
         size, device = table.coords.shape, table.coords.device
-        noise = torch.randn(size, dtype=torch.float64, generator=self.generator, device="cpu") * strength / 2
+        noise = ops.draw(self.state, list(size), True) * strength / 2
         return replace(table, coords=table.coords + noise.clamp(-0.5, 0.5).to(device) * step.to(device))
 
     def extra_repr(self) -> str:
         strengths = {name: getattr(self, name) for name in ("shift", "jitter", "rescale", "perturb")}
         return ", ".join(f"{name}={value}" for name, value in strengths.items() if value is not None)
+
+
+# --- draws as an operator: compilers take no generator -------------------------------------------------------------
+
+
+def _draw(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
+    """U(0, 1) or N(0, 1), float64, of a generator on the CPU whose state moves on."""
+    generator = torch.Generator("cpu")
+    generator.set_state(state)
+    drawn = (torch.randn if normal else torch.rand)(size, dtype=torch.float64, generator=generator, device="cpu")
+    state.copy_(generator.get_state())
+    return drawn
+
+
+def _draw_fake(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
+    return state.new_empty(size, dtype=torch.float64)
+
+
+_lib = torch.library.Library(ops.name, "FRAGMENT")
+_lib.define("draw(Tensor(a!) state, SymInt[] size, bool normal) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_lib.impl("draw", _draw, "CPU")
+torch.library.register_fake(add_op_namespace_prefix("draw"), _draw_fake, lib=_lib)
 
 
 def _per_axis(name: str, strength: Any, num: int) -> Tensor:

@@ -12,6 +12,7 @@ from lrpe_md import adapt_rotary
 
 OF_TRANSFORMERS = ("qwen3", "dinov3_vit", "qwen3_vl_vision", "gemma4_vision")
 NAFLEX = ("axial", "mixed", "dinov3")
+IMAGE = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
 
 
 def transformers_model(name):
@@ -54,3 +55,34 @@ def test_compiling_breaks_no_graph_that_the_original_keeps(name):
     if name.startswith("naflexvit"):  # timm makes its tables outside of graphs
         assert adapted == (1, 0)
         assert stock[1] > 0
+
+
+def augmented_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    strengths = {"pos_embed_shift": 0.1, "pos_embed_jitter": 1.2, "pos_embed_rescale": 2.0}
+    config = transformers.DINOv3ViTConfig(image_size=32, **sizes, **strengths)
+    return transformers.DINOv3ViTModel(config), lambda m: m(IMAGE)[0]
+
+
+def augmented_timm():
+    timm = pytest.importorskip("timm", minversion="1.0.31")
+    strengths = {"rope_shift_coords": 0.1, "rope_jitter_coords": 1.2, "rope_rescale_coords": 2.0}
+    sizes = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2, "dynamic_img_size": True}
+    return timm.create_model("vit_small_patch16_dinov3", **sizes, **strengths), lambda m: m(IMAGE)
+
+
+@pytest.mark.parametrize("make", [augmented_transformers, augmented_timm])
+@pytest.mark.filterwarnings("ignore")
+def test_nor_where_positions_are_drawn_in_training(make):
+    model, call = make()
+    counted, breaks, outputs = torch._dynamo.utils.counters, [], []
+    for m in (model.train(), adapt_rotary(copy.deepcopy(model)).train()):
+        torch._dynamo.reset()
+        counted.clear()
+        compiled = torch.compile(m, backend="aot_eager")
+        outputs = [call(compiled) for _ in range(2)]
+        outputs[0].square().sum().backward()
+        breaks.append(sum(counted["graph_break"].values()))
+    assert breaks[1] <= breaks[0]
+    assert not torch.equal(*outputs)

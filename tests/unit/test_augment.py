@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lrpe_md import AugmentPositions, Coordinates, Grid, rotate
 
@@ -156,6 +157,31 @@ def test_a_compiled_model_is_compiled_once():
         positions = augment(GRID)
         torch.testing.assert_close(compiled(x, positions), f(x, positions))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("positions", [GRID, GRID.explicit()], ids=["grid", "table"])
+def test_inside_a_compiled_model(positions):
+    """The draws are those of eager mode, one after the other."""
+    torch._dynamo.reset()
+    augment = AugmentPositions(shift=0.2, jitter=1.5, rescale=2.0, perturb=0.3)
+    again, counter = copy.deepcopy(augment), CompileCounterWithBackend("aot_eager")
+    omega, x = torch.rand(1, 4, 2), torch.randn(1, 2, 18, 8)
+    compiled = torch.compile(
+        lambda x: rotate(x, omega=omega, positions=augment(positions)), fullgraph=True, backend=counter
+    )
+    found = [compiled(x) for _ in range(3)]
+    for y in found:
+        torch.testing.assert_close(y, rotate(x, omega=omega, positions=again(positions)))
+    assert counter.frame_count == 1
+    assert not torch.allclose(found[0], found[1])
+
+
+def test_the_operator_that_draws():
+    state = torch.Generator().manual_seed(3).get_state()
+    for normal, draw in ((False, torch.rand), (True, torch.randn)):
+        expected = draw(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        assert torch.equal(torch.ops.lrpe_md.draw(state.clone(), [3, 4], normal), expected)
+        torch.library.opcheck(torch.ops.lrpe_md.draw.default, (state.clone(), [3, 4], normal))
 
 
 @pytest.mark.parametrize(

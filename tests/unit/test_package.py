@@ -20,7 +20,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "reference_linear": {"reference"},
     "checks": set(),
     "norm": set(),
-    "positions": {"checks"},
+    "positions": {"_ops", "checks"},
     "frequencies": {"checks"},
     "engine": {"_ops", "checks", "norm", "positions", "reference", "reference_linear"},
     "functional": {"engine", "norm"},
