@@ -774,7 +774,8 @@ def differentiate(
     sizes, eps = work.sizes, work.call.attention.eps
     seen = saved or sum_states(work, state, False)[0]
     pieces = work.pieces(of_queries=True)
-    described = work.describe(LinearPass.QUERIES, work.q_side, [grads.dq])
+    stage = LinearPass.QUERIES_OMEGA if work.need_dangles else LinearPass.QUERIES
+    described = work.describe(stage, work.q_side, [grads.dq])
     variant, _ = described
     programs = sizes.rows * sizes.repeats * pieces.num_pieces
     dstates = torch.empty(

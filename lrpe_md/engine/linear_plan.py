@@ -17,6 +17,7 @@ class LinearPass(Enum):
     STATE = "state"  # two passes: k, v to the state
     OUTPUT = "output"  # q to o
     QUERIES = "queries"  # q, do to dq
+    QUERIES_OMEGA = "queries_omega"  # and to the sums for dω and dφ
     QUERY_STATE = "query_state"  # and to the gradient of the state
     KEYS = "keys"  # to dk and dv
     CAUSAL = "causal"  # two passes with a causal mask: to o
@@ -42,6 +43,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
     LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
+    LinearPass.QUERIES_OMEGA: (_16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.KEYS: (_16, LinearTile(32, 4, 4), _32_WIDE, _32_WIDE),
     LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),

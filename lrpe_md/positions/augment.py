@@ -101,6 +101,12 @@ class AugmentPositions(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in strengths.items() if value is not None)
 
 
+def _per_axis(name: str, strength: Any, num: int) -> Tensor:
+    if isinstance(strength, Sequence) and len(strength) != num:
+        raise ValueError(f"{name}: expected a number for each of {num} axes, got {strength}")
+    return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)
+
+
 # --- draws as an operator: compilers take no generator -------------------------------------------------------------
 
 
@@ -121,9 +127,3 @@ _lib = torch.library.Library(ops.name, "FRAGMENT")
 _lib.define("draw(Tensor(a!) state, SymInt[] size, bool normal) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _lib.impl("draw", _draw, "CPU")
 torch.library.register_fake(add_op_namespace_prefix("draw"), _draw_fake, lib=_lib)
-
-
-def _per_axis(name: str, strength: Any, num: int) -> Tensor:
-    if isinstance(strength, Sequence) and len(strength) != num:
-        raise ValueError(f"{name}: expected a number for each of {num} axes, got {strength}")
-    return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)

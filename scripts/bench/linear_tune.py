@@ -105,7 +105,8 @@ class LinearPlace(NamedTuple):
             where = {"omega": omega, "positions": given.positions}
             return linear_attention(q, k, v, map=given.case.map, impl=impl, **where, **given.options)
 
-        which = "forward" if self.stage in FORWARDS else "backward"
+        backward = "backward_omega" if self.stage is LinearPass.QUERIES_OMEGA else "backward"
+        which = "forward" if self.stage in FORWARDS else backward
         return [make_pass(which, attend, each) for each in inputs]
 
     def inputs(self, case: LinearCase, device: torch.device) -> Inputs:
