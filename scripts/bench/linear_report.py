@@ -142,6 +142,11 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
     return [group for group in (full, causal, theirs) if group]
 
 
+def name_work(work: str) -> str:
+    """Under its bars, in two lines; what is bidirectional, shorter."""
+    return work.replace("bidirectional", "full").replace("-", "\n", 1)
+
+
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
     """Share of the copy: forward beside backward, a row for each kind of attention, a group of bars for each workload;
     not the eager unfused."""
@@ -165,7 +170,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
                     axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=COLOURS[i])
                 axis.axhline(1, color="black", linestyle=":", linewidth=1)
                 axis.set_title(which, fontsize=10)
-                axis.set_xticks(range(len(works)), [work.replace("-", "\n", 1) for work in works], fontsize=9)
+                axis.set_xticks(range(len(works)), [name_work(work) for work in works], fontsize=9)
                 axis.set_xlim(-0.5, len(works) - 0.5)
             row[0].set_ylabel("share of copy")
             row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9)
@@ -202,6 +207,8 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
             axis.set_title(name, fontsize=10)
         for axis in axes[-1]:
             axis.set_xlabel("tokens of a sample")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         save(figure, axes, path)
     return True
 
