@@ -11,7 +11,7 @@ import torch
 from lrpe_md import adapt, adapt_rotary
 
 DYNAMIC = torch.export.Dim.DYNAMIC
-SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+SMALL = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
 MIXED = "vit_small_patch16_rope_mixed_224"
 
 

@@ -1,7 +1,10 @@
 """Linear attention's kernels in Triton's interpreter against float64: every map, activation, normaliser, gate, mask."""
 
+from itertools import product
+
 import pytest
 import torch
+from spreading import spread
 
 pytest.importorskip("triton")
 
@@ -26,7 +29,15 @@ def holds(case: LinearCase, **changes) -> None:
     assert not check_linear(case, ulps=1.0, **changes)
 
 
-@pytest.fixture(params=["one pass", "two passes", "many pieces"])
+CUTS = ("one pass", "two passes", "many pieces")
+
+
+def spread_cuts(names, first, *others, cuts=CUTS):
+    """With the fixture ``cut``."""
+    return pytest.mark.parametrize((*names.split(), "cut"), spread(first, *others, cuts), ids=str, indirect=["cut"])
+
+
+@pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
     """How the tokens are cut, at sizes that an interpreter can do."""
     if request.param != "one pass":
@@ -145,9 +156,12 @@ def test_activations(name, act):
     holds(LinearCase(name, act=act, dim=-1 if act == "softmax" else None, normalizer=normalizer, head_dim=24))
 
 
-@pytest.mark.parametrize("gate", ["float", "bool", "nan"])
-@pytest.mark.parametrize("mask", ["full", "causal", "block"])
-def test_gates(gate, mask, cut):
+GATES = ("float", "bool", "nan")
+GATED = [*product(["full"], GATES, CUTS), *spread(["causal", "block"], GATES, CUTS[1:])]
+
+
+@pytest.mark.parametrize(("mask", "gate", "cut"), GATED, indirect=["cut"])
+def test_gates(mask, gate, cut):
     holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", normalizer="unrotated"))
 
 
@@ -192,25 +206,24 @@ def test_dtypes(name, mask, dtype):
     holds(LinearCase(name, dtype=dtype, mask=mask, act="softplus", shape=(70,), state=True, return_state=True))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
-        {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
-        {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("state", [False, True])
+MASKED = CUTS[1:]  # one pass is of full attention
+CAUSAL = [
+    {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
+    {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
+    {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
+]  # fmt: skip
+
+
+@spread_cuts("changes state", CAUSAL, [False, True], cuts=MASKED)
 def test_causal(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="causal", state=state, return_state=state, **changes))
 
 
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize(
-    "changes", [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY], ids=str
-)
+BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]
+
+
+@spread_cuts("changes state", BLOCKS, [False, True], cuts=MASKED)
 def test_blocks(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="block", shape=(4, 5), block=5, state=state, return_state=state, **changes))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spreading import spread
 
 pytest.importorskip("triton")
 
@@ -14,7 +15,13 @@ from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_li
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
-kinds = pytest.mark.parametrize("kind", ["rms", "layer"])
+KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def spread_cuts(names, first, *others):
+    """With the fixture ``cut``."""
+    return pytest.mark.parametrize((*names.split(), "cut"), spread(first, *others, CUTS), ids=str, indirect=["cut"])
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +33,7 @@ def holds(case: LinearCase, **changes) -> None:
     assert not check_linear(case, ulps=1.0, **changes)
 
 
-@pytest.fixture(params=["one pass", "many pieces"])
+@pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
     """How the tokens are cut, at sizes that an interpreter can do."""
     if request.param != "one pass":
@@ -39,9 +46,7 @@ def cut(request, monkeypatch):
     remembered.clear()
 
 
-@kinds
-@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
-@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+@spread_cuts("name normalizer kind", ["cosine", "rotate", None], ["unrotated", "encoded", "none"], KINDS)
 def test_maps_and_normalizers(name, normalizer, kind, cut):
     steady = STEADY if normalizer == "encoded" else {"normalizer": normalizer}
     holds(LinearCase(name, norm=kind, **steady))
@@ -55,9 +60,7 @@ def test_activations(act, kind):
     holds(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 
 
-@kinds
-@pytest.mark.parametrize("gate", ["float", "nan"])
-@pytest.mark.parametrize("mask", ["full", "causal", "block"])
+@spread_cuts("mask gate kind", ["full", "causal", "block"], ["float", "nan"], KINDS)
 def test_masks_and_gates(mask, gate, kind, cut):
     holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", norm=kind, norm_groups=2))
 
@@ -99,8 +102,7 @@ CHANGES = [
 ]
 
 
-@kinds
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@spread_cuts("changes kind", CHANGES, KINDS)
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **changes})
     holds(case)
@@ -108,16 +110,14 @@ def test_weights_positions_and_strides(changes, kind, cut):
         holds(case, frequencies=False)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"norm_weight": "by_head", "gate": "float"}, {"heads": (2, 2), "norm_groups": 2, "shape": (67,)},
-        {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"map": None, "norm_weight": "by_head", "heads": (4, 1)}, STEADY,
-        {"phase": "k", "omega_heads": 2},
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("state", [False, True])
+CAUSAL = [
+    {}, {"norm_weight": "by_head", "gate": "float"}, {"heads": (2, 2), "norm_groups": 2, "shape": (67,)},
+    {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"map": None, "norm_weight": "by_head", "heads": (4, 1)}, STEADY,
+    {"phase": "k", "omega_heads": 2},
+]  # fmt: skip
+
+
+@spread_cuts("changes state", CAUSAL, [False, True])
 def test_causal(changes, state, cut):
     holds(LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes}))
 

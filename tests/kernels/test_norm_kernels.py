@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spreading import spread
 
 from lrpe_md.engine import launch
 from lrpe_md.engine import plan as plans
@@ -9,9 +10,9 @@ from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None), ("softmax", -1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-both = pytest.mark.parametrize("over", ["head", "heads"])
-maps = pytest.mark.parametrize("map", ["cosine", "rotate"])
-kinds = pytest.mark.parametrize("kind", ["rms", "layer"])
+OVER, KINDS = ("head", "heads"), ("rms", "layer")
+both = pytest.mark.parametrize("over", OVER)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def violations(case: Case, **kwargs) -> list[str]:
@@ -25,18 +26,14 @@ def poison(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-@both
-@maps
-@kinds
-@pytest.mark.parametrize(("act", "dim"), ACTS)
-def test_activations(map, act, dim, kind, over):
+@pytest.mark.parametrize(("chosen", "over", "kind", "map"), spread(ACTS, OVER, KINDS, ("cosine", "rotate")), ids=str)
+def test_activations(chosen, over, kind, map):
+    act, dim = chosen
     assert not violations(Case(map, act=act, dim=dim, norm=kind, norm_over=over, head_dim=24, phase=True))
 
 
-@both
-@kinds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, kind, over):
+@pytest.mark.parametrize(("dtype", "over", "kind"), spread(DTYPES, OVER, KINDS), ids=str)
+def test_dtypes(dtype, over, kind):
     case = Case("rotate", (5, 7), norm=kind, norm_over=over, dtype=dtype)
     assert not violations(case)
     if dtype.itemsize == 2:
@@ -79,21 +76,17 @@ CHANGES = [
 ]
 
 
-@both
-@kinds
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_weights_positions_and_strides(change, kind, over):
+@pytest.mark.parametrize(("change", "over", "kind"), spread(CHANGES, OVER, KINDS), ids=str)
+def test_weights_positions_and_strides(change, over, kind):
     case = Case("rotate", **{"norm": kind, "norm_over": over, **change})
     assert not violations(case)
     if kind == "layer":  # which has all the weights
         assert not violations(case, frequencies=False)
 
 
-@both
-@kinds
 @pytest.mark.parametrize("pairs", ["half", "interleaved", (3, 5)])
-@pytest.mark.parametrize("rotary_dim", [None, slice(3, 13)])
-def test_pairs_and_partial_rotation(pairs, rotary_dim, kind, over):
+@pytest.mark.parametrize(("rotary_dim", "over", "kind"), spread([None, slice(3, 13)], OVER, KINDS), ids=str)
+def test_pairs_and_partial_rotation(pairs, rotary_dim, over, kind):
     if rotary_dim and pairs == (3, 5):
         pairs = (2, 3)
     assert not violations(Case("rotate", pairs=pairs, rotary_dim=rotary_dim, norm=kind, norm_over=over, act="silu"))

@@ -1,0 +1,23 @@
+"""Parameters of a test that takes time: each with each value of every other parameter, not with each combination."""
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["spread"]
+
+
+def spread(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of a value of ``first`` and one of each other parameter.
+
+    Each value of ``first`` comes as often as the longest of the others has values, together with each value of each of
+    them; how the others come together changes from one to the next.
+    """
+    rows = []
+    for i, value in enumerate(first):
+        for j in range(max(map(len, others))):
+            row, step = [value], i
+            for k, other in enumerate(others):
+                row.append(other[(j + (step if k else 0)) % len(other)])
+                step = step // len(other) if k else step
+            rows.append(tuple(row))
+    return rows
