@@ -237,8 +237,12 @@ def counted():
     return backend, graphs
 
 
-@pytest.mark.parametrize(("changes", "dynamic"), [*product(MASKS, [True]), *product(MASKS[:2], [False])], ids=str)
-def test_compile_training(impl, changes, dynamic, device):
+COMPILED = [*product(MASKS, [True], ["triton"]), *product([*MASKS[:2], MASKS[3]], [True], ["auto"])]
+COMPILED += product(MASKS[:2], [False], ["triton", "auto"])
+
+
+@pytest.mark.parametrize(("changes", "dynamic", "impl"), COMPILED, ids=str)
+def test_compile_training(changes, dynamic, impl, device):
     call, args = example("cosine", device, dtype=torch.float32, **changes)
 
     def f(*args):

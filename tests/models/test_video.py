@@ -320,7 +320,7 @@ def test_compiled_once_for_all_sizes(kwargs, references):
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
-    model, counter = build(**kwargs), CompileCounter()
+    model, counter = build(depth=1, **kwargs), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     for i, model.reference in enumerate(references):
         for size in ((6, 8, 12), (8, 16, 12), (10, 12, 20)):
@@ -465,7 +465,7 @@ def test_a_stream_learns_through_its_state(change):
 @torch.no_grad()
 def test_a_stream_compiles_once():
     torch._dynamo.reset()
-    model, x = causal("registers"), video(6).double()
+    model, x = causal("registers", depth=1), video(6).double()
     counter = CompileCounter()
     stream = torch.compile(model.stream, backend=counter, fullgraph=True, dynamic=True)
     whole, found = model.forward_features(x), []
