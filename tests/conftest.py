@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != "test_aot.py")  # the longest first: one process would end with them
     if "TRITON_INTERPRET" not in os.environ:
         return
     reason = "runs with pytest -m gpu" if torch.cuda.is_available() else "needs a GPU"
