@@ -3,10 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["spread"]
+import pytest
+
+__all__ = ["spread", "spread_rows"]
 
 
-def spread(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def spread(
+    names: str, first: Sequence[Any], *others: Sequence[Any], fixtures: Sequence[str] = ()
+) -> pytest.MarkDecorator:
+    """``pytest.mark.parametrize`` with :func:`spread_rows`. fixtures: those of the names that are fixtures."""
+    return pytest.mark.parametrize(names.split(), spread_rows(first, *others), ids=str, indirect=list(fixtures))
+
+
+def spread_rows(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows of a value of ``first`` and one of each other parameter.
 
     Each value of ``first`` comes as often as the longest of the others has values, together with each value of each of

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from spreading import spread
+from spreading import spread, spread_rows
 
 pytest.importorskip("triton")
 
@@ -30,11 +30,7 @@ def holds(case: LinearCase, **changes) -> None:
 
 
 CUTS = ("one pass", "two passes", "many pieces")
-
-
-def spread_cuts(names, first, *others, cuts=CUTS):
-    """With the fixture ``cut``."""
-    return pytest.mark.parametrize((*names.split(), "cut"), spread(first, *others, cuts), ids=str, indirect=["cut"])
+MASKED = CUTS[1:]  # one pass is of full attention
 
 
 @pytest.fixture(params=CUTS)
@@ -157,7 +153,7 @@ def test_activations(name, act):
 
 
 GATES = ("float", "bool", "nan")
-GATED = [*product(["full"], GATES, CUTS), *spread(["causal", "block"], GATES, CUTS[1:])]
+GATED = [*product(["full"], GATES, CUTS), *spread_rows(["causal", "block"], GATES, MASKED)]
 
 
 @pytest.mark.parametrize(("mask", "gate", "cut"), GATED, indirect=["cut"])
@@ -206,7 +202,6 @@ def test_dtypes(name, mask, dtype):
     holds(LinearCase(name, dtype=dtype, mask=mask, act="softplus", shape=(70,), state=True, return_state=True))
 
 
-MASKED = CUTS[1:]  # one pass is of full attention
 CAUSAL = [
     {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
     {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
@@ -214,7 +209,7 @@ CAUSAL = [
 ]  # fmt: skip
 
 
-@spread_cuts("changes state", CAUSAL, [False, True], cuts=MASKED)
+@spread("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
 def test_causal(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="causal", state=state, return_state=state, **changes))
@@ -223,7 +218,7 @@ def test_causal(changes, state, cut):
 BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]
 
 
-@spread_cuts("changes state", BLOCKS, [False, True], cuts=MASKED)
+@spread("changes state cut", BLOCKS, [False, True], MASKED, fixtures=["cut"])
 def test_blocks(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="block", shape=(4, 5), block=5, state=state, return_state=state, **changes))

@@ -19,11 +19,6 @@ KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def spread_cuts(names, first, *others):
-    """With the fixture ``cut``."""
-    return pytest.mark.parametrize((*names.split(), "cut"), spread(first, *others, CUTS), ids=str, indirect=["cut"])
-
-
 @pytest.fixture(autouse=True)
 def poison(nan_filled):
     assert torch.empty(3).isnan().all()
@@ -46,7 +41,10 @@ def cut(request, monkeypatch):
     remembered.clear()
 
 
-@spread_cuts("name normalizer kind", ["cosine", "rotate", None], ["unrotated", "encoded", "none"], KINDS)
+@spread(
+    "name normalizer kind cut", ["cosine", "rotate", None], ["unrotated", "encoded", "none"], KINDS, CUTS,
+    fixtures=["cut"],
+)  # fmt: skip
 def test_maps_and_normalizers(name, normalizer, kind, cut):
     steady = STEADY if normalizer == "encoded" else {"normalizer": normalizer}
     holds(LinearCase(name, norm=kind, **steady))
@@ -60,7 +58,7 @@ def test_activations(act, kind):
     holds(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 
 
-@spread_cuts("mask gate kind", ["full", "causal", "block"], ["float", "nan"], KINDS)
+@spread("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
 def test_masks_and_gates(mask, gate, kind, cut):
     holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", norm=kind, norm_groups=2))
 
@@ -102,7 +100,7 @@ CHANGES = [
 ]
 
 
-@spread_cuts("changes kind", CHANGES, KINDS)
+@spread("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **changes})
     holds(case)
@@ -117,7 +115,7 @@ CAUSAL = [
 ]  # fmt: skip
 
 
-@spread_cuts("changes state", CAUSAL, [False, True])
+@spread("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
     holds(LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes}))
 

@@ -26,13 +26,13 @@ def poison(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-@pytest.mark.parametrize(("chosen", "over", "kind", "map"), spread(ACTS, OVER, KINDS, ("cosine", "rotate")), ids=str)
+@spread("chosen over kind map", ACTS, OVER, KINDS, ("cosine", "rotate"))
 def test_activations(chosen, over, kind, map):
     act, dim = chosen
     assert not violations(Case(map, act=act, dim=dim, norm=kind, norm_over=over, head_dim=24, phase=True))
 
 
-@pytest.mark.parametrize(("dtype", "over", "kind"), spread(DTYPES, OVER, KINDS), ids=str)
+@spread("dtype over kind", DTYPES, OVER, KINDS)
 def test_dtypes(dtype, over, kind):
     case = Case("rotate", (5, 7), norm=kind, norm_over=over, dtype=dtype)
     assert not violations(case)
@@ -76,7 +76,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "over", "kind"), spread(CHANGES, OVER, KINDS), ids=str)
+@spread("change over kind", CHANGES, OVER, KINDS)
 def test_weights_positions_and_strides(change, over, kind):
     case = Case("rotate", **{"norm": kind, "norm_over": over, **change})
     assert not violations(case)
@@ -85,7 +85,7 @@ def test_weights_positions_and_strides(change, over, kind):
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved", (3, 5)])
-@pytest.mark.parametrize(("rotary_dim", "over", "kind"), spread([None, slice(3, 13)], OVER, KINDS), ids=str)
+@spread("rotary_dim over kind", [None, slice(3, 13)], OVER, KINDS)
 def test_pairs_and_partial_rotation(pairs, rotary_dim, over, kind):
     if rotary_dim and pairs == (3, 5):
         pairs = (2, 3)
