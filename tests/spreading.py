@@ -9,13 +9,13 @@ __all__ = ["spread", "spread_rows"]
 
 
 def spread(
-    names: str, first: Sequence[Any], *others: Sequence[Any], fixtures: Sequence[str] = ()
+    names: str, first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any], fixtures: Sequence[str] = ()
 ) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize`` with :func:`spread_rows`. fixtures: those of the names that are fixtures."""
-    return pytest.mark.parametrize(names.split(), spread_rows(first, *others), ids=str, indirect=list(fixtures))
+    return pytest.mark.parametrize(names.split(), spread_rows(first, second, *others), ids=str, indirect=list(fixtures))
 
 
-def spread_rows(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def spread_rows(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows of a value of ``first`` and one of each other parameter.
 
     Each value of ``first`` comes as often as the longest of the others has values, together with each value of each of
@@ -23,10 +23,10 @@ def spread_rows(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any,
     """
     rows = []
     for i, value in enumerate(first):
-        for j in range(max(map(len, others))):
-            row, step = [value], i
-            for k, other in enumerate(others):
-                row.append(other[(j + (step if k else 0)) % len(other)])
-                step = step // len(other) if k else step
+        for j in range(max(map(len, (second, *others)))):
+            row, shift = [value, second[j % len(second)]], i
+            for other in others:
+                row.append(other[(j + shift) % len(other)])
+                shift //= len(other)
             rows.append(tuple(row))
     return rows

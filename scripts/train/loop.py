@@ -128,8 +128,8 @@ class Trainer:
         self.last = None if config.seconds else config.steps  # step; None: not yet known
         self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
         self.counted: tuple[int, float] | None = None  # step and time from which on --seconds count
-        self.looked = self.counted  # and those of the last look at the clock; the next one is at a step, look_at
-        self.look_at = -1
+        self.looked = self.counted  # and those of the last look at the clock
+        self.look_at = -1  # step of the next one
         self.waited = 0.0  # seconds, for the turn
         state = self._read()
         self.raw = model.to(accelerator.device)
@@ -220,20 +220,20 @@ class Trainer:
         """
         if done == STARTING and self.last is None:
             self.counted = self.looked = self.step, self._now()
+            self.look_at = self.step + EVERY
             return
-        if self.counted is None or self.looked is None:
+        if self.counted is None or self.looked is None or self.step != self.look_at:
             return
-        due = (done - STARTING) % EVERY == 0 if self.last is None else self.step == self.look_at
-        if not due:
-            return
-        now = self._now()
-        times = torch.tensor([now - self.counted[1], now - self.looked[1]], dtype=torch.float64)
-        mean: Any = self.accelerator.reduce(times.to(self.accelerator.device), "mean")  # one plan for all processes
+        (_, begun), (step, looked), now = self.counted, self.looked, self._now()
+        times = torch.tensor([now - begun, now - looked], dtype=torch.float64, device=self.accelerator.device)
+        mean: Any = self.accelerator.reduce(times, "mean")  # one plan for all processes
         elapsed, recent = mean.tolist()
-        if self.last is not None or elapsed >= self.config.seconds / 10:
-            pace = recent / (self.step - self.looked[0])
-            self._end_at(self.step + max(1, round((self.config.seconds - elapsed) / pace)))
-            self.looked = self.step, now
+        if self.last is None and elapsed < self.config.seconds / 10:
+            self.look_at += EVERY
+            return
+        pace = recent / (self.step - step)
+        self._end_at(self.step + max(1, round((self.config.seconds - elapsed) / pace)))
+        self.looked = self.step, now
 
     def _end_at(self, step: int) -> None:
         self.look_at = (self.step + step) // 2

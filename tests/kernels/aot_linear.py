@@ -1,7 +1,7 @@
 """Compile linear attention's kernels ahead of time, without a GPU: ``python tests/kernels/aot_linear.py TARGET``.
 
-As aot.py; prints one JSON line a kernel, which test_aot.py reads. Of other targets than sm_90 three cases, which have
-every kernel.
+As aot.py; prints one JSON line a kernel, which test_aot.py reads. Of other targets than sm_90 a few
+cases.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 BF16, HALF = torch.bfloat16, torch.float16
 # Its sums over a row are to stay in a warp: test_aot.py counts shuffles.
 WIDE = LinearCase(None, dtype=BF16, head_dim=128, heads=(2, 2), act="relu")
-CASES = [
+FEW = [  # which have every kernel
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
+    LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
+]
+CASES = [
+    *FEW,
     LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),
     LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=slice(4, 36), pairs="interleaved", phase="k", gate="bool"),
-    LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
     LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),
     LinearCase(dtype=BF16, head_dim=128, heads=(2, 2), state=True, origin="by_sample"),
     LinearCase("rotate", dtype=BF16, head_dim=64, norm="rms", heads=(2, 2)),
@@ -91,7 +94,7 @@ def main() -> None:
     linear_launch.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
     linear_launch.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
     unique: dict[str, Any] = {}
-    for case in (*CASES, WIDE) if target.arch == 90 else (CASES[0], CASES[1], CASES[4]):
+    for case in (*CASES, WIDE) if target.arch == 90 else FEW:
         for one_pass in (False,) if case is WIDE else (True, False):
             for name, source, options in record(make_linear_inputs(case), one_pass):
                 unique.setdefault(source.hash() + str(options), (name, source, options, case))
