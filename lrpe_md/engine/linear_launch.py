@@ -34,12 +34,24 @@ from .launch import (
     strides_in_eights,
 )
 from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
-from .linear_plan import SCAN_BLOCK, LinearPass, LinearTile, choose_tile, cut_parts, cut_pieces, fits_one_pass, shrink
+from .linear_plan import (
+    SCAN_BLOCK,
+    LinearPass,
+    LinearTile,
+    choose_tile,
+    choose_walk,
+    cut_parts,
+    cut_pieces,
+    fits_one_pass,
+    shrink,
+)
 from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
 
 NONE = LinearNeeds()
+COLUMNS = 128  # features, from which on o of a causal block is better formed with tokens as columns
+WARPGROUP_ROWS = 64  # of the first factor of a product on Hopper's matrix units, the fewest
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -55,6 +67,7 @@ class Sizes(NamedTuple):
     v_dim: int
     num_features: int
     num_sums: int  # channels that the normaliser sums up over tokens
+    raw: bool  # features are rows as they lie in memory
 
     @property
     def rows(self) -> int:
@@ -72,7 +85,10 @@ def measure(call: LinearCall, operands: Operands) -> Sizes:
     _, groups, num_keys, v_dim = operands.v.shape
     features = call.spec.out_dim(head_dim)
     sums = {"unrotated": head_dim, "encoded": features, "none": 0}[call.attention.normalizer]
-    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums)
+    spec = call.spec
+    raw = spec.map == spec.act == spec.norm == call.attention.normalizer == "none"
+    raw = raw and operands.q.dtype == torch.bfloat16 and operands.gate is None
+    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums, raw)
 
 
 # --- pieces of the tokens --------------------------------------------------------------------------------------------
@@ -103,13 +119,13 @@ class Cut(NamedTuple):
         return triton.cdiv(self.length, self.part)
 
 
-def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, tabled: bool = True) -> Pieces:
+def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, tabled: bool = True) -> Pieces:
     """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece.
 
     tabled: with the table, which a trace that only counts must not make: tables are kept for good.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    count, length = cut_pieces(num_tokens, rows, mask == "causal")
+    count, length = cut_pieces(num_tokens, sizes.rows, sizes.state, choose_walk(mask == "causal", sizes.raw))
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
@@ -126,18 +142,31 @@ def make_pieces(call: LinearCall, num_tokens: int, rows: int, layout: Layout, ta
     return Pieces(table, length, count, num_slots, num_tokens)
 
 
-def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, return_last: bool) -> tuple[Pieces, int]:
-    """Causal pieces as parts whose states are summed up by a program each, and how many of them something sees."""
-    last = 0 if return_last else 1
-    programs = sizes.rows * max(1, pieces.num_pieces - last)
-    cut = Cut(pieces.length, cut_parts(pieces.length, programs, sizes.state))
-    if call.cu_seqlens is not None:
+class Parts(NamedTuple):
+    """Of causal pieces: each of them has one program that sums up its state, where that is needed."""
+
+    every: Pieces
+    needed: Pieces  # the first of them, or backward the last
+
+
+def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, every: bool, backward: bool = False) -> Parts:
+    """every: of all pieces. Nothing sees the state of the last one, nor backward the gradient of the first one's."""
+    unseen = 0 if every else 1
+    heads = sizes.rows * (sizes.repeats if backward else 1)
+    cut = Cut(pieces.length, cut_parts(pieces.length, heads * max(1, pieces.num_pieces - unseen), sizes.state))
+    if call.cu_seqlens is not None:  # which alone say where pieces begin
         count = pieces.num_pieces if cut.parts == 1 else pieces.num_pieces + triton.cdiv(pieces.num_tokens, cut.part)
         table = _cut_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, cut, True)
-        return pieces._replace(table=table, num_pieces=count), count - last
+        parts = pieces._replace(table=table, num_pieces=count)
+        return Parts(parts, parts if backward else parts._replace(num_pieces=count - unseen))
     table = _cut_range(pieces.num_tokens, cut, call.q_tables.omega.device)
-    whole = (pieces.num_pieces - 1) * cut.parts
-    return pieces._replace(table=table, num_pieces=len(table)), whole if last else len(table)
+    parts = pieces._replace(table=table, num_pieces=len(table))
+    if every:
+        return Parts(parts, parts)
+    if backward:
+        rest = table[cut.parts :]
+        return Parts(parts, parts._replace(table=rest, num_pieces=len(rest)))
+    return Parts(parts, parts._replace(num_pieces=(pieces.num_pieces - 1) * cut.parts))
 
 
 def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> Tensor:
@@ -255,7 +284,8 @@ class Work:
     def _describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor], changes: dict[str, Any]
     ) -> tuple[Variant, dict[str, Any]]:
-        spec, sizes, tables = _pair_channels(self.call.spec, self.sizes.head_dim), self.sizes, side.tables
+        spec, sizes, tables = self.call.spec, self.sizes, side.tables
+        spec = spec if sizes.raw else _pair_channels(spec, sizes.head_dim)
         positions = tables.coords if tables.coords is not None else tables.origin
         tensors = [*self.tensors, *outs]
         aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
@@ -268,6 +298,9 @@ class Work:
         tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING)
         num_axes = tables.omega.shape[2] if mapped else 0
         causal = self.call.attention.mask == "causal"
+        straight = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
+        straight = straight and (INTERPRETING or min(tile.block_n, block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS)
+        columns = straight and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
         has_phase = tables.phase is not None
         variant = Variant(
             *spec, head_dim=sizes.head_dim, num_axes=num_axes, backward=stage not in FORWARD,
@@ -280,7 +313,8 @@ class Work:
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
-            turned_products=causal or tile.block_n < 64, alone=causal and sizes.repeats == 1,
+            turned_products=_turns(causal, straight, tile.block_n), straight=straight, columns=columns,
+            alone=causal and sizes.repeats == 1,
             has_weight=self.weights.weight is not None, has_bias=self.weights.bias is not None,
             weight_by_head=any(t is not None and t.shape[0] > 1 for t in self.weights),
             token_groups=self.call.weights.token_groups, need_dweight=self.needs.norm,
@@ -288,6 +322,8 @@ class Work:
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
+            run=choose_run(spec, causal, stage is LinearPass.FORWARD), raw=sizes.raw,
+            share=1 if causal else _share_sums(tiles.block_c, tile),
             feature_begins=tuple(accumulate(tiles.feature_widths, initial=0))[:-1],
             feature_widths=tiles.feature_widths, feature_blocks=tiles.feature_blocks,
             sum_blocks={"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[
@@ -304,22 +340,22 @@ class Work:
             return found
         sizes, call = self.sizes, self.call
         if of_queries:
-            found = make_pieces(call, sizes.num_queries, sizes.rows, call.q_layout)
+            found = make_pieces(call, sizes.num_queries, sizes, call.q_layout)
         else:
-            found = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout)
+            found = make_pieces(call, sizes.num_keys, sizes, call.k_layout)
         if call.cu_seqlens is None:
             self.known[key] = found
         return found
 
-    def parts(self, return_last: bool) -> tuple[Pieces, int]:
-        """Those of keys whose states are summed up, and how many: with a causal mask nothing sees the last piece's."""
-        pieces = self.pieces(of_queries=False)
+    def parts(self, every: bool, backward: bool = False) -> Parts:
+        """Parts of keys, backward of queries, whose states are summed up: see :func:`cut_causal`."""
+        pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
-            return pieces, pieces.num_pieces
-        key = "parts", return_last
+            return Parts(pieces, pieces)
+        key = "parts", every, backward
         found = self.known.get(key)
         if found is None:
-            found = cut_causal(self.call, pieces, self.sizes, return_last)
+            found = cut_causal(self.call, pieces, self.sizes, every, backward)
             if self.call.cu_seqlens is None:
                 self.known[key] = found
         return found
@@ -357,6 +393,17 @@ class Work:
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """What kernels of queries unpack."""
         return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
+
+
+def _share_sums(block_c: int, tile: LinearTile) -> int:
+    """Tokens of a channel that a thread has: it loads up to 8 elements of each."""
+    elements = tile.block_n * block_c // (32 * tile.num_warps)
+    return max(1, elements // 8)
+
+
+def _turns(causal: bool, straight: bool, block_n: int) -> bool:
+    """Whether tokens are columns of the products with a state."""
+    return block_n < WARPGROUP_ROWS or (causal and not straight)
 
 
 def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -481,8 +528,12 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         for i, tile in enumerate(smaller):
-            turned = variant.causal or tile.block_n < 64
-            cut = variant._replace(block_n=tile.block_n, stages=tile.stages, turned_products=turned)
+            straight = variant.straight and tile.block_n >= WARPGROUP_ROWS
+            turned = _turns(variant.causal, straight, tile.block_n)
+            cut = variant._replace(
+                block_n=tile.block_n, stages=tile.stages, turned_products=turned, straight=straight,
+                columns=straight and variant.columns,
+            )  # fmt: skip
             try:
                 recording.start(kernel, programs, args, cut, options)
             except OutOfResources:
@@ -532,18 +583,21 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """What the tokens of each slot see, and the state behind the last token."""
     sizes = work.sizes
-    # A state that is given out is float32, and sums of what 16 bits are good enough for are not.
-    finer: dict[str, Any] = {"functions": int(has_ptx(work.dtype))} if return_last else {}
-    described = work.describe(LinearPass.STATE, work.k_side, **finer)
+    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, return_last))
     variant, _ = described
-    pieces, count = work.parts(return_last)
-    states = torch.empty(count, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    pieces, needed = work.parts(return_last)
+    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, count, sizes.batch),
+        work.flatten_keys(variant), states, needed.numbers, pack(sizes.groups, needed.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * count, args, described)
+    start(kernels.linear_state_kernel, sizes.rows * needed.num_pieces, args, described)
     return scan_states(work, states, pieces, state, return_last)
+
+
+def refine(work: Work, wanted: bool) -> dict[str, Any]:
+    """For a state that is given out as float32, which sums of what 16 bits are good enough for are not."""
+    return {"functions": int(has_ptx(work.dtype)), "apart": True} if wanted else {}
 
 
 def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
@@ -613,7 +667,7 @@ def saved_shapes(
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
         return []
-    pieces = make_pieces(call, sizes.num_keys, sizes.rows, call.k_layout, tabled=False)
+    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
     acc = accumulator(q.dtype)
@@ -625,22 +679,42 @@ def saved_shapes(
 # --- states as users have them ---------------------------------------------------------------------------------------
 
 
-def order_features(spec: Spec, head_dim: int) -> list[int]:
+def choose_run(spec: Spec, causal: bool, alone: bool = False) -> int:
+    """Of the two halves of the map's output: channels side by side in a tile of features.
+
+    A thread has every eighth pair of columns of a product, or of rows every sixty-fourth: of features in runs of 8, or
+    better 64, it has both halves of a channel, and exchanges nothing to form their gradient; and 64 are stored without
+    two threads waiting for one bank. Where sums over channels follow, they are better left as neighbours. alone: the
+    state stays in its kernel.
+    """
+    channels = spec.num_channels
+    if spec.map == "none" or not (causal or (alone and channels % 64 == 0)):
+        return 1
+    return 64 if channels % 64 == 0 else min(8, channels & -channels)
+
+
+def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     """The channels of q̂ in the order of the kernels' tiles."""
     if spec.map == "none":
         return list(range(head_dim))
     if spec.map == "cosine":
-        begins = (0, head_dim) if spec.order == "cos_sin" else (head_dim, 0)
-        return [begin + c for c in range(head_dim) for begin in begins]
+        halves = [range(head_dim), range(head_dim, 2 * head_dim)]
+        if spec.order == "sin_cos":
+            halves.reverse()
+        return _take_in_turns(*halves, run)
     width = 2 * spec.num_channels
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
-    turned = (torch.stack([first, second], dim=-1).flatten() + spec.rotary_start).tolist()
+    turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
     return turned + [c for c in range(head_dim) if not 0 <= c - spec.rotary_start < width]
 
 
+def _take_in_turns(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
+    return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
+
+
 @cache
-def _order(spec: Spec, head_dim: int, device: torch.device, inverse: bool) -> Tensor | None:
-    order = order_features(spec, head_dim)
+def _order(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: bool) -> Tensor | None:
+    order = order_features(spec, head_dim, run)
     if order == sorted(order):
         return None
     if inverse:
@@ -649,10 +723,16 @@ def _order(spec: Spec, head_dim: int, device: torch.device, inverse: bool) -> Te
         return torch.tensor(order, device=device)
 
 
+def order_of(work: Work, inverse: bool) -> Tensor | None:
+    """Where the features of a state that a user has are in a kernel's, or the inverse; None: where they are."""
+    run = choose_run(work.call.spec, work.call.attention.mask == "causal")
+    return _order(work.call.spec, work.sizes.head_dim, run, work.device, inverse)
+
+
 def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
     """(S, sums) as one row a head: Sᵀ, its features in the kernels' order, and the sums behind."""
     sizes = work.sizes
-    order = _order(work.call.spec, sizes.head_dim, work.device, False)
+    order = order_of(work, False)
     matrix, *sums = state
     if order is not None:
         matrix = matrix.index_select(2, order)
@@ -665,7 +745,7 @@ def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
 def split_state(work: Work, last: Tensor) -> list[Tensor]:
     """The inverse of :func:`join_state`."""
     sizes = work.sizes
-    order = _order(work.call.spec, sizes.head_dim, work.device, True)
+    order = order_of(work, True)
     size = sizes.v_dim * sizes.num_features
     matrix, sums = last.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
     matrix = matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT
@@ -805,7 +885,7 @@ def differentiate(
 def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:
     """dS by piece and head of q."""
     sizes = work.sizes
-    described = work.describe(LinearPass.QUERY_STATE, work.q_side)
+    described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, work.needs.state))
     variant, _ = described
     args = (
         with_strides(work.q, variant), with_strides(work.do, variant), work.flatten_queries(variant), seen, scales,
@@ -823,23 +903,21 @@ def differentiate_causal(
     pieces = work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    alone = pieces.num_pieces == 1 and not dstate and not work.needs.state
-    dstates = None
-    if not alone:
-        dstates = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
     described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
     variant, _ = described
     sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
     tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
     args = (
-        tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, dstates, grads.q_partial,
-        pieces.numbers, work.counts(pieces), work.call.attention.eps,
+        tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
+        work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
     dseen, last = (), []
-    if dstates is not None:
-        sum_query_states(work, seen or (None, None), scales, dstates, pieces)
-        dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    if pieces.num_pieces > 1 or dstate or work.needs.state:
+        parts, needed = work.parts(work.needs.state, backward=True)
+        dstates = torch.empty(needed.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
+        sum_query_states(work, (None, None), scales, dstates, needed)
+        dseen, last = scan_states(work, dstates, parts, dstate, work.needs.state, backward=True)
     outs = [grads.dk, grads.dv]
     described = work.describe(
         LinearPass.CAUSAL_KEYS, work.k_side, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None

@@ -6,8 +6,8 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "choose_tile", "cut_parts", "cut_pieces", "fits_kernels",
-    "fits_one_pass", "shrink",
+    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_walk", "cut_parts", "cut_pieces",
+    "fits_kernels", "fits_one_pass", "shrink",
 ]  # fmt: skip
 
 
@@ -36,27 +36,27 @@ class LinearTile(NamedTuple):
 # 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64 = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
-_32_WIDE, _64_WIDE = LinearTile(32, 8, 3), LinearTile(64, 8, 3)
+_32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), _16_DEEP, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)),
+    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 3)),
     LinearPass.STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
     LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
     LinearPass.QUERIES_OMEGA: (_16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _64, _32_FREE, _64_WIDE),
-    LinearPass.KEYS: (_16, LinearTile(32, 4, 4), _32_WIDE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), LinearTile(64, 8, 2), LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_QUERIES: (_64, _64_WIDE, LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
-    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(64, 8, 1), LinearTile(32, 8, 1)),
+    LinearPass.KEYS: (_16, _32_FREE, _32_WIDE, _32_WIDE),
+    LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), _64_TWO, _64_TWO),
+    LinearPass.CAUSAL_QUERIES: (_64, _32_FREE, LinearTile(64, 8, 1), LinearTile(32, 8, 2)),
+    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(32, 8, 2), LinearTile(16, 8, 3)),
 }  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
-SHORTEST = 512  # tokens of a piece
+SHORTEST = 256  # tokens of a piece
 STATE_TO_PART = 4  # elements of a state for a token of a part
 SCAN_BLOCK = 1024  # elements of a state a program sums up
-ONE_PASS = 1024  # tokens that one program goes through
+ONE_PASS = 384  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
 
 
@@ -83,14 +83,33 @@ def fits_one_pass(num_queries: int, num_keys: int) -> bool:
     return max(num_queries, num_keys) <= ONE_PASS
 
 
-def cut_pieces(num_tokens: int, rows: int, causal: bool) -> tuple[int, int]:
+class Walk(Enum):
+    """How programs go through the tokens of a piece; its value: of PROGRAMS one in so many runs at once."""
+
+    SUM = 1
+    CAUSAL = 2  # they take twice the registers
+    RAW_CAUSAL = 4  # which wait for memory alone: one on each multiprocessor keeps it busy
+
+
+def choose_walk(causal: bool, raw: bool) -> Walk:
+    return Walk.SUM if not causal else Walk.RAW_CAUSAL if raw else Walk.CAUSAL
+
+
+def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
     """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go.
 
-    Programs with a causal mask take twice the registers of the others.
+    state: elements of one, which each piece leaves. Where pieces are short, large ones cost more than programs to fill
+    the room gain.
     """
-    wanted = max(1, (PROGRAMS // 2 if causal else PROGRAMS) // max(1, rows))
-    length = max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
+    length = _share_tokens(num_tokens, rows, walk.value)
+    if length < 2 * SHORTEST and state > BOUNDS[0]:
+        length = _share_tokens(num_tokens, rows, 2 * walk.value)
     return max(1, -(-num_tokens // length)), length
+
+
+def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
+    wanted = max(1, PROGRAMS // divisor // max(1, rows))
+    return max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:

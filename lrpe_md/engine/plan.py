@@ -77,7 +77,7 @@ TILES = {
         _MANY_FIRST, Tile(4, 512, 1, rows_first=True), Tile(4, 2048, 4, rows_first=True)
     ),
     (2, "rotate", Pass.BACKWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", Pass.DOMEGA, False): (Tile(4, 512, 2, 168), Tile(2, 512, 1, 168), Tile(2, 512, 2, 168, 3)),
+    (2, "rotate", Pass.DOMEGA, False): (Tile(4, 512, 2, 168), Tile(2, 1024, 4, 168, 3), Tile(2, 1024, 4, 168, 3)),
     (2, "rotate", Pass.DOMEGA, True): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
     (4, "cosine", Pass.FORWARD, False): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
     (4, "cosine", Pass.BACKWARD, False): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),

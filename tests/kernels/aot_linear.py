@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,14 @@ from lrpe_md.engine.norms import take_norm
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
-# Its sums over a row are to stay in a warp: test_aot.py counts shuffles.
-WIDE = LinearCase(None, dtype=BF16, head_dim=128, heads=(2, 2), act="relu")
+# What test_aot.py looks for in their code: sums over a row stay in a warp, factors of causal products are read as they
+# were stored, features go from memory to the matrix units.
+CAUSAL = LinearCase(dtype=BF16, head_dim=64, heads=(2, 2), act="silu", mask="causal", normalizer="none")
+READ = {
+    "wide": LinearCase(None, dtype=BF16, head_dim=128, heads=(2, 2), act="relu"),
+    "causal": CAUSAL,
+    "raw": replace(CAUSAL, map=None, act="none"),
+}
 FEW = [  # which have every kernel
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
@@ -94,21 +101,23 @@ def main() -> None:
     linear_launch.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
     linear_launch.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
     unique: dict[str, Any] = {}
-    for case in (*CASES, WIDE) if target.arch == 90 else FEW:
-        for one_pass in (False,) if case is WIDE else (True, False):
+    cases = {str(i): case for i, case in enumerate(CASES if target.arch == 90 else FEW)}
+    for label, case in {**cases, **(READ if target.arch == 90 else {})}.items():
+        for one_pass in (False,) if label in READ else (True, False):
             for name, source, options in record(make_linear_inputs(case), one_pass):
-                unique.setdefault(source.hash() + str(options), (name, source, options, case))
+                unique.setdefault(source.hash() + str(options), (name, source, options, case, label))
     linear_launch.has_ptx = has_ptx
-    for name, source, options, case in unique.values():
-        begin, error, shared, shuffles = time.perf_counter(), None, 0, 0
+    for name, source, options, case, label in unique.values():
+        begin, error, shared, ptx = time.perf_counter(), None, 0, ""
         try:
             compiled = triton.compile(source, target=target, options=options)
-            shared, shuffles = compiled.metadata.shared, compiled.asm.get("ptx", "").count("shfl.sync")
+            shared, ptx = compiled.metadata.shared, compiled.asm.get("ptx", "")
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = SimpleNamespace(
-            kernel=name, case=str(case), wide=case is WIDE, error=error,
-            shared=shared, shuffles=shuffles, seconds=round(time.perf_counter() - begin, 2),
+            kernel=name, case=str(case), label=label, error=error, shared=shared, shuffles=ptx.count("shfl.sync"),
+            loads={kind: ptx.count(f"ld.shared.{kind}") for kind in ("b16", "v2.b32", "v4.b32")},
+            seconds=round(time.perf_counter() - begin, 2),
         )  # fmt: skip
         print(json.dumps(vars(row)), flush=True)
 

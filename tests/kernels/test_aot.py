@@ -13,6 +13,7 @@ kernels = pytest.importorskip("lrpe_md.engine.kernels")
 AOT = Path(__file__).parent / "aot.py"
 LINEAR = Path(__file__).parent / "aot_linear.py"
 TARGETS = ["sm_80", "sm_90", "gfx942"]
+READ = ("wide", "causal", "raw")  # labels of aot_linear.py
 PARTS = {"gfx942": "0/2"}  # of the cases; nothing is read in AMD's code
 
 
@@ -79,9 +80,18 @@ def test_linear_attention_compiles(target):
     assert {row["kernel"] for row in rows} == {name for name in kernels.__all__ if name.startswith("linear")}
     if target == "sm_90":
         assert all(row["shared"] <= 227 * 1024 for row in rows), "more shared memory than a program can have"
-        shuffles = {row["kernel"]: row["shuffles"] for row in rows if row["wide"]}
+        by_label = {label: {row["kernel"]: row for row in rows if row["label"] == label} for label in READ}
+        shuffles = {name: row["shuffles"] for name, row in by_label["wide"].items()}
         assert shuffles["linear_output_kernel"] < 64, "sums over a row without a map leave a warp"
         assert shuffles["linear_query_gradient_kernel"] < 128
+        loads = {name: row["loads"] for name, row in by_label["causal"].items()}
+        assert {"linear_causal_query_kernel", "linear_causal_key_kernel"} <= loads.keys()
+        assert not any(each["b16"] for each in loads.values()), (
+            "a thread has one half of a channel, and asks for the other"
+        )
+        assert loads["linear_causal_key_kernel"]["v2.b32"] < 16, "operands are read in pieces of 8 bytes"
+        raw = by_label["raw"]["linear_causal_forward_kernel"]["loads"]
+        assert not any(raw.values()), "features that nothing changes are read by threads"
 
 
 def test_the_residue_check_can_fail():

@@ -1,5 +1,6 @@
 """Linear attention's kernels in Triton's interpreter against float64: every map, activation, normaliser, gate, mask."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -105,6 +106,46 @@ def test_states_of_causal_pieces_by_parts(changes, state, in_parts):
     holds(LinearCase(**{"mask": "causal", "shape": (6, 6), "state": state, "return_state": state, **changes}))
 
 
+@pytest.mark.parametrize("head_dim", [20, 24, 64, 72])
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_states_of_any_width_are_in_the_order_of_the_features(name, head_dim):
+    """Kernels with a causal mask have halves of channels side by side: by 4, 8, 64 and 8 with these widths."""
+    case = LinearCase(name, (5, 6), batch=1, heads=(2, 1), head_dim=head_dim, mask="causal", state=True)
+    holds(replace(case, return_state=True, normalizer="none", dtype=torch.bfloat16))
+    holds(replace(case, return_state=True, normalizer="encoded", act="softplus", base=1e8))
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("changes", [{}, {"state": True, "return_state": True}, {"heads": (4, 2)}], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_features_as_they_lie_in_memory(mask, changes, head_dim, cut):
+    case = LinearCase(None, (67,), prefix=0, dtype=torch.bfloat16, head_dim=head_dim, mask=mask, normalizer="none")
+    holds(replace(case, act="none", **changes))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*product(("cosine", "rotate", None), ({"gate": "float"}, {"normalizer": "none"})), ("cosine", {"phase": "k"})],
+    ids=str,
+)
+def test_causal_products_that_are_one_tile(name, changes, heads):
+    """Of bfloat16 rows: what is summed up keeps its layout, tokens as columns or rows from end to end."""
+    case = LinearCase(name, (10, 15), heads=heads, dtype=torch.bfloat16, mask="causal", act="softplus", batch=1)
+    holds(replace(case, **changes))
+
+
+def test_programs_are_as_many_as_there_is_room_for():
+    summing, causal, raw = (linear_plan.choose_walk(*each) for each in ((False, False), (True, False), (True, True)))
+    cut = linear_plan.cut_pieces
+    assert cut(1024, 128, 4096, summing) == (4, 256)
+    assert cut(1024, 128, 8192, summing) == (2, 512), "a large state of so few tokens costs more than it gains"
+    assert cut(1024, 64, 8192, summing) == (4, 256)
+    assert cut(32760, 48, 8192, summing) == (11, 3072)
+    assert cut(8192, 128, 8192, causal) == (2, 4096)
+    assert cut(8192, 128, 4096, raw) == (1, 8192), "one walk keeps the memory busy"
+
+
 @pytest.mark.parametrize("lengths", [(40,), (9, 0, 14, 1, 26), (12, 24), (0,), (3, 41, 0)], ids=str)
 @pytest.mark.parametrize("part", [4, 8, 12])
 def test_parts_are_the_tokens_of_their_piece(lengths, part):
@@ -123,7 +164,7 @@ def test_parts_are_the_tokens_of_their_piece(lengths, part):
     assert (table[:, 3] >= 0).sum() < count, "room for more than there are"
 
 
-@pytest.mark.parametrize(("head_dim", "parts"), [(16, (6, 3)), (64, (2, 1))])
+@pytest.mark.parametrize(("head_dim", "parts"), [(16, (8, 4)), (64, (2, 1))])
 def test_parts_fill_the_gpu_and_leave_out_what_nothing_sees(head_dim, parts):
     q = torch.empty(2, 4, 3000, head_dim)
     call = validate_linear(
@@ -131,12 +172,18 @@ def test_parts_fill_the_gpu_and_leave_out_what_nothing_sees(head_dim, parts):
         Sides(torch.ones(1, head_dim, 1), Grid((3000,))),
     )  # fmt: skip
     sizes = linear_launch.measure(call, Operands(q, q, q, None, ()))._replace(batch=33)
-    pieces = linear_launch.make_pieces(call, 3000, sizes.rows, call.k_layout)
+    pieces = linear_launch.make_pieces(call, 3000, sizes, call.k_layout)
     assert (pieces.num_pieces, pieces.length) == (2, 1536)
-    found, count = linear_launch.cut_causal(call, pieces, sizes, False)
+    found, needed = linear_launch.cut_causal(call, pieces, sizes, False)
+    count = needed.num_pieces
     assert (found.num_pieces, count) == parts, "a piece of 1,536 tokens by up to 4 × 132 programs, as its state allows"
     assert found.num_slots == 2
-    assert linear_launch.cut_causal(call, pieces, sizes, True)[1] == min(4, found.num_pieces)  # of both pieces
+    assert linear_launch.cut_causal(call, pieces, sizes, True).needed.num_pieces == min(4, found.num_pieces)
+    found, needed = linear_launch.cut_causal(call, pieces, sizes, False, backward=True)
+    assert found.table is not None
+    assert needed.table is not None
+    assert needed.table.equal(found.table[count:]), "all but those of the first piece"
+    assert needed.num_pieces == len(needed.table)
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])

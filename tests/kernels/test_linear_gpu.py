@@ -1,5 +1,7 @@
 """Linear attention's kernels on a GPU: real sizes, the launches of a user, big tensors, sequences in pieces."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,6 +41,17 @@ def test_masks(shape, name, changes, dtype):
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
 def test_widths(name, mask, head_dim):
     case = LinearCase(name, (40, 30), head_dim=head_dim, dtype=torch.bfloat16, mask=mask, act="softplus", batch=1)
+    assert not check_linear(case, device="cuda")
+    if mask == "causal":
+        assert not check_linear(replace(case, normalizer="none", act="silu", gate="float"), device="cuda")
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_features_as_they_lie_in_memory(mask, head_dim):
+    """Sums of bfloat16 products, and states that are given out as float32: matrix units alone round them down."""
+    case = LinearCase(None, (1700,), prefix=0, head_dim=head_dim, dtype=torch.bfloat16, mask=mask, act="none")
+    case = replace(case, normalizer="none", state=True, return_state=True)
     assert not check_linear(case, device="cuda")
 
 

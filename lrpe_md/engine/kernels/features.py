@@ -31,7 +31,7 @@ from .norm import (
     store_weight_gradients,
 )
 from .signature import unpack
-from .tiles import first_channel, load_at, move_row, split_pairs, store_at, store_tile, upcast
+from .tiles import first_channel, load_at, load_tile, move_row, split_pairs, store_at, store_tile, upcast
 
 
 @triton.jit
@@ -39,10 +39,10 @@ def multiply(a, b, acc, V: tl.constexpr):
     """a b + acc, of 16-bit operands on the matrix units, of others in their own precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
-    elif V.operand == "bfloat16":
+    elif V.operand == "bfloat16" and not V.apart:
         return tl.dot(a, b, acc)
     else:
-        # Sums of sums are rounded less; a plain + would become the accumulator of the product.
+        # Sums of sums are rounded less, and matrix units round down; a plain + would become the product's accumulator.
         product = tl.dot(a, b, input_precision="ieee")
         return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
@@ -108,7 +108,9 @@ def load_tables(side, b, h, V: tl.constexpr):
 @triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
     """A block of tokens: what the map turns, as two tiles or twice the same, then what passes."""
-    if V.num_turned == 0:
+    if V.raw:
+        return (load_tile(row, o_n, m_n, i=0, V=V),)
+    elif V.num_turned == 0:
         return load_passing(row, o_n, m_n, V=V)
     else:
         return load_inputs(row, o_n, m_n, first_channel(), V=V) + load_passing(row, o_n, m_n, V=V)
@@ -238,15 +240,43 @@ def map_pairs(x_bar, turned, V: tl.constexpr):
 
 
 @triton.jit
+def join_halves(first, second, V: tl.constexpr):
+    """Two tiles (tokens, channels) as one of features: V.run channels of one, then of the other, and so on."""
+    BLOCK_N: tl.constexpr = V.block_n
+    WIDTH: tl.constexpr = 2 * V.block_c
+    if V.run == 1:
+        return tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH])
+    else:  # a join would be taken for packed elements: operands behind it are read in pieces of 8 bytes (Triton 3.6)
+        RUN: tl.constexpr = V.run
+        RUNS: tl.constexpr = V.block_c // V.run
+        of_second = tl.arange(0, 2)[None, None, :, None] == 1
+        first = tl.broadcast_to(tl.reshape(first, [BLOCK_N, RUNS, 1, RUN]), [BLOCK_N, RUNS, 2, RUN])
+        second = tl.broadcast_to(tl.reshape(second, [BLOCK_N, RUNS, 1, RUN]), [BLOCK_N, RUNS, 2, RUN])
+        return tl.reshape(tl.where(of_second, second, first), [BLOCK_N, WIDTH])
+
+
+@triton.jit
+def split_halves(x, V: tl.constexpr):
+    """The inverse of :func:`join_halves`."""
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
+    if V.run == 1:
+        return tl.split(tl.reshape(x, [BLOCK_N, BLOCK_C, 2]))
+    else:
+        RUN: tl.constexpr = V.run
+        RUNS: tl.constexpr = V.block_c // V.run
+        first, second = tl.split(tl.permute(tl.reshape(x, [BLOCK_N, RUNS, 2, RUN]), (0, 1, 3, 2)))
+        return tl.reshape(first, [BLOCK_N, BLOCK_C]), tl.reshape(second, [BLOCK_N, BLOCK_C])
+
+
+@triton.jit
 def map_features(x_bar, turned, V: tl.constexpr):
     """x̂ of x̄."""
     if V.num_turned == 0:
         return x_bar
     else:
         first, second = map_pairs(x_bar, turned, V=V)
-        BLOCK_N: tl.constexpr = V.block_n
-        WIDTH: tl.constexpr = 2 * V.block_c
-        x_hat = (tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH]),)
+        x_hat = (join_halves(first, second, V=V),)
         TURNED: tl.constexpr = V.num_turned
         for i in tl.static_range(TURNED, len(V.begins)):
             x_hat += (x_bar[i],)
@@ -260,9 +290,7 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
         return dx_hat, 0
     else:
         cos, sin, _, _ = turned
-        BLOCK_N: tl.constexpr = V.block_n
-        BLOCK_C: tl.constexpr = V.block_c
-        dy = tl.split(tl.reshape(dx_hat[0], [BLOCK_N, BLOCK_C, 2]))
+        dy = split_halves(dx_hat[0], V=V)
         dx_bar = dy
         dangles = 0
         if V.map != "none":

@@ -17,9 +17,9 @@ from .features import (
     empty_weight_sums,
     fill_rest,
     load_gate,
+    load_query_side,
     load_row,
     load_side,
-    load_tables,
     load_values,
     locate_tensor,
     map_features,
@@ -128,13 +128,19 @@ def multiply_tiles(values, S, V: tl.constexpr):
 
 
 @triton.jit
+def sum_columns(x, S, V: tl.constexpr):
+    """S times xᵀ (features, tokens), summed over the tiles: (D_v, tokens)."""
+    total = empty(ROWS=V.block_v, COLUMNS=V.block_n, V=V)
+    for i in tl.static_range(len(S)):
+        total = multiply(S[i], tl.trans(to_operand(x[i], V=V)), total, V=V)
+    return total
+
+
+@triton.jit
 def sum_products(x, S, V: tl.constexpr):
     """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
     if V.turned_products:
-        total = empty(ROWS=V.block_v, COLUMNS=V.block_n, V=V)
-        for i in tl.static_range(len(S)):
-            total = multiply(S[i], tl.trans(to_operand(x[i], V=V)), total, V=V)
-        return tl.trans(total)
+        return tl.trans(sum_columns(x, S, V=V))
     else:
         total = empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V)
         for i in tl.static_range(len(S)):
@@ -240,10 +246,19 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        x_hat = map_features(x_bar, turn_block(side, n0, o_n, V=V), V=V)
+        turned = turn_block(side, n0, o_n, V=V)
+        # Where tokens are columns of the product, 1/z has q's layout, not that of o: it goes into q̂. The map is linear.
+        if V.normalizer == "unrotated":
+            scale, _free = normalise(weigh(x_bar, Z), eps, V=V)
+            if V.turned_products:
+                x_bar = scale_tokens(x_bar, scale)
+        x_hat = map_features(x_bar, turned, V=V)
+        if V.normalizer == "encoded":
+            scale, _free = normalise(weigh(x_hat, Z), eps, V=V)
+            if V.turned_products:
+                x_hat = scale_tokens(x_hat, scale)
         out = sum_products(x_hat, S, V=V)
-        if V.normalizer != "none":
-            scale, _free = normalise(weigh(counted(x_bar, x_hat, V=V), Z), eps, V=V)
+        if V.normalizer != "none" and not V.turned_products:
             out *= scale[:, None]
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
@@ -305,18 +320,30 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Zeros for the sums of s_j dΘ of each axis: (tokens, channels), or in float64 (channels)."""
-    BLOCK_N: tl.constexpr = V.block_n
+    """Zeros for the sums of s_j dΘ of each axis: (tokens / V.share, channels), or in float64 (channels)."""
+    ROWS: tl.constexpr = V.block_n // V.share
     BLOCK_C: tl.constexpr = V.block_c
     total = ()
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         for _ in tl.static_range(J):
             if V.operand != "same":
-                total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32),)
+                total += (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),)
             else:
                 total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
     return total
+
+
+@triton.jit
+def sum_shared(x, V: tl.constexpr):
+    """(tokens, channels) to (tokens / V.share, channels): sums of tokens that one thread has, without an exchange."""
+    if V.share == 1:
+        return x
+    else:
+        SHARE: tl.constexpr = V.share
+        ROWS: tl.constexpr = V.block_n // V.share
+        BLOCK_C: tl.constexpr = V.block_c
+        return tl.sum(tl.reshape(x, [SHARE, ROWS, BLOCK_C]), axis=0)
 
 
 @triton.jit
@@ -341,7 +368,7 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
         added = ()
         for j in tl.static_range(len(weights)):
             if V.operand != "same":
-                added += (total[j] + weights[j].to(tl.float32)[:, None] * dangles,)
+                added += (total[j] + sum_shared(weights[j].to(tl.float32)[:, None] * dangles, V=V),)
             else:
                 added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
         return added
@@ -400,12 +427,13 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
 
 
 @triton.jit
-def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
-    """dS with that of tokens begin .. end of a head added: Σ q̂ doᵀ / z.
+def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
+    """dS with that of tokens begin .. end of a head added, Σ q̂ doᵀ / z, and with a causal mask the tiles of dZ.
 
-    tensors: q, do and, with a causal mask, a pointer to 1/z of the head's tokens.
+    tensors: q, do and, with a causal mask, a pointer to 1/z of the head's tokens and from there to their dz.
     """
-    q, do, p_scale = tensors
+    q, do, scales = tensors
+    dS, dZ = grads
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -419,13 +447,17 @@ def sum_queries(tensors, side, Z, dS, walk, eps, V: tl.constexpr):
         turned = turn_block(side, n0, o_n, V=V)
         if V.normalizer != "none":
             if V.causal:
+                p_scale, to_dz = scales
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
+                dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
+                counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+                dZ = add_tiles(dZ, scale_tokens(counts, dz))
             else:
                 counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
                 scale, _free = normalise(weigh(counts, Z), eps, V=V)
             x_bar = scale_tokens(x_bar, scale)
         dS = add_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
-    return dS
+    return dS, dZ
 
 
 @triton.jit
@@ -529,9 +561,10 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    S, Z = sum_keys(k, v, gate, (k_side, load_side(k_side, b, g, g, V=V)), (b, g, 0, M), V=V)
+    k_own = load_side(k_side, b, g, g, V=V)
+    S, Z = sum_keys(k, v, gate, (k_side, k_own), (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
-    tables = load_tables(q_side, b, g, V=V)
+    tables, _ = load_query_side(q_side, k_own, b, g, g, V=V)
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
@@ -551,11 +584,12 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    k_side = (k_side, load_side(k_side, b, g, g, V=V))
+    k_own = load_side(k_side, b, g, g, V=V)
+    k_side = (k_side, k_own)
     S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     grads = (empty_sums(V=V), empty_total(V=V))
-    tables = load_tables(q_side, b, g, V=V)
+    tables, _ = load_query_side(q_side, k_own, b, g, g, V=V)
     batch = tl.num_programs(0) // G
     for r in range(R):
         h = g * R + r
@@ -573,7 +607,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
-        dS = sum_queries((q, do, None), side, Z, dS, (b, h, 0, N), eps, V=V)
+        dS, _none = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=V)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)
     store_weight_sums(k_side, g * batch + b, dweights, V=V)
@@ -666,24 +700,37 @@ def linear_query_gradient_kernel(
         store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
+@triton.jit
+def point_to_scales(p_scales, b, h, heads, N):
+    """1/z of the tokens of a head, and from there on their dz: scales (2, B, H, N)."""
+    batch, num_heads = heads
+    return p_scales + (tl.cast(b, tl.int64) * num_heads + h) * N, tl.cast(batch, tl.int64) * num_heads * N
+
+
 @kernel
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """dS by piece and query head, in front of dZ. scales (2, B, H, N): 1/z, with a causal mask alone."""
+    """dS by piece and query head, in front of dZ, which it forms with a causal mask. scales (2, B, H, N): 1/z and dz,
+    with that mask alone."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
     side = (side, load_side(side, b, g, h, V=V))
     _table, cut = pieces
     _length, N = unpack(cut)
     if V.causal:
-        p_scales += tl.cast(b * G * R + h, tl.int64) * N
-    dS = sum_queries((q, do, p_scales), side, Z, empty_state(V=V), (b, h, begin, end), eps, V=V)
+        scales = point_to_scales(p_scales, b, h, (B, G * R), N)
+        Z = ()
+        dZ = empty_sums(V=V)
+    else:
+        scales = ()
+        Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
+        dZ = ()
+    dS, dZ = sum_queries((q, do, scales), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
     p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-    store_state(p_dstate, p_dstate, dS, (), V=V)
+    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, dS, sum_tokens(dZ), V=V)
 
 
 @kernel
@@ -708,10 +755,11 @@ def linear_key_gradient_kernel(
 def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
     """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
 
-    states (P or the first of them, B G R, size), of which R heads are summed; slots (slots, B G, D_v Ê) in the
-    operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to the slot's last; V.causal:
-    of those before it, which are there at its first. ends: the states to begin with and to end with (B or sequences, G,
-    size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where they are stored.
+    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
+    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
+    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
+    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
+    they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
@@ -727,6 +775,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     total = tl.zeros([BLOCK], dtype=tl.float64)
     before = -2
     before_slot = -2
+    skipped = tl.where(backward != 0, P - num_states, 0)
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
@@ -751,9 +800,10 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
             if (before_slot != slot) & (sequence >= 0):  # below 0: there is no such piece
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         before_slot = slot
-        there = o < tl.where(p < num_states, SIZE, 0)
+        state = p - skipped
+        there = o < tl.where((state >= 0) & (state < num_states), SIZE, 0)
         for r in range(R):
-            index = (tl.cast(p, tl.int64) * rows + row) * R + r
+            index = (tl.cast(state, tl.int64) * rows + row) * R + r
             total += tl.load(p_states + index * SIZE + o, mask=there, other=0.0)
         if not V.causal:
             if next_slot != slot:

@@ -37,16 +37,16 @@ from .linear import (
     empty_state,
     empty_sums,
     empty_total,
-    find_state,
     form_keys,
     load_slot,
     locate_piece,
     multiply_tiles,
     normalise,
+    point_to_scales,
     scale_tokens,
     store_gate,
-    store_state,
     store_total,
+    sum_columns,
     sum_products,
     sum_tokens,
     to_operands,
@@ -66,17 +66,16 @@ def multiply_tokens(x, y, V: tl.constexpr):
 
 
 @triton.jit
-def mix_tokens(P, y, V: tl.constexpr):
-    """P y (tokens, channels), tile by tile."""
+def mix_tokens(P, y, total, V: tl.constexpr):
+    """total + P y (tokens, channels), tile by tile."""
     P = to_operand(P, V=V)
     mixed = ()
     for i in tl.static_range(len(y)):
         y_i = to_operand(y[i], V=V)
         if len(y) > 1:  # see multiply_tiles
-            product = multiply(tl.trans(y_i), tl.trans(P), empty(ROWS=y_i.shape[1], COLUMNS=V.block_n, V=V), V=V)
-            mixed += (tl.trans(product),)
+            mixed += (tl.trans(multiply(tl.trans(y_i), tl.trans(P), tl.trans(total[i]), V=V)),)
         else:
-            mixed += (multiply(P, y_i, empty(ROWS=V.block_n, COLUMNS=y_i.shape[1], V=V), V=V),)
+            mixed += (multiply(P, y_i, total[i], V=V),)
     return mixed
 
 
@@ -88,10 +87,20 @@ def see(V: tl.constexpr):
 
 
 @triton.jit
+def be_seen(V: tl.constexpr):
+    """Whether a token (row) is seen by another (column) of its block."""
+    o_n = tl.arange(0, V.block_n)
+    return o_n[:, None] <= o_n[None, :]
+
+
+@triton.jit
 def sum_seen(counts, Z, tri, V: tl.constexpr):
     """Z of each token (tokens, channels): that of the blocks before and what it sees of its own."""
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
-    seen = mix_tokens(tri.to(ACC), counts, V=V)
+    none = ()
+    for i in tl.static_range(len(counts)):
+        none += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
+    seen = mix_tokens(tri.to(ACC), counts, none, V=V)
     result = ()
     for i in tl.static_range(len(seen)):
         result += (seen[i] + Z[i][None, :],)
@@ -129,6 +138,22 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
         return k_bar
 
 
+@triton.jit
+def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
+    """o z (tokens, D_v) of a block of tokens, which see S and those of their own."""
+    S = to_operands(S, V=V)
+    if V.columns:  # tokens are columns from end to end: nothing that is summed up changes its layout
+        products = tl.where(be_seen(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+        return tl.trans(multiply(tl.trans(v_block), to_operand(products, V=V), sum_columns(q_hat, S, V=V), V=V))
+    else:
+        products = tl.where(see(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        if V.raw:  # q̂ is in shared memory
+            seen = sum_products(q_hat, S, V=V)
+        else:
+            seen = tl.trans(sum_columns(q_hat, S, V=V))
+        return multiply(to_operand(products, V=V), v_block, seen, V=V)
+
+
 @kernel
 def linear_causal_forward_kernel(
     q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
@@ -143,7 +168,6 @@ def linear_causal_forward_kernel(
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     o_n = tl.arange(0, V.block_n)
-    tri = see(V=V)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -156,34 +180,23 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
         _x, q_bar, q_hat, _q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
-        products = tl.where(tri, multiply_tokens(q_hat, k_hat, V=V), 0.0)
-        out = sum_products(q_hat, to_operands(S, V=V), V=V)
-        out += multiply(
-            to_operand(products, V=V), to_operand(v_block, V=V), empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V), V=V
-        )
+        v_block = to_operand(v_block, V=V)
+        out = attend(q_hat, k_hat, v_block, S, V=V)
         if V.normalizer != "none":
             k_counts = counted(k_bar, k_hat, V=V)
             q_counts = counted(q_bar, q_hat, V=V)
-            scale, _free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, tri, V=V)), eps, V=V)
+            scale, _free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, see(V=V), V=V)), eps, V=V)
             out *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))
         S = add_products(S, v_block, k_hat, V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
-@triton.jit
-def point_to_scales(p_scales, b, h, heads, N):
-    """1/z of the tokens of a head, and from there on their dz: scales (2, B, H, N)."""
-    batch, num_heads = heads
-    return p_scales + (tl.cast(b, tl.int64) * num_heads + h) * N, tl.cast(batch, tl.int64) * num_heads * N
-
-
 @kernel
 def linear_causal_query_kernel(
-    tensors, gate, sides, slots, p_scales, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32",
-    V: tl.constexpr,
+    tensors, gate, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """dq, dZ behind dS by piece and query head, and what the gradients of keys need of each query: 1/z and dz.
+    """dq, and what the gradients of the state and of keys need of each query: 1/z and dz.
 
     tensors: q, k, v, do, dq. scales (2, B, H, N).
     """
@@ -199,7 +212,6 @@ def linear_causal_query_kernel(
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
-    dZ = empty_sums(V=V)
     o_n = tl.arange(0, V.block_n)
     tri = see(V=V)
     q_head = locate_tensor(q, b, h, V=V)
@@ -220,14 +232,13 @@ def linear_causal_query_kernel(
         do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V=V), 0.0)
         dx_hat = multiply_tiles(do_block, to_operands(S, V=V), V=V)  # of o z
-        dx_hat = add_tiles(dx_hat, mix_tokens(products, k_hat, V=V))
+        dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             k_counts = counted(k_bar, k_hat, V=V)
             seen = sum_seen(k_counts, Z, tri, V=V)
             scale, free = normalise(weigh_tiles(counted(q_bar, q_hat, V=V), seen), eps, V=V)
             dz = tl.where(free, -scale * scale * weigh_tiles(q_bar, dx_bar), 0.0)
-            dZ = add_tiles(dZ, scale_tokens(counted(q_bar, q_hat, V=V), dz))
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
@@ -242,9 +253,6 @@ def linear_causal_query_kernel(
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
         S = add_products(S, v_block, k_hat, V=V)
     store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
-    if p_dstates is not None:
-        p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-        store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
@@ -252,35 +260,68 @@ def linear_causal_query_kernel(
 
 
 @triton.jit
-def add_queries(tensors, side, keys, grads, scales, place, V: tl.constexpr):
-    """What queries n0 + o_n of a head leave to the keys of their own block, dk̂, dv and the normaliser's, and to dS and
-    dZ, which keys of earlier blocks see.
+def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
+    """Queries n0 + o_n of a head: q̂ / z, what the normaliser counts of them by dz, and do.
 
     scales: see :func:`point_to_scales`.
     """
     q, do = tensors
-    k_hat, v_block, k_turned = keys
-    dx_hat, dv_block, dcounts, dS, dZ = grads
     p_scales, heads, N = scales
     b, h, n0, o_n, m_n = place
-    seen_by = tl.trans(see(V=V))
     q_head = locate_tensor(q, b, h, V=V)
     do_head = locate_tensor(do, b, h, V=V)
     _raw, q_bar, q_hat, _q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
     do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+    q_counts = ()
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
         dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
         q_counts = scale_tokens(counted(q_bar, q_hat, V=V), dz)
-        dcounts = add_tiles(dcounts, mix_tokens(seen_by.to(scale.dtype), q_counts, V=V))
-        dZ = add_tiles(dZ, sum_tokens(q_counts))
         q_hat = scale_tokens(q_hat, scale)
-    products = tl.where(seen_by, multiply_tokens((v_block,), (do_block,), V=V), 0.0)
-    dx_hat = add_tiles(dx_hat, mix_tokens(products, q_hat, V=V))
-    weights = tl.where(seen_by, multiply_tokens(k_hat, q_hat, V=V), 0.0)
-    dv_block = multiply(to_operand(weights, V=V), do_block, dv_block, V=V)
-    return dx_hat, dv_block, dcounts, add_products(dS, do_block, q_hat, V=V), dZ
+    return q_hat, q_counts, do_block
+
+
+@triton.jit
+def begin_values(k_hat, dS, V: tl.constexpr):
+    """dv of a block of keys by the queries of later blocks: (tokens, D_v), where V.straight (D_v, tokens)."""
+    if V.straight:
+        return sum_columns(k_hat, dS, V=V)
+    else:
+        return sum_products(k_hat, dS, V=V)
+
+
+@triton.jit
+def add_to_values(dv_block, k_hat, queries, V: tl.constexpr):
+    """And by those of its own block."""
+    q_hat, _, do_block = queries
+    if V.straight:
+        weights = tl.where(see(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        return multiply(tl.trans(do_block), to_operand(weights, V=V), dv_block, V=V)
+    else:
+        weights = tl.where(be_seen(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+        return multiply(to_operand(weights, V=V), do_block, dv_block, V=V)
+
+
+@triton.jit
+def add_to_keys(grads, v_block, queries, V: tl.constexpr):
+    """What queries of the keys' own block leave to dk̂ and the normaliser's gradient."""
+    dx_hat, dcounts = grads
+    q_hat, q_counts, do_block = queries
+    products = tl.where(be_seen(V=V), multiply_tokens((v_block,), (do_block,), V=V), 0.0)
+    if V.normalizer != "none":
+        dcounts = mix_tokens(be_seen(V=V).to(products.dtype), q_counts, dcounts, V=V)
+    return mix_tokens(products, q_hat, dx_hat, V=V), dcounts
+
+
+@triton.jit
+def add_to_state(grads, queries, V: tl.constexpr):
+    """And to dS and dZ, which keys of earlier blocks see."""
+    dS, dZ = grads
+    q_hat, q_counts, do_block = queries
+    if V.normalizer != "none":
+        dZ = add_tiles(dZ, sum_tokens(q_counts))
+    return add_products(dS, do_block, q_hat, V=V), dZ
 
 
 @kernel
@@ -316,23 +357,27 @@ def linear_causal_key_kernel(
         k_hat = map_features(gate_keys(x_bar, beta, V=V), turned, V=V)
         v_block = to_operand(v_block, V=V)
         operands = to_operands(dS, V=V)
-        dx_hat = multiply_tiles(v_block, operands, V=V)
-        dv_block = sum_products(k_hat, operands, V=V)
-        counts = counted(x_bar, k_hat, V=V)
-        dcounts = spread_sums(counts, dZ, V=V)
-        keys = (k_hat, v_block, turned)
-        grads = (dx_hat, dv_block, dcounts, dS, dZ)
-        if V.alone:
+        scales = (p_scales, (B, G * R), N)
+        dv_row = move_tokens(dv_head, n0, V=V)
+        dcounts = spread_sums(counted(x_bar, k_hat, V=V), dZ, V=V)
+        if V.alone:  # dv is done with before dk is begun
             place = (b, g, n0, o_n, m_n)
-            grads = add_queries((q, do), (q_side, q_own), keys, grads, (p_scales, (B, G), N), place, V=V)
+            queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
+            dv_block = add_to_values(begin_values(k_hat, operands, V=V), k_hat, queries, V=V)
+            store_values(dv_row, tl.trans(dv_block) if V.straight else dv_block, o_n, m_n, V=V)
+            dx_hat, dcounts = add_to_keys((multiply_tiles(v_block, operands, V=V), dcounts), v_block, queries, V=V)
+            dS, dZ = add_to_state((dS, dZ), queries, V=V)
         else:
+            dx_hat = multiply_tiles(v_block, operands, V=V)
+            dv_block = begin_values(k_hat, operands, V=V)
             for r in range(R):
                 h = g * R + r
-                side = (q_side, (q_tables, h))
                 place = (b, h, n0, o_n, m_n)
-                grads = add_queries((q, do), side, keys, grads, (p_scales, (B, G * R), N), place, V=V)
-        dx_hat, dv_block, dcounts, dS, dZ = grads
-        store_values(move_tokens(dv_head, n0, V=V), dv_block, o_n, m_n, V=V)
+                queries = load_queries((q, do), (q_side, (q_tables, h)), turned, scales, place, V=V)
+                dv_block = add_to_values(dv_block, k_hat, queries, V=V)
+                dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, V=V)
+                dS, dZ = add_to_state((dS, dZ), queries, V=V)
+            store_values(dv_row, tl.trans(dv_block) if V.straight else dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_tiles(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
