@@ -125,7 +125,8 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     tabled: with the table, which a trace that only counts must not make: tables are kept for good.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    count, length = cut_pieces(num_tokens, sizes.rows, sizes.state, choose_walk(mask == "causal", sizes.raw))
+    walk, state = choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
+    count, length = cut_pieces(num_tokens, sizes.rows, state, walk)
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1

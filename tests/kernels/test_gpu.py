@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from gpu_memory import skip_without
 
 from lrpe_md import Grid, cosine, rotate
 from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
@@ -121,8 +122,7 @@ def test_large_tensor(map):
     """More than 2^31 elements: the last rows equal those of a small call."""
     out_dim = 128 if map == "cosine" else 64
     batch = 2**31 // (16 * 4096 * out_dim) + 1
-    if torch.cuda.mem_get_info()[0] < 2.5 * batch * 16 * 4096 * (64 + out_dim):
-        pytest.skip("needs more memory")
+    skip_without(2 * batch * 16 * 4096 * (64 + out_dim))
     call = cosine if map == "cosine" else rotate
     x = torch.empty(batch, 16, 4096, 64, dtype=torch.bfloat16, device="cuda").normal_()
     omega = torch.rand(1, 64 if map == "cosine" else 32, 2, device="cuda")

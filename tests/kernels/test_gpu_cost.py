@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
+from gpu_memory import skip_without
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
@@ -45,13 +46,6 @@ class Call:
 
 def on_gpu(case: Case) -> Inputs:
     return make_inputs(case, "cuda")
-
-
-def skip_without(num_bytes: float) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 1.2 * num_bytes:
-        pytest.skip(f"needs {1.2 * num_bytes / 2**30:.0f} GiB")
 
 
 # --- compiles --------------------------------------------------------------------------------------------------------

@@ -144,6 +144,12 @@ def test_programs_are_as_many_as_there_is_room_for():
     assert cut(32760, 48, 8192, summing) == (11, 3072)
     assert cut(8192, 128, 8192, causal) == (2, 4096)
     assert cut(8192, 128, 4096, raw) == (1, 8192), "one walk keeps the memory busy"
+    q = torch.empty(1, 1, 1024, 64).expand(8, 16, -1, -1)
+    sides = Sides(torch.ones(1, 32, 1), Grid((1024,)))
+    call = validate_linear(LinearOptions(map="rotate", act="relu"), Given(q, q, q, None, None, ()), sides)
+    sizes = linear_launch.measure(call, Operands(q, q, q, None, ()))
+    pieces = linear_launch.make_pieces(call, 1024, sizes, call.k_layout)
+    assert pieces.length == 256, "what the normaliser counts makes no large state"
 
 
 @pytest.mark.parametrize("lengths", [(40,), (9, 0, 14, 1, 26), (12, 24), (0,), (3, 41, 0)], ids=str)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_memory import skip_without
 from lrpe_md.scripts.bench import norm as bench
 from lrpe_md.scripts.bench.measure import device_events
 
@@ -100,8 +101,7 @@ def test_sizes_compile_nothing_new(over):
 def test_far_tokens_over_all_heads():
     """Offsets beyond 2^31 elements: a strided view of few rows far apart."""
     heads, step = 4, 2**28
-    if torch.cuda.mem_get_info()[0] < 12 * step:
-        pytest.skip("needs 3 GiB")
+    skip_without(10 * step)
     storage = torch.zeros(10 * step, dtype=torch.bfloat16, device="cuda")
     x = storage.as_strided((1, heads, 9, 64), (0, 64, step, 1))
     x.normal_()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_memory import skip_without
 from outputs import COPIED, FORMS, LENGTH, Job
 
 from lrpe_md import Grid, rotate
@@ -93,8 +94,7 @@ def test_compiled(dynamic):
 
 def test_a_cache_beyond_2_31_elements():
     """Places are reached in 64 bits."""
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB")
+    skip_without(10 * 2**30)
     length = 2**22 + 8
     cache = torch.zeros(1, 8, length, 128, device="cuda", dtype=torch.bfloat16)
     assert cache.numel() > 2**31
