@@ -80,10 +80,10 @@ def linear_attention(
     The cost grows with the tokens, not with their square, and q̂ and k̂ are never in memory.
 
     Which attention is faster: on an H100 in bfloat16, head_dim 64, the crossover with softmax attention (PyTorch's best
-    backend, without positions) is at some 200 tokens, where a forward takes as long and a backward two thirds; at
-    4,096 tokens both are some ten times as fast, at 32,760 a hundred times, causal at 8,192 five times. A training step
-    of a ViT-B/16, compiled, is 4% faster at 224 pixels than with softmax attention and no positions, and takes 0.55 of
-    its time at 1,024. With fewer tokens softmax attention is no slower: prefer it there. Measured:
+    backend, without positions) is at some 200 tokens, where a forward takes nine tenths and a backward two thirds of
+    its time; at 4,096 tokens both are some ten times as fast, at 32,760 a hundred times, causal at 8,192 six times. A
+    training step of a ViT-B/16, compiled, is 7% faster at 224 pixels than with softmax attention and no positions, and
+    takes 0.55 of its time at 1,024. With fewer tokens softmax attention is no slower: prefer it there. Measured:
     scripts/results/benchmark-linear.csv, linear-training.csv and linear-scaling.csv.
 
     Args:

@@ -4,7 +4,7 @@
 
 Each pass of ``bench operators`` runs once with cold caches: how long, how many bytes of memory, and how busy memory,
 the L2 cache and the schedulers were. A compiled kernel with ready-made tables and an element-wise kernel of as many
-bytes stand beside ours on vit224. `make readme-tables` makes a table of the README from the CSV.
+bytes stand beside ours on vit224. `make results` makes a table of the CSV.
 """
 
 from __future__ import annotations

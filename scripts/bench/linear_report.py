@@ -1,4 +1,4 @@
-"""The README's part on linear attention, and its plots, from CSVs of ``bench linear`` and ``bench linear-scaling``."""
+"""The page on linear attention, and its plots, from CSVs of ``bench linear`` and ``bench linear-scaling``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand. A share is the bytes that
 must move over the time, against a copy of 2 GiB timed in the same run. Before it is timed, each result is compared with
 float64; what leaves the error budget of lrpe_md.testing is listed with its violation, not timed. Each mode, and each
-workload, can be a run of its own; `make readme-tables` makes the README's section from
+workload, can be a run of its own; `make results` makes docs/results/performance.md from
 scripts/results/benchmark-*.csv.
 """
 
