@@ -123,6 +123,12 @@ def test_features_as_they_lie_in_memory(mask, changes, head_dim, cut):
     holds(replace(case, act="none", **changes))
 
 
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_tokens_of_a_thread_share_their_sums_for_the_frequencies(name, cut):
+    """Four, with tiles of 64 tokens and 64 channels by four warps; two of 32."""
+    holds(LinearCase(name, (5, 4, 6), batch=1, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, phase="both"))
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize(
     ("name", "changes"),
