@@ -58,16 +58,21 @@ class Shape(NamedTuple):
 
 
 SHAPES: dict[tuple[int, ...], Shape] = {}
+BY_IDENTITY: dict[int, Shape] = {}  # of Shape.of_type, which stays
 NUMPY_TYPES: dict[str, Any] = {}
 NO_SHAPE = tl.core.tuple([]), tl.core.constexpr(1)
 
 
 def find_shape(shape: Any) -> Shape:
+    known = BY_IDENTITY.get(id(shape))
+    if known is not None:
+        return known
     key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
     if key not in SHAPES:
         made = make_block_type(tl.int32, key)  # checks the sizes
         constants = tl.core.tuple([tl.core.constexpr(size) for size in key])
         SHAPES[key] = Shape(key, made.shape, constants, made.numel, tl.core.constexpr(math.prod(key)))
+        BY_IDENTITY[id(made.shape)] = SHAPES[key]
     return SHAPES[key]
 
 
@@ -148,11 +153,75 @@ def spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
     return self.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes))
 
 
+MATCH, UNWRAP, EQUAL = (
+    interpreter.TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
+)  # fmt: skip
+NUMBERS = {"fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64}
+LIMITS = {name: np.iinfo(dtype) for name, dtype in NUMBERS.items() if name.startswith("int")}
+CONSTANTS: dict[tuple[Any, ...], Any] = {}
+
+
+def match(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
+    """Operands of one type: two tensors that are, and a tensor and a Python number that its type holds."""
+    if type(lhs) is tl.tensor:
+        if type(rhs) is tl.tensor:
+            if lhs.dtype is rhs.dtype and lhs.dtype.name in NUMBERS:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif holds(lhs, rhs):
+            return lhs, fill(lhs, rhs)
+    elif type(rhs) is tl.tensor and holds(rhs, lhs):
+        return fill(rhs, lhs), rhs
+    return MATCH(self, lhs, rhs, *options)
+
+
+def holds(x: Any, number: Any) -> bool:
+    name = x.dtype.name
+    if name in LIMITS:
+        return type(number) is int and LIMITS[name].min <= number <= LIMITS[name].max
+    return name in NUMBERS and type(number) in (int, float)
+
+
+def fill(x: Any, number: Any) -> Any:
+    """The number in the type and shape of x."""
+    sizes = x.type.shared.sizes if x.type.is_block() else (1,)
+    key = number, math.copysign(1, number), x.dtype.name, sizes
+    if key not in CONSTANTS:
+        data = np.full(sizes, number, NUMBERS[x.dtype.name])
+        data.flags.writeable = False  # many have it
+        CONSTANTS[key] = data
+    return tl.tensor(interpreter.TensorHandle(CONSTANTS[key], x.dtype), x.type)
+
+
+def unwrap(o: Any) -> Any:
+    kind = type(o)
+    return o if kind is tl.tensor else o.value if kind is tl.constexpr else UNWRAP(o)
+
+
+def equal(self: Any, other: Any) -> bool:
+    return self is other or EQUAL(self, other)
+
+
+def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language, called without those that only look for ``_semantic``."""
+    function = member.__wrapped__ if getattr(member, "__code__", None) is BUILTIN else member
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+BUILTIN = tl.core.builtin(lambda: None).__code__
 QUICK = (
     (tl.core.block_type, "__init__", init_block),
     (tl.core.block_type, "__str__", say_block),
     (tl.core.tensor, "__init__", init_tensor),
     (interpreter, "_get_np_dtype", find_numpy_type),
+    (interpreter, "_patch_attr", patch_builtin),
+    (tl.core, "_unwrap_if_constexpr", unwrap),
+    (tl.core.dtype, "__eq__", equal),
+    (interpreter.TritonSemantic, "binary_op_type_checking_impl", match),
     (interpreter.TritonSemantic, "cast", cast),
     (interpreter.TritonSemantic, "broadcast_impl_value", broadcast),
 )
