@@ -61,11 +61,17 @@ def any_size(x):
 OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_exported_for_any_size(name):
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request):
+    """Name, model and its program for any size, which takes as long to make as its parts below."""
+    model, x = build(request.param), image(request.param, 2, 4, 6)
+    return request.param, model, torch.export.export(model, (x,), dynamic_shapes=any_size(x))
+
+
+def test_exported_for_any_size(exported):
     """One program, of torch's own operators, and none of those at which exporters to ONNX fail."""
-    model, x = build(name), image(name, 2, 4, 6)
-    program = torch.export.export(model, (x,), dynamic_shapes=any_size(x)).run_decompositions()
+    name, model, program = exported
+    program = program.run_decompositions()
     for size in OTHER:
         torch.testing.assert_close(program.module()(image(name, *size)), model(image(name, *size)))
     operators = {node.target for node in program.graph.nodes if node.op == "call_function"}
@@ -106,12 +112,11 @@ def run_onnx(path, x):
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
-@pytest.mark.parametrize("name", MODELS)
-def test_onnx(name, tmp_path):
+def test_onnx(exported, tmp_path):
     """Any height, width and batch."""
     pytest.importorskip("onnxscript")
-    model, x = build(name), image(name, 2, 4, 6)
-    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, dynamic_shapes=any_size(x), verbose=False)
+    name, model, program = exported
+    torch.onnx.export(program, f=tmp_path / "model.onnx", dynamo=True, verbose=False)
     for size in OTHER:
         x = image(name, *size)
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
