@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from spreading import spread
 
 import lrpe_md
 from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md, reference
@@ -55,9 +56,10 @@ def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
                     s = serial_to_coordinates(t - l, shape[::-1])
                     s = s if axis_order == "minor_first" else s[::-1]
                     th = theta if theta.ndim == 1 else theta[h]
-                    angles = [s_j * th[e] for s_j in s for e in range(len(th))][:d]
-                cos = [x_bar[t, c] * torch.cos(angles[c]) for c in range(d)]
-                sin = [x_bar[t, c] * torch.sin(angles[c]) for c in range(d)]
+                    angles = [s_j * w for s_j in s for w in th.unbind()][:d]
+                row = x_bar[t].unbind()
+                cos = [row[c] * torch.cos(angles[c]) for c in range(d)]
+                sin = [row[c] * torch.sin(angles[c]) for c in range(d)]
                 rows.append(torch.stack(cos + sin))
     return torch.stack(rows).reshape(batch, heads, total, 2 * d)
 
@@ -71,12 +73,14 @@ def rotate_loop(x, angle, act, dim, first, width):
         for h in range(heads):
             x_bar = activation(x[b, h], act, dim)
             for t in range(total):
-                out = list(x_bar[t])
+                row = x_bar[t].unbind()
+                out = list(row)
                 for k in range(half):
-                    a, c = x_bar[t, first + k], x_bar[t, first + half + k]
+                    a, c = row[first + k], row[first + half + k]
                     phi = angle(b, h, t, k)
-                    out[first + k] = a * torch.cos(phi) - c * torch.sin(phi)
-                    out[first + half + k] = a * torch.sin(phi) + c * torch.cos(phi)
+                    cos, sin = torch.cos(phi), torch.sin(phi)
+                    out[first + k] = a * cos - c * sin
+                    out[first + half + k] = a * sin + c * cos
                 rows.append(torch.stack(out))
     return torch.stack(rows).reshape(batch, heads, total, d)
 
@@ -91,6 +95,8 @@ def compare(call, loop, x, theta, dtype=torch.float32):
         x, theta = x.detach().requires_grad_(), theta.detach().requires_grad_()
         y = f(x, theta)
         dys = [randn(*y.shape, seed=10 + i).to(dtype).to(y.dtype) for i in range(8)]
+        if f is loop:  # hundreds of operations on scalars: all dy in one go
+            return (y.detach(), *torch.autograd.grad(y, (x, theta), torch.stack(dys), is_grads_batched=True))
         found = [torch.autograd.grad(y, (x, theta), dy, retain_graph=True) for dy in dys]
         return (y.detach(), *(torch.stack(t) for t in zip(*found, strict=True)))
 
@@ -183,9 +189,9 @@ def test_default_axis_order_is_the_documents():
     assert not torch.allclose(y, major)
 
 
-@pytest.mark.parametrize("theta_shape", ["(h, d/2)", "(d/2)", "(h)"])
-@pytest.mark.parametrize("offset", [0, 3, "by sample"])
-@pytest.mark.parametrize("rotary_dim", [None, 4, slice(2, 8)])
+@spread(
+    "theta_shape offset rotary_dim", ["(h, d/2)", "(d/2)", "(h)"], [0, 3, "by sample"], [None, 4, slice(2, 8)],
+)  # fmt: skip
 def test_rotate_1d(theta_shape, offset, rotary_dim):
     first, last, _ = (rotary_dim if isinstance(rotary_dim, slice) else slice(rotary_dim)).indices(10)
     half = (last - first) // 2
