@@ -6,6 +6,7 @@ the reference there, and the kernels on a GPU.
 
 import pytest
 import torch
+from spreading import spread
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
@@ -19,16 +20,16 @@ from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import Case, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MAPS = {"cosine": cosine, "rotate": rotate}
+MAPS, IMPLS = {"cosine": cosine, "rotate": rotate}, ("auto", "triton")
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.fixture(params=["auto", "triton"])
+@pytest.fixture(params=IMPLS)
 def impl(request):
     return request.param
 
 
-@pytest.fixture(params=["cosine", "rotate"])
+@pytest.fixture(params=MAPS)
 def map(request):
     return request.param
 
@@ -54,8 +55,12 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
     return call, [a.detach().requires_grad_() for a in args]
 
 
-@pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)])
-def test_gradcheck_and_gradgradcheck(map, impl, act, dim, device):
+@spread(
+    "chosen map impl", [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)], list(MAPS), IMPLS,
+    fixtures=["map", "impl"],
+)  # fmt: skip
+def test_gradcheck_and_gradgradcheck(chosen, map, impl, device):
+    act, dim = chosen
     call, args = example(map, device, act=act, dim=dim)
 
     def f(*args):
