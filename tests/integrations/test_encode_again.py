@@ -9,6 +9,7 @@ import torch
 from lrpe_md.models.dit import DiT
 from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.models.text import TextEncoder, tokenize
+from spreading import spread
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -302,12 +303,11 @@ def test_gradients_that_are_not_in_place(used, device):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("options", [{}, {"masked": True}], ids=str)
-@pytest.mark.parametrize(("act", "learn"), [("none", False), ("silu", True)])
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_compiled(impl, act, learn, options, device):
+@spread("how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}])
+def test_compiled(how, impl, options, device):
     """Under a compiler the encoding alone runs again, also behind an operator."""
     torch.compiler.reset()
+    act, learn = how
     run, args = call(device, act=act, learn=learn, impl=impl, **options)
     backend = "aot_eager_decomp_partition"
     usual = torch.compile(partial(run, attend_by=plain), backend=backend, fullgraph=True)
@@ -320,8 +320,11 @@ def test_compiled(impl, act, learn, options, device):
     assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 
 
+DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # a compiler takes its time for each block
+
+
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
-@pytest.mark.parametrize("how", ["eager", "checkpointing", "compiled", "qk_norm"])
+@pytest.mark.parametrize("how", DEPTHS)
 def test_a_vision_transformer(encoding, how, device):
     torch.compiler.reset()
     kwargs = {"qk_norm": True} if how == "qk_norm" else {}
@@ -329,7 +332,7 @@ def test_a_vision_transformer(encoding, how, device):
     for keep_encoded in (True, False):
         torch.manual_seed(0)
         model = timm.create_model(
-            "vit_tiny_patch16_224", img_size=48, depth=2, embed_dim=32, num_heads=2, num_classes=3, **kwargs
+            "vit_tiny_patch16_224", img_size=48, depth=DEPTHS[how], embed_dim=32, num_heads=2, num_classes=3, **kwargs
         )
         model = adapt(model, encoding, absolute="drop", keep_encoded=keep_encoded).to(device)
         model.set_grad_checkpointing(how == "checkpointing")
@@ -342,18 +345,18 @@ def test_a_vision_transformer(encoding, how, device):
         assert torch.equal(a, b)
 
 
-def make_dit(keep_encoded):
+def make_dit(keep_encoded, depth):
     model = DiT(
-        embed_dim=32, depth=2, num_heads=2, encoding="rotate", text_encoder=TextEncoder(width=32, depth=1, num_heads=2),
-        encoding_kwargs={"learnable": True}, keep_encoded=keep_encoded,
+        embed_dim=32, depth=depth, num_heads=2, encoding="rotate", encoding_kwargs={"learnable": True},
+        text_encoder=TextEncoder(width=32, depth=1, num_heads=2), keep_encoded=keep_encoded,
     )  # fmt: skip
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)  # a new model's blocks are the identity
     return model, (torch.randn(2, 3, 8, 8), torch.rand(2), tokenize(["a red square", "one"]))
 
 
-def make_lm(keep_encoded):
-    config = LmConfig(dim=32, depth=2, num_heads=4, num_kv_heads=2, hidden=48, keep_encoded=keep_encoded)
+def make_lm(keep_encoded, depth):
+    config = LmConfig(dim=32, depth=depth, num_heads=4, num_kv_heads=2, hidden=48, keep_encoded=keep_encoded)
     return CausalLm(config), (torch.randint(0, 256, (2, 12)),)
 
 
@@ -364,7 +367,7 @@ def test_other_backbones(make, how, device):
     found, kept = [], []
     for keep_encoded in (True, False):
         torch.manual_seed(0)
-        model, args = make(keep_encoded)
+        model, args = make(keep_encoded, DEPTHS[how])
         model, args = model.to(device), tuple(x.to(device) for x in args)
         forward = torch.compile(model, backend="aot_eager_decomp_partition") if how == "compiled" else model
         y = forward(*args)
