@@ -161,7 +161,7 @@ def norms(mesh, impl):
     """Weights are cut where they are by head, and their gradients are summed up over the ranks."""
     q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 1, 4, 2)
 
-    def encode(*xs, weight, weight_k, over="head", **w):
+    def encode(*xs, weight, weight_k, over="head", impl="reference", **w):
         return rotate(*xs, positions=GRID, norm=Norm("rms", (weight, weight_k), over=over), impl=impl, **w)
 
     shared = {"weight": normal(mesh, 8), "weight_k": normal(mesh, 8, seed=1)}
@@ -170,12 +170,14 @@ def norms(mesh, impl):
     for p in (Shard(0), Shard(1), Shard(2)):
         for weights in (shared, by_head, groups):
             same(mesh, [p], encode, {"omega": omega, **weights}, q=q, k=k)
+        same(mesh, [p], partial(encode, impl=impl), {"omega": omega, **groups}, q=q, k=k)
     same(
         mesh, [Shard(1)], encode, {"weight_k": by_head["weight_k"]}, q=q, k=k, omega=(omega, [Replicate()]),
         weight=(by_head["weight"], [Shard(0)]),
     )  # fmt: skip
     for p in (Shard(0), Shard(2)):
         same(mesh, [p], partial(encode, over="heads"), {"omega": omega, **groups}, q=q, k=k)
+    same(mesh, [Shard(2)], partial(encode, over="heads", impl=impl), {"omega": omega, **groups}, q=q, k=k)
     shard = distribute_tensor(q, mesh, [Shard(1)])
     with pytest.raises(ValueError, match=r"norm: over='heads' takes the mean over all heads .* x\.redistribute"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(over="heads"))

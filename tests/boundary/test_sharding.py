@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_two
 
 from lrpe_md.engine import sharding
 
@@ -16,9 +17,8 @@ NCCL = dist.is_available() and dist.is_nccl_available()
 def in_two_processes(backend, impl, folder):
     import sharded
 
-    torch.multiprocessing.spawn(sharded.run, args=(2, backend, impl, str(folder)), nprocs=2)
-    failed = "".join((folder / f"failed{rank}").read_text() for rank in range(2))
-    assert not failed, f"\n{failed}"
+    imported = ["torch.distributed.fsdp", "torch.distributed.tensor", "lrpe_md.testing", "triton"]
+    run_two(sharded.run, (2, backend, impl, str(folder)), folder, imported)
 
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")

@@ -1,10 +1,11 @@
 """Adapted models under FSDP1 and FSDP2 with 16-bit parameters, in two processes; the cases are in sharded_models.py."""
 
 import pytest
-import torch
 import torch.distributed as dist
+from processes import run_two
 
-for _library in ("timm", "diffusers", "transformers"):
+LIBRARIES = ("timm", "diffusers", "transformers")
+for _library in LIBRARIES:
     pytest.importorskip(_library)
 
 
@@ -13,6 +14,5 @@ def test_mixed_precision(tmp_path):
     """One start for all cases: importing the libraries twice takes longer than they do."""
     import sharded_models
 
-    torch.multiprocessing.spawn(sharded_models.run, args=(str(tmp_path),), nprocs=2)
-    failed = "".join((tmp_path / f"failed{rank}").read_text() for rank in range(2))
-    assert not failed, f"\n{failed}"
+    imported = ["torch.distributed.fsdp", *(f"lrpe_md.integrations.trial_{name}" for name in LIBRARIES)]
+    run_two(sharded_models.run, (str(tmp_path),), tmp_path, imported)

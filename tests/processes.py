@@ -1,0 +1,21 @@
+"""Several processes for one test: forks of a server that has imported, once, what takes longest.
+
+A fork of the test's own process can't differentiate where that one has.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["run_two"]
+
+
+def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:
+    """``run(rank, *args)``, which writes what failed into ``folder/failed{rank}``. imported: modules."""
+    multiprocessing.set_forkserver_preload(list(imported))
+    torch.multiprocessing.start_processes(run, args=tuple(args), nprocs=2, start_method="forkserver")
+    failed = "".join((folder / f"failed{rank}").read_text() for rank in range(2))
+    assert not failed, f"\n{failed}"
