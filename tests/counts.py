@@ -131,6 +131,7 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.modules: dict[str, Module] = {}
+        self.imported: dict[str, dict[str, str]] = {}
         for folder in FOLDERS:
             for path in sorted((root / folder).rglob("*.py")):
                 parts = path.relative_to(root).with_suffix("").parts
@@ -183,7 +184,9 @@ class Checkout:
 
     def imports(self, module: Module) -> dict[str, str]:
         """What the file's imports bind, anywhere in it: name -> module, or module:name of something in it."""
-        found = {}
+        if module.name in self.imported:
+            return self.imported[module.name]
+        found = self.imported[module.name] = {}
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom):
                 base = module.package[: len(module.package) - node.level + 1] if node.level else ()
