@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from spreading import spread
 
 from lrpe_md import Grid, cosine
 from lrpe_md.engine import boundary, launch
@@ -96,10 +97,8 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("map", ["cosine", "rotate"])
-@pytest.mark.parametrize("coords", ["grid", "by_sample"])
-@pytest.mark.parametrize("name", CUTS)
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, map, coords, name):
+@spread("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
+def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, map, coords):
     """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
     cut = CUTS[name]
 
