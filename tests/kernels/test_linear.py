@@ -115,12 +115,13 @@ def test_states_of_any_width_are_in_the_order_of_the_features(name, head_dim):
     holds(replace(case, return_state=True, normalizer="encoded", act="softplus", base=1e8))
 
 
-@pytest.mark.parametrize("head_dim", [16, 24])
-@pytest.mark.parametrize("changes", [{}, {"state": True, "return_state": True}, {"heads": (4, 2)}], ids=str)
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@spread(
+    "cut mask changes head_dim", CUTS, ["full", "causal"], [{}, {"state": True, "return_state": True}], [16, 24],
+    fixtures=["cut"],
+)  # fmt: skip
 def test_features_as_they_lie_in_memory(mask, changes, head_dim, cut):
-    case = LinearCase(None, (67,), prefix=0, dtype=torch.bfloat16, head_dim=head_dim, mask=mask, normalizer="none")
-    holds(replace(case, act="none", **changes))
+    case = LinearCase(None, (67,), prefix=0, heads=(4, 2), dtype=torch.bfloat16, head_dim=head_dim, mask=mask)
+    holds(replace(case, act="none", normalizer="none", **changes))
 
 
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
