@@ -699,10 +699,10 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     if spec.map == "none":
         return list(range(head_dim))
     if spec.map == "cosine":
-        halves = [range(head_dim), range(head_dim, 2 * head_dim)]
+        cos, sin = range(head_dim), range(head_dim, 2 * head_dim)
         if spec.order == "sin_cos":
-            halves.reverse()
-        return _take_in_turns(*halves, run)
+            cos, sin = sin, cos
+        return _take_in_turns(cos, sin, run)
     width = 2 * spec.num_channels
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
