@@ -14,8 +14,12 @@ __all__ = ["run_two"]
 
 
 def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:
-    """``run(rank, *args)``, which writes what failed into ``folder/failed{rank}``. imported: modules."""
+    """``run(rank, *args)``, which writes what failed into ``folder/failed{rank}``.
+
+    imported: modules; none for processes that use a GPU, since a fork of what has asked for one can't: they are spawned.
+    """
     multiprocessing.set_forkserver_preload(list(imported))
-    torch.multiprocessing.start_processes(run, args=tuple(args), nprocs=2, start_method="forkserver")
+    method = "forkserver" if imported else "spawn"
+    torch.multiprocessing.start_processes(run, args=tuple(args), nprocs=2, start_method=method)
     failed = "".join((folder / f"failed{rank}").read_text() for rank in range(2))
     assert not failed, f"\n{failed}"
