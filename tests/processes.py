@@ -16,7 +16,7 @@ __all__ = ["run_two"]
 def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:
     """``run(rank, *args)``, which writes what failed into ``folder/failed{rank}``.
 
-    imported: modules; none for processes with a GPU, which a fork of what has asked for one can't use: they are spawned.
+    imported: modules; none for processes with a GPU, which are spawned, since what has asked for one can't be forked.
     """
     multiprocessing.set_forkserver_preload(list(imported))
     method = "forkserver" if imported else "spawn"
