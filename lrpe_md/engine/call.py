@@ -209,6 +209,14 @@ class Variant(NamedTuple):
     turned_products: bool = False  # tokens are columns: few can't be rows, and factors of several products must not be
     straight: bool = False  # causal: what is added up has one layout; bfloat16 rows, features one tile of 64 or more
     columns: bool = False  # and o of a block is formed with tokens as columns
+    keeps_zero: bool = False  # act(0) is 0
+    normalizer: str = "none"
+    gated: bool = False
+    need_dgate: bool = False
+    operand: str = "same"  # what matrix units multiply | "bfloat16" | "rounded" to that, for an interpreter that can't
+    v_dim: int = 0
+    block_v: int = 0
+    num_features: int = 0  # of q̂ and k̂
     apart: bool = False  # products are summed up outside of the matrix units
     raw: bool = False  # features are rows as they lie in memory
     share: int = 1  # tokens of a block that have a row of sums for dω in common
