@@ -39,7 +39,7 @@ _32_FREE, _64 = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), _16_DEEP, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 3)),
+    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)),
     LinearPass.STATE: (_32, _64, _32_FREE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
     LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
