@@ -446,14 +446,13 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         turned = turn_block(side, n0, o_n, V=V)
         if V.normalizer != "none":
+            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
             if V.causal:
                 p_scale, to_dz = scales
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-                counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
                 dZ = add_tiles(dZ, scale_tokens(counts, dz))
             else:
-                counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
                 scale, _free = normalise(weigh(counts, Z), eps, V=V)
             x_bar = scale_tokens(x_bar, scale)
         dS = add_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
