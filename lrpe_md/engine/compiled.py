@@ -266,7 +266,7 @@ class _Boxes:
     def _write(self, like: Tensor) -> Any:
         key = storage_of(like)
         if key not in self.written:
-            self.written[key] = _allocate(like, self.device)
+            self.written[key] = _allocate(like, self.device, [box.get_name() for box, _ in self.given.values()])
         return self.written[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
@@ -364,8 +364,14 @@ def _is_aligned(box: Any) -> bool:
     return _read_number(box.get_layout().offset) * box.get_dtype().itemsize % 16 == 0
 
 
-def _allocate(like: Tensor, device: torch.device | None) -> Any:
-    return _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
+def _allocate(like: Tensor, device: torch.device | None, after: Sequence[str]) -> Any:
+    """Once the buffers ``after`` are there: what depends on nothing can be allocated for all layers at once, before the
+    first; and an order in which it is takes more memory than those that Inductor compares it with."""
+    from torch._inductor.virtualized import V
+
+    box = _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
+    V.graph.additional_star_deps[box.data.data.get_operation_name()].update(after)
+    return box
 
 
 def _view_as(box: Any, t: Tensor) -> Any:

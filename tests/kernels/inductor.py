@@ -31,6 +31,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -87,14 +88,14 @@ def describe_gpu() -> None:
     DeviceProperties.create = classmethod(lambda cls, device: cls(**known))
 
 
-def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[str]:
-    """What Inductor writes for f of fake CUDA tensors like these."""
-    found: list[str] = []
+def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, int]]:
+    """What Inductor writes for f of fake CUDA tensors like these, and its :func:`count_loose`."""
+    found: list[tuple[str, int]] = []
     codegen = GraphLowering.codegen
 
     def listen(graph: GraphLowering) -> Any:
         code, *_ = codegen(graph)
-        found.append(code.value)
+        found.append((code.value, count_loose(graph)))
         raise Written
 
     def never(args: Any) -> Any:
@@ -120,6 +121,12 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
             if not caused_by(error, Written):
                 raise
     return found
+
+
+def count_loose(graph: GraphLowering) -> int:
+    """Allocations that depend on nothing: in a model those of all layers can be put before its first."""
+    nodes = graph.scheduler.nodes
+    return sum(isinstance(node, NopKernelSchedulerNode) and not node.read_writes.reads for node in nodes)
 
 
 def caused_by(error: BaseException | None, kind: type) -> bool:
@@ -331,7 +338,7 @@ def main() -> None:
             case = SimpleNamespace(**{**BASE, **changes})
             torch.compiler.reset()
             with nullcontext() if case.limits else mock.patch.object(compiled, "_takes_options", return_value=False):
-                (code,) = write_code(*build(case), case.dynamic)
+                ((code, loose),) = write_code(*build(case), case.dynamic)
             body = code[code.index("def call") :]
             row = {
                 "case": name,
@@ -341,6 +348,7 @@ def main() -> None:
                 "joined": [int(n) for n in re.findall(r"triton_\w*join\w*\.run\(.*?, (\d+), stream", body)],
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": {**compile_kernels(code), **make_launchers(code)},
+                "loose": loose,
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
             }
             print(json.dumps(row), flush=True)

@@ -70,6 +70,7 @@ def test_code_without_a_gpu(tmp_path):
         sums = [SUMS] if "omega" in name or "weights" in name else []
         assert row["launches"] == LAUNCHES.get(name, [MAP, *sums]), row
         assert not row["operators"], row
+        assert not row["loose"], f"{name}: memory is allocated before what is read is there"
         assert set(row["registers"]) == set(row["launches"]), row
     assert rows["norm backward weights without limits"]["launchers"] == 1
     assert NO_LIMIT or sum(row["launchers"] for row in rows.values()) == 1
