@@ -254,6 +254,7 @@ class _Boxes:
     ) -> None:  # fmt: skip
         """num_joined: so many of the first outputs are views of one tensor."""
         self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
+        self.after = _find_predecessors(inputs)
         self.written: dict[int, Any] = {}
         views, others = outs[:num_joined], outs[num_joined:]
         geometry = {storage_of(out): out for out in others}
@@ -266,7 +267,7 @@ class _Boxes:
     def _write(self, like: Tensor) -> Any:
         key = storage_of(like)
         if key not in self.written:
-            self.written[key] = _allocate(like, self.device, [box.get_name() for box, _ in self.given.values()])
+            self.written[key] = _allocate(like, self.device, self.after)
         return self.written[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
@@ -364,13 +365,44 @@ def _is_aligned(box: Any) -> bool:
     return _read_number(box.get_layout().offset) * box.get_dtype().itemsize % 16 == 0
 
 
-def _allocate(like: Tensor, device: torch.device | None, after: Sequence[str]) -> Any:
-    """Once the buffers ``after`` are there: what depends on nothing can be allocated for all layers at once, before the
-    first; and an order in which it is takes more memory than those that Inductor compares it with."""
+def _find_predecessors(inputs: _Inputs) -> set[str]:
+    """Buffers that what is written is allocated after: the inputs, and where a program is given all of these, what the
+    outputs are first used with: of an encoding that is formed again for attention's backward, the gradient.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    names = {box.get_name() for box, _ in inputs.boxes.values()}
+    if not names <= V.graph.graph_inputs.keys():
+        return names
+    derived = {V.graph.current_node}
+    waiting: list[Any] = list(V.graph.current_node.users)
+    while waiting:
+        user = waiting.pop()
+        others = [node for node in user.all_input_nodes if node not in derived]
+        if not others and user not in derived:  # a view, or a function of it alone
+            derived.add(user)
+            waiting += user.users
+        for node in others:
+            while node not in V.graph.env and len(node.all_input_nodes) == 1:  # a view that is formed later
+                (node,) = node.all_input_nodes
+            box = V.graph.env.get(node)
+            if isinstance(box, ir.TensorBox):
+                names |= {box.get_name()} if ir.is_storage_and_layout(box) else box.get_read_names()
+    return names
+
+
+def _allocate(like: Tensor, device: torch.device | None, after: set[str]) -> Any:
+    """Once the buffers ``after`` are there.
+
+    Inductor looks for the order that takes the least memory. What depends on nothing, or on what was kept alone, it can
+    put before all layers: this takes more than other orders, or all that forming an encoding again saves, since inputs
+    that share their memory are counted as if it were freed with each.
+    """
     from torch._inductor.virtualized import V
 
     box = _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
-    V.graph.additional_star_deps[box.data.data.get_operation_name()].update(after)
+    V.graph.additional_star_deps[box.data.data.get_operation_name()].update(sorted(after))
     return box
 
 

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
@@ -88,9 +88,9 @@ def describe_gpu() -> None:
     DeviceProperties.create = classmethod(lambda cls, device: cls(**known))
 
 
-def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, int]]:
-    """What Inductor writes for f of fake CUDA tensors like these, and its :func:`count_loose`."""
-    found: list[tuple[str, int]] = []
+def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, Loose]]:
+    """What Inductor writes for f of fake CUDA tensors like these, and how much of its memory is loose."""
+    found: list[tuple[str, Loose]] = []
     codegen = GraphLowering.codegen
 
     def listen(graph: GraphLowering) -> Any:
@@ -123,10 +123,20 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
     return found
 
 
-def count_loose(graph: GraphLowering) -> int:
-    """Allocations that depend on nothing: in a model those of all layers can be put before its first."""
-    nodes = graph.scheduler.nodes
-    return sum(isinstance(node, NopKernelSchedulerNode) and not node.read_writes.reads for node in nodes)
+class Loose(NamedTuple):
+    """Allocations that can be put before the first layer of a model, those of all layers."""
+
+    alone: int  # they depend on nothing
+    given: int  # or on what the program is given
+
+
+def count_loose(graph: GraphLowering) -> Loose:
+    reads = [
+        {dep.name for dep in node.read_writes.reads}
+        for node in graph.scheduler.nodes
+        if isinstance(node, NopKernelSchedulerNode)
+    ]
+    return Loose(reads.count(set()), sum(names <= graph.graph_inputs.keys() for names in reads))
 
 
 def caused_by(error: BaseException | None, kind: type) -> bool:
@@ -204,6 +214,7 @@ CASES: dict[str, dict[str, Any]] = {
     "72 channels, contiguous": {"head_dim": 72, "layout": "bhnd"},
     "rows that are not at 16 bytes": {"layout": "odd"},
     "an input computed before": {"layout": "computed"},
+    "formed again": {"run": "again"},
     "softmax over features": {"act": "softmax", "dim": -1, "map": "cosine"},
     "softmax over the sequence": {"act": "softmax", "dim": -2},
     "softmax over the sequence backward": {"act": "softmax", "dim": -2, "run": "backward"},
@@ -283,6 +294,9 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
             call = call._replace(tables=call.tables._replace(phase=phase))
         if case.run == "forward":
             return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
+        if case.run == "again":
+            late = (grad.transpose(1, 2) @ grad.transpose(1, 2).mT).contiguous()
+            return [late @ y for y in boundary.forward(call, xs, False)[: len(xs)]]
         grads = [grad.transpose(1, 2)[:, : x.shape[1]] for x in xs]
         need = "omega" in case.run
         load = xs if need or case.act != "none" or case.norm != "none" else []
@@ -332,8 +346,13 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
 
 def main() -> None:
     describe_gpu()
-    caches = config.patch(fx_graph_cache=False, compile_threads=1, joint_graph_constant_folding=False)
-    with caches, torch._functorch.config.patch(enable_autograd_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
+    caches = {"fx_graph_cache": False, "compile_threads": 1}
+    on_a_gpu = {"joint_graph_constant_folding": False, "shape_padding": False}  # what tries something there
+    as_in_training = {"reorder_for_locality": False}
+    with (
+        config.patch({**caches, **on_a_gpu, **as_in_training}),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):  # pyright: ignore[reportAttributeAccessIssue]
         for name, changes in CASES.items():
             case = SimpleNamespace(**{**BASE, **changes})
             torch.compiler.reset()
@@ -348,7 +367,7 @@ def main() -> None:
                 "joined": [int(n) for n in re.findall(r"triton_\w*join\w*\.run\(.*?, (\d+), stream", body)],
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": {**compile_kernels(code), **make_launchers(code)},
-                "loose": loose,
+                "loose": loose._asdict(),
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
             }
             print(json.dumps(row), flush=True)
