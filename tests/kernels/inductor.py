@@ -295,7 +295,8 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         if case.run == "forward":
             return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
         if case.run == "again":
-            late = (grad.transpose(1, 2) @ grad.transpose(1, 2).mT).contiguous()
+            late = grad.transpose(1, 2)
+            late = late @ late.mT
             return [late @ y for y in boundary.forward(call, xs, False)[: len(xs)]]
         grads = [grad.transpose(1, 2)[:, : x.shape[1]] for x in xs]
         need = "omega" in case.run
@@ -346,13 +347,12 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
 
 def main() -> None:
     describe_gpu()
-    caches = {"fx_graph_cache": False, "compile_threads": 1}
-    on_a_gpu = {"joint_graph_constant_folding": False, "shape_padding": False}  # what tries something there
-    as_in_training = {"reorder_for_locality": False}
-    with (
-        config.patch({**caches, **on_a_gpu, **as_in_training}),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):  # pyright: ignore[reportAttributeAccessIssue]
+    settings = config.patch(
+        fx_graph_cache=False, compile_threads=1,
+        joint_graph_constant_folding=False, shape_padding=False,  # which try something on a GPU
+        reorder_for_locality=False,  # which is for programs without gradients alone
+    )  # fmt: skip
+    with settings, torch._functorch.config.patch(enable_autograd_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
         for name, changes in CASES.items():
             case = SimpleNamespace(**{**BASE, **changes})
             torch.compiler.reset()
