@@ -10,7 +10,8 @@ that needs one is launched by Triton from Inductor's code, and in C++ left to th
 backends of ``torch.compile`` see the operator alone.
 
 Gradients that an operator makes for one projection (joined.py) are written where they are joined: the buffer that they
-are joined in is allocated with them, and the lowering of the join copies into it what others have made.
+are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of the
+same launch where it is in memory by then, and by the lowering of the join where it is not.
 """
 
 from __future__ import annotations
@@ -153,13 +154,16 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     inputs = _Inputs()
     with unset_fake_temporarily():
         values = inputs.read(args)
+        passing = None if join is None or join.passing is None else inputs.read(join.passing)
+        num_joined = 0 if join is None else join.num_joined
         with record() as recorded:
             places = () if join is None else join.places(torch.empty(join.shape, dtype=join.dtype, device="meta"))
-            outs = run(*values, outs=places) if places else run(*values)
+            outs = run(*values, outs=places[:num_joined]) if places else run(*values)
         for start in recorded.starts:
             _check(start, inputs.device)
-        fixed = [fix(start.kernel, start.args) for start in recorded.starts]
-        boxes = _Boxes(inputs, recorded.allocated, outs, len(places))
+        copies = [_plan_copy(recorded.starts[0], passing, places), *[None] * (len(recorded.starts) - 1)]
+        fixed = [fix(start.kernel, start.args, copy) for start, copy in zip(recorded.starts, copies, strict=True)]
+        boxes = _Boxes(inputs, recorded.allocated, outs, num_joined)
         found = [[boxes.find(t) for t in each.tensors] for each in fixed]
     for start, each, tensors in zip(recorded.starts, fixed, found, strict=True):
         values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
@@ -167,8 +171,20 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
         written = {id(whole): whole for _, whole in tensors if whole is not None}
         _node_type()(each, start, arguments, list(written.values()))
     if join is not None:
-        join.node.meta[_JOINED] = boxes.joined, len(places)
+        join.node.meta[_JOINED] = boxes.joined, num_joined + (copies[0] is not None)
     return boxes.outs
+
+
+def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
+    """Of v's gradient, where its rows and their places are at 16 bytes."""
+    from .kernels.fixed import Copy
+    from .launch import in_eights
+
+    if passing is None or passing.storage_offset() or places[-1].storage_offset() % 8:
+        return None
+    if not in_eights(passing.shape[3], [passing.stride(), places[-1].stride()]):
+        return None
+    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4))
 
 
 _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of linear attention are for
@@ -298,14 +314,16 @@ class _Join(NamedTuple):
     num_joined: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    passing: Any  # v's gradient, where it is left, and in memory
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Where the first ones are in it."""
-        return split_projection(whole, self.node.args[1])[: self.num_joined]
+        """Where the three are in it."""
+        return split_projection(whole, self.node.args[1])
 
 
 def _find_join() -> _Join | None:
     """That of the node which is being lowered."""
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     node: Any = V.graph.current_node
@@ -322,7 +340,9 @@ def _find_join() -> _Join | None:
     static = all(isinstance(size, int) for size in value.shape) and isinstance(num_key_heads, int | None)
     if count < 2 or not alone or not static or any(g.meta["val"].dtype != value.dtype for g in grads):
         return None
-    return _Join(found, count, tuple(value.shape), value.dtype)
+    passing = V.graph.env.get(grads[2]) if count == 2 and grads[2].meta["val"].dtype == value.dtype else None
+    passing = passing if passing is not None and ir.is_storage_and_layout(passing) else None
+    return _Join(found, count, tuple(value.shape), value.dtype, passing)
 
 
 def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
@@ -443,7 +463,7 @@ def _node_type() -> Any:
             config = triton.Config({}, num_warps=options.pop("num_warps", 4))
             chosen: Any = triton.autotune(configs=[config], key=[])(fixed.kernel)
             self.kernel_idx = kernel_side_table.add_kernel(chosen)
-            self.grid = [(start.programs, 1, 1)]
+            self.grid = [(start.programs + fixed.programs, 1, 1)]
             self.device = device
             self.launch_kwargs = tuple(options)  # from torch 2.15 on; before, the compiler takes no other options
             self.kwargs |= options if _takes_options() else {}
@@ -457,7 +477,8 @@ def _node_type() -> Any:
                 return super().codegen(wrapper)
             name, num_tensors = self.start.kernel.fn.__name__, len(self.inputs)
             constants = self.fixed.numbers, self.fixed.types, self.start.variant
-            values = name, num_tensors, self.fixed.written, constants, self.start.programs, self.start.options
+            made_of = name, num_tensors, self.fixed.written, self.fixed.branch
+            values = *made_of, constants, self.start.programs + self.fixed.programs, self.start.options
             launcher = f"fixed_{name}_launcher_{wrapper.next_kernel_suffix()}"
             made = f"__import__({Launcher.__module__!r}, fromlist=['_']).Launcher{values!r}"
             wrapper.define_kernel(launcher, made)

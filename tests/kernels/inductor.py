@@ -239,10 +239,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": (70, 30),
         "run": "backward weights",
     },
-    # Where gradients of a projection are joined; "taken" is also needed elsewhere.
+    # Where gradients of a projection are joined; that of v is computed, or "given"; "taken" is also needed elsewhere.
     "joined backward": {"run": "joined"},
     "joined backward omega weights": {"run": "joined omega weights", "norm": "rms"},
     "joined with grouped keys": {"run": "joined", "groups": 2},
+    "joined with another": {"run": "joined given"},
+    "joined with another omega weights": {"run": "joined given omega weights", "norm": "rms"},
+    "joined with another by a launcher, weights": {"run": "joined given weights", "norm": "rms", "limits": False},
+    "joined with another of grouped keys": {"run": "joined given", "groups": 2},
+    "joined with another that is not at 16 bytes": {"run": "joined given", "head_dim": 36},
     "joined linear": {"run": "joined", "linear": {"map": "rotate"}},
     "joined and taken": {"run": "joined taken"},
     # Left to the operator.
@@ -304,7 +309,8 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
         needs = Needs(need, need and case.phase, "weights" in case.run)
         found = boundary.backward(call, grads, load, stats, None, needs, False)
-        return join(case, [*found[:2], grads[1].sin()], found) if "joined" in case.run else found
+        other = grads[1] if "given" in case.run else grads[1].sin()
+        return join(case, [*found[:2], other], found) if "joined" in case.run else found
 
     return f, tensors
 

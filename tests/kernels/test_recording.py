@@ -7,8 +7,10 @@ pytest.importorskip("triton")
 
 from lrpe_md.engine import launch, launch_heads, linear_launch
 from lrpe_md.engine.call import Needs, Options, flatten, unflatten
+from lrpe_md.engine.kernels.fixed import Copy, fix
 from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides, flatten_linear, unflatten_linear
 from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.engine.memory import split_projection
 from lrpe_md.engine.norms import take_norm
 from lrpe_md.engine.recording import UnrecordableError, is_recording, record, storage_of
 from lrpe_md.engine.validate import validate
@@ -144,3 +146,31 @@ def test_what_is_neither_launched_nor_allocated_nor_viewed_is_refused():
     with pytest.raises(UnrecordableError, match="aten::clone"):
         replay(forward, [inputs.xs, *flatten(call)])
     assert not is_recording()
+
+
+@pytest.mark.parametrize("num_key_heads", [None, 2])
+@pytest.mark.parametrize("num_tokens", [1, 200])
+def test_further_programs_copy(num_key_heads, num_tokens):
+    """Gradients of q and k are written where a projection's is; so is v's, by the same launch."""
+    heads = (4, num_key_heads or 4)
+    inputs, call, launcher = prepare(Case("rotate", (num_tokens,), prefix=0, heads=heads, head_dim=24, norm="rms"))
+    size = (2, num_tokens, 3, 4, 24) if num_key_heads is None else (2, num_tokens, 4 + 2 * num_key_heads, 24)
+    dv = torch.randn(2, num_tokens, heads[1], 24).transpose(1, 2)
+    grads = [torch.randn_like(x) for x in inputs.xs]
+    tensors = StandIns()
+    given, xs, passing, args = tensors.take((grads, inputs.xs, dv, flatten(call)))
+    with record() as recorded:
+        joined = torch.empty(size, device="meta")
+        places = split_projection(joined, num_key_heads)
+        launcher.backward(unflatten(args)[0], given, xs, [], None, Needs(), places[:2])
+    (start,) = recorded.starts
+    real = tensors.real[storage_of(joined)] = torch.full(size, float("nan"))
+    copy = Copy(passing, places[2], start.programs, num_warps=4)
+    for key, t in recorded.allocated.items():
+        tensors.real.setdefault(key, torch.full_like(t, float("nan"), device="cpu"))
+    fixed = fix(start.kernel, tensors.give(start.args), copy._replace(source=dv, place=tensors.give(places[2])))
+    assert fixed.programs == copy.programs > 0
+    fixed.kernel[(start.programs + fixed.programs,)](*fixed.tensors, fixed.numbers, fixed.types, V=start.variant)
+    expected = launcher.backward(call, grads, inputs.xs, [], None, Needs())
+    for place, value in zip(split_projection(real, num_key_heads), (*expected, dv), strict=True):
+        torch.testing.assert_close(place, value, rtol=0, atol=0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Fixed", "Launcher", "fix"]
+__all__ = ["Copy", "Fixed", "Launcher", "fix"]
 
 
 @triton.jit
@@ -30,6 +30,57 @@ def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
     return found
 
 
+@triton.jit
+def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of tokens of a head of x (B, H, N, D) to o, rows at 16 bytes. FROM and TO: strides (b, h, n)."""
+    H: tl.constexpr = SIZES[0]
+    N: tl.constexpr = SIZES[1]
+    D: tl.constexpr = SIZES[2]
+    BLOCK_D: tl.constexpr = SIZES[3]
+    T: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    h = (program % H).to(tl.int64)
+    rest = program // H
+    b = (rest // T).to(tl.int64)
+    o_n = rest % T * BLOCK + tl.arange(0, BLOCK)
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_n < N)[:, None] & (o_d < D)[None, :]
+    p_x = tl.multiple_of(p_x + b * FROM[0] + h * FROM[1], 16)
+    p_o = tl.multiple_of(p_o + b * TO[0] + h * TO[1], 16)
+    x = tl.load(p_x + o_n.to(tl.int64)[:, None] * FROM[2] + o_d[None, :], mask=mask)
+    tl.store(p_o + o_n.to(tl.int64)[:, None] * TO[2] + o_d[None, :], x, mask=mask)
+
+
+class Copy(NamedTuple):
+    """Rows (B, H, N, D) that go where others go that a launch writes: further programs of it copy them."""
+
+    source: Any
+    place: Any  # of the same dtype
+    first: int  # programs of the launch
+    num_warps: int
+
+    @property
+    def width(self) -> int:
+        return triton.next_power_of_2(self.source.shape[3])
+
+    @property
+    def block(self) -> int:
+        """Tokens a program: four times 16 bytes of bfloat16 a thread."""
+        return max(1, 1024 * self.num_warps // self.width)
+
+    @property
+    def programs(self) -> int:
+        batch, heads, num_tokens, _ = self.source.shape
+        return batch * heads * triton.cdiv(num_tokens, self.block)
+
+    def write(self, source: str, place: str) -> str:
+        """The call of :func:`copy_rows`."""
+        _, heads, num_tokens, head_dim = self.source.shape
+        sizes = heads, num_tokens, head_dim, self.width
+        x, o = self.source.stride()[:3], self.place.stride()[:3]
+        given = f"SIZES={sizes}, FROM={x}, TO={o}, BLOCK={self.block}"
+        return f"copy_rows({source}, {place}, program - {self.first}, {given})"
+
+
 class Fixed(NamedTuple):
     """A kernel of tensors alone, ``NUMBERS``, their ``TYPES`` and ``V``, and what of a launch's arguments these are."""
 
@@ -38,10 +89,12 @@ class Fixed(NamedTuple):
     tensors: list[Any]
     numbers: tuple[int | float, ...]
     types: tuple[str, ...]
+    branch: tuple[int, str] | None = None  # programs of that kernel, and what those behind them do
+    programs: int = 0  # of these
 
 
-def fix(kernel: Any, args: tuple[Any, ...]) -> Fixed:
-    """The same kernel for a launch with these arguments.
+def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
+    """The same kernel for a launch with these arguments, and for programs that copy.
 
     A compiler that calls a kernel by itself gives each number the type of its value, and compiles in each 1: what a
     kernel is written for is neither. And what is compiled in costs no time at a launch.
@@ -63,24 +116,36 @@ def fix(kernel: Any, args: tuple[Any, ...]) -> Fixed:
         tensors[at:] = tensors[at:] or [value]
         return f"p{at}"
 
-    params = [param for param in kernel.params if not param.is_constexpr]
-    written = [write(value, param.annotation) for param, value in zip(params, args, strict=True)]
-    made = _write_kernel(kernel, len(tensors), tuple(written))
-    return Fixed(made, tuple(written), tensors, tuple(numbers), tuple(types))
+    declared = [kernel.fn.__annotations__.get(name, "") for name in kernel.arg_names]
+    types_of = [each for each in declared if each is not tl.constexpr]
+    written = [write(value, each) for each, value in zip(types_of, args, strict=True)]
+    branch = None if copy is None else (copy.first, copy.write(write(copy.source, ""), write(copy.place, "")))
+    made = _write_kernel(kernel, len(tensors), tuple(written), branch)
+    more = 0 if copy is None else copy.programs
+    return Fixed(made, tuple(written), tensors, tuple(numbers), tuple(types), branch, more)
 
 
 @cache
-def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...]) -> Any:
+def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: tuple[int, str] | None) -> Any:
     name = kernel.fn.__name__
     pointers = ", ".join(f"p{i}" for i in range(num_tensors))
+    call = f"{name}({', '.join(args)}, V=V)"
+    body = f"    {call}\n"
+    if branch is not None:
+        first, other = branch
+        body = (
+            "    program = tl.program_id(0)\n"
+            f"    if program < {first}:\n        {call}\n    else:\n        {other}\n"
+        )  # fmt: skip
     source = (
         f"def fixed_{name}({pointers}, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr):\n"
-        "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n"
-        f"    {name}({', '.join(args)}, V=V)\n"
+        "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n" + body
     )
     file = f"<{__name__}.{name} {hash(source):x}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where Triton reads it
     found: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
+    if branch is not None:
+        found["copy_rows"] = copy_rows
     exec(compile(source, file, "exec"), found)
     return triton.jit(found[f"fixed_{name}"])
 
@@ -89,16 +154,16 @@ class Launcher:
     """Launches a fixed kernel from code that a compiler has written, with options that it does not hand on.
 
     Its arguments are what can be written into code: the name of the kernel that it is made of, how many tensors it has,
-    the arguments of that kernel, and what is compiled in.
+    the arguments of that kernel, what programs behind its own do, and what is compiled in.
     """
 
     def __init__(
-        self, name: str, num_tensors: int, written: tuple[str, ...], constants: tuple[Any, ...], programs: int,
-        options: dict[str, int],
+        self, name: str, num_tensors: int, written: tuple[str, ...], branch: tuple[int, str] | None,
+        constants: tuple[Any, ...], programs: int, options: dict[str, int],
     ) -> None:  # fmt: skip
         from .. import kernels
 
-        fixed = _write_kernel(getattr(kernels, name), num_tensors, written)
+        fixed = _write_kernel(getattr(kernels, name), num_tensors, written, branch)
         pointers = fixed.arg_names[:num_tensors]
         self.kernel: Any = triton.jit(do_not_specialize_on_alignment=pointers)(fixed.fn)
         self.constants, self.grid, self.options = constants, (programs, 1, 1), options
