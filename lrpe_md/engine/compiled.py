@@ -161,8 +161,8 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
             outs = run(*values, outs=places[:num_joined]) if places else run(*values)
         for start in recorded.starts:
             _check(start, inputs.device)
-        copies = [_plan_copy(recorded.starts[0], passing, places), *[None] * (len(recorded.starts) - 1)]
-        fixed = [fix(start.kernel, start.args, copy) for start, copy in zip(recorded.starts, copies, strict=True)]
+        copy = _plan_copy(recorded.starts[0], passing, places) if recorded.starts else None
+        fixed = [fix(start.kernel, start.args, None if i else copy) for i, start in enumerate(recorded.starts)]
         boxes = _Boxes(inputs, recorded.allocated, outs, num_joined)
         found = [[boxes.find(t) for t in each.tensors] for each in fixed]
     for start, each, tensors in zip(recorded.starts, fixed, found, strict=True):
@@ -171,7 +171,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
         written = {id(whole): whole for _, whole in tensors if whole is not None}
         _node_type()(each, start, arguments, list(written.values()))
     if join is not None:
-        join.node.meta[_JOINED] = boxes.joined, num_joined + (copies[0] is not None)
+        join.node.meta[_JOINED] = boxes.joined, num_joined + (copy is not None)
     return boxes.outs
 
 

@@ -117,8 +117,8 @@ def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
         return f"p{at}"
 
     declared = [kernel.fn.__annotations__.get(name, "") for name in kernel.arg_names]
-    types_of = [each for each in declared if each is not tl.constexpr]
-    written = [write(value, each) for each, value in zip(types_of, args, strict=True)]
+    at_run_time = [each for each in declared if each is not tl.constexpr]
+    written = [write(value, each) for each, value in zip(at_run_time, args, strict=True)]
     branch = None if copy is None else (copy.first, copy.write(write(copy.source, ""), write(copy.place, "")))
     made = _write_kernel(kernel, len(tensors), tuple(written), branch)
     more = 0 if copy is None else copy.programs
