@@ -4,8 +4,8 @@ An operator in Python costs a compiled program more of the host's time than the 
 to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
-packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums over the
-channels of rows that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel
+packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums of rows
+that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel
 that needs one is launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other
 backends of ``torch.compile`` see the operator alone.
 
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,7 +198,7 @@ def _check(start: Start, device: torch.device | None) -> None:
 
     if V.graph.cpp_wrapper and _needs_launcher(start):
         raise _Left
-    if _sums_channels(start.variant) and not start.variant.aligned:
+    if _sums_rows(start.variant) and not start.variant.aligned:
         raise _Left  # threads share a row as its strides allow, which are known here: sums in another order
     if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
@@ -204,9 +206,9 @@ def _check(start: Start, device: torch.device | None) -> None:
             raise _Left
 
 
-def _sums_channels(variant: Variant) -> bool:
-    """Of rows that it reads."""
-    sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0
+def _sums_rows(variant: Variant) -> bool:
+    """Over the channels or the tokens of rows that it reads."""
+    sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
     return sums and variant.head_dim > 0
 
 
@@ -474,7 +476,8 @@ def _node_type() -> Any:
 
         def codegen(self, wrapper: Any) -> None:
             if not _needs_launcher(self.start):
-                return super().codegen(wrapper)
+                with nullcontext() if V.graph.cpp_wrapper else _launch_by_torch(wrapper):
+                    return super().codegen(wrapper)
             name, num_tensors = self.start.kernel.fn.__name__, len(self.inputs)
             constants = self.fixed.numbers, self.fixed.types, self.start.variant
             made_of = name, num_tensors, self.fixed.written, self.fixed.branch
@@ -493,6 +496,28 @@ def _node_type() -> Any:
             return False
 
     return Launch
+
+
+@contextmanager
+def _launch_by_torch(wrapper: Any) -> Iterator[None]:
+    """What is defined meanwhile as a user's kernel, with Inductor's launcher in C++, as kernels of its own have it.
+
+    Triton's takes twice as long, and would be given our constants, made anew for each launch. Inductor takes it for
+    what a user may tune, which a kernel of one configuration is not.
+    """
+    define = wrapper.define_kernel
+
+    def define_fixed(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+        source, end, rest = body.rpartition("''', device_str")
+        made = re.search(r"@triton_heuristics.*?^def (\w+)", source, re.DOTALL | re.MULTILINE)
+        kind = f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n" if made else ""
+        return define(name, source + kind + end + rest, *args, **kwargs)
+
+    wrapper.define_kernel = define_fixed
+    try:
+        yield
+    finally:
+        del wrapper.define_kernel
 
 
 @cache

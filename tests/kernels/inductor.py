@@ -254,6 +254,7 @@ CASES: dict[str, dict[str, Any]] = {
     "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
     "norm by head and group": {"norm": "rms by head and group"},
     "norm of rows that are not at 16 bytes": {"norm": "rms", "layout": "odd"},
+    "sums of rows that are not at 16 bytes": {"run": "backward omega", "layout": "odd"},
     "any size": {"dynamic": True},
     "any size backward": {"dynamic": True, "run": "backward omega"},
     "five axes": {"axes": 5},
@@ -375,6 +376,8 @@ def main() -> None:
                 "registers": {**compile_kernels(code), **make_launchers(code)},
                 "loose": loose._asdict(),
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
+                "defined": len(re.findall(r"^fixed_\w+ = async_compile", code, re.MULTILINE)),
+                "by_torch": len(re.findall(r"^fixed_\w+\.heuristic_type = .*FIXED$", code, re.MULTILINE)),
             }
             print(json.dumps(row), flush=True)
 

@@ -29,7 +29,7 @@ MAPS = {"cosine": cosine, "rotate": rotate}
 # Cases of the script that are left to the operator.
 LEFT = {"any size": "forward", "any size backward": "backward", "five axes": "forward"}
 LEFT |= {"linear, causal": "linear_forward", "norm by head and group": "forward"}
-LEFT |= {"norm of rows that are not at 16 bytes": "forward"}
+LEFT |= {"norm of rows that are not at 16 bytes": "forward", "sums of rows that are not at 16 bytes": "backward"}
 MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
 HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
 # What the others launch: the kernel of the maps, and with gradients of frequencies or weights the one that sums up,
@@ -61,7 +61,7 @@ def test_code_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 42
+    assert len(rows) == 43
     for name, row in rows.items():
         if name in LEFT:
             assert not row["launches"], row
@@ -72,6 +72,7 @@ def test_code_without_a_gpu(tmp_path):
         assert not row["operators"], row
         assert not row["loose"]["alone"], f"{name}: memory is allocated before what is read is there"
         assert set(row["registers"]) == set(row["launches"]), row
+        assert row["by_torch"] == row["defined"], f"{name}: a kernel that Inductor does not launch as its own"
     by_launchers = [name for name, row in rows.items() if row["launchers"]]
     without = ["norm backward weights without limits", "joined with another by a launcher, weights"]
     assert by_launchers == without or (NO_LIMIT and set(without) <= set(by_launchers))
@@ -296,7 +297,8 @@ def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert "fixed_lrpe_kernel" in codes[0]
-    assert not any("torch.ops.lrpe_md" in code for code in codes)
+    left = [layout == "odd" and learn and i == 1 for i in range(len(codes))]  # rows that are summed
+    assert ["torch.ops.lrpe_md" in code for code in codes] == left
 
 
 CASES = [
@@ -397,6 +399,20 @@ def test_nothing_is_copied(map):
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert [name for name in names if "lrpe" in name] == names
     assert len(names) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("map", MAPS)
+def test_launches_are_as_fast_as_torchs_own(map):
+    """By the same launcher: Inductor refuses others here."""
+    args = make_inputs(map, "packed", learn=False)
+    f = encode_by(map)
+    grads = [torch.randn_like(y) for y in f(*args)]
+    settings = {"strict_static_cuda_launcher": True, "compile_threads": 1, "fx_graph_cache": False}
+    with torch._inductor.config.patch(settings):
+        found = backward_of(torch.compile(f, fullgraph=True), args, grads)
+    for a, b in zip(found, backward_of(f, args, grads), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
