@@ -7,6 +7,7 @@ of values of everything a compiled kernel depends on. Prints one JSON line a ker
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -316,6 +317,27 @@ def findings(ptx: str) -> dict[str, Any]:
     return {"remainders": len(exact), **found}
 
 
+def count_open_products(llir: str) -> int:
+    """Float32 products of several uses, of which one is a sum: fused into it or not, by how far it is in the code.
+
+    Not those that threads exchange to add them up: the sum is beside that (bitcast).
+    """
+    products, uses = set(), collections.defaultdict(set)
+    for line in llir.splitlines():
+        found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line)
+        name, op, rest = found.groups() if found else (None, "", line)
+        values = re.findall(r"%[\w.]+", rest)
+        if op == "fmul" and " float " in rest and len(values) == 2:
+            products.add(name)
+        if op in ("fadd", "fsub") and len(values) < 2:
+            op = "a constant is added"
+        for value in values:
+            uses[value].add((op, line))
+    several = {value: {op for op, _ in lines} for value, lines in uses.items() if len(lines) > 1}
+    found = [several.get(name, set()) for name in products]
+    return sum("bitcast" not in ops and bool(ops & {"fadd", "fsub"}) for ops in found)
+
+
 @triton.jit
 def subtracts_a_rounded_product(p_s, p_w, p_out):
     """What the kernels must not do."""
@@ -350,20 +372,22 @@ def main() -> None:
     work = list(unique.values())[index::parts]
     for name, source, options, case in work:
         begin = time.perf_counter()
-        error, text, resident = None, "", 0
+        error, text, resident, open_products = None, "", 0, 0
         names = source.fn.arg_names
         variant = source.constants[names.index("V"),]
         rows_first, sums = variant.rows_first, variant.need_dangles or variant.need_dweight
         try:
             kernel = triton.compile(source, target=target, options=options)
             text = kernel.asm.get("ptx", "")
+            open_products = count_open_products(kernel.asm["llir"])
             if "maxnreg" in options:
                 programs = plans.REGISTERS // (32 * options["num_warps"] * options["maxnreg"])
                 resident = programs * (kernel.metadata.shared + 1024)  # CUDA keeps 1 KiB a program
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
-               "rows_first": rows_first, "sums": sums, "seconds": round(time.perf_counter() - begin, 2),
+               "rows_first": rows_first, "sums": sums, "open_products": open_products,
+               "seconds": round(time.perf_counter() - begin, 2),
                **findings(text)}  # fmt: skip
         print(json.dumps(row), flush=True)
 

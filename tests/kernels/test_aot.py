@@ -45,6 +45,7 @@ def test_compiles(target):
                 row["sums"] == (row["kernel"] in ("lrpe_kernel", "heads_kernel")) or "of heads" in row["case"]["norm"]
             )
         assert row["early"] == early, row
+        assert not row["open_products"], "a product is fused into a sum or not, by how far they are in the code"
         assert row["resident"] <= 100 * 1024, "programs planned to run at once need more shared memory than an SM has"
     if target.startswith("sm"):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]

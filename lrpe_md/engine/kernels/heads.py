@@ -33,6 +33,7 @@ from .norm import (
     form_weight_gradients,
     load_weights,
     multiply_rows,
+    round_product,
     scale_row,
     subtract_mean,
     take_root,
@@ -149,7 +150,7 @@ def measure(fetched, H, share, V: tl.constexpr):
         total = to_tiles(fetched[0], V=V)
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
-        mean = sum_all(total) * share
+        mean = round_product(sum_all(total), share)
     first = centre(fetched[0], mean, o_h < H, V=V)
     squares = multiply_rows(first, first)
     for i in tl.static_range(1, len(fetched)):
@@ -285,7 +286,7 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
         total = g if i == 0 else add_rows(total, g)
     dot = sum_all(dots) * share
     if V.norm == "layer":
-        return dot, sum_all(total) * share
+        return dot, round_product(sum_all(total), share)
     else:
         return dot, dot
 

@@ -12,6 +12,13 @@ from .tiles import find_channels
 
 
 @triton.jit
+def round_product(x, y):
+    """x y, rounded before anything is added: compilers fuse a product of several uses into sums or not by how far
+    these are in the code, so that kernels made of the same lines would differ in the last place."""
+    return x * y + 0.0  # a fused product of a single use
+
+
+@triton.jit
 def multiply_rows(x, y):
     """Tile by tile."""
     products = ()
@@ -32,7 +39,7 @@ def add_rows(x, y):
 def scale_row(x, by):
     scaled = ()
     for i in tl.static_range(len(x)):
-        scaled += (x[i] * by,)
+        scaled += (round_product(x[i], by),)
     return scaled
 
 
@@ -61,7 +68,7 @@ def normalise_row(x, V: tl.constexpr):
     """x̂ of a row's tiles, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
-        centred = subtract_mean(x, (sum_row(x) * SHARE)[:, None], V=V)
+        centred = subtract_mean(x, round_product(sum_row(x), SHARE)[:, None], V=V)
     else:
         centred = x
     scale = take_root(sum_row(multiply_rows(centred, centred)) * SHARE, V=V)[:, None]
@@ -76,7 +83,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
     dot = (sum_row(multiply_rows(g, x_hat)) * SHARE)[:, None]
     mean = dot * 0.0
     if V.norm == "layer":
-        mean = (sum_row(g) * SHARE)[:, None]
+        mean = round_product(sum_row(g), SHARE)[:, None]
     return combine_gradient(g, x_hat, scale, dot, mean, V=V)
 
 
@@ -152,7 +159,7 @@ def apply_weight(x, weights, V: tl.constexpr):
     weighed = ()
     for i in tl.static_range(len(x)):
         if V.has_weight:
-            weighed += (x[i] * weights[i],)
+            weighed += (round_product(x[i], weights[i]),)
         else:
             weighed += (x[i],)
     return weighed
@@ -161,15 +168,15 @@ def apply_weight(x, weights, V: tl.constexpr):
 @triton.jit
 def apply_weights(x_hat, weights, V: tl.constexpr):
     """γ x̂ + β."""
-    weighed = apply_weight(x_hat, weights, V=V)
     if V.has_bias:
         COUNT: tl.constexpr = len(V.begins)
         shifted = ()
         for i in tl.static_range(COUNT):
-            shifted += (weighed[i] + weights[len(weights) - COUNT + i],)
+            weighed = x_hat[i] * weights[i] if V.has_weight else x_hat[i]
+            shifted += (weighed + weights[len(weights) - COUNT + i],)
         return shifted
     else:
-        return weighed
+        return apply_weight(x_hat, weights, V=V)
 
 
 @triton.jit
