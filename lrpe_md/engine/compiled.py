@@ -186,7 +186,8 @@ def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -
         return None
     if not in_eights(passing.shape[3], [passing.stride(), places[-1].stride()]):
         return None
-    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4))
+    in_flight = 16 if "maxnreg" in start.options else 4
+    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4), in_flight)
 
 
 _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of linear attention are for
