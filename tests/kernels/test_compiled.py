@@ -241,7 +241,8 @@ def test_programs_ahead_of_time(map, device, tmp_path):
     """AOTInductor's program of the operator, loaded in Python, where torch loads one of a linear layer."""
     if device == "cuda":
         command = [sys.executable, "-c", PLAIN_PACKAGE, device, str(tmp_path / "plain.pt2")]
-        done = subprocess.run(command, capture_output=True, text=True)
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # another test may be compiling the same program
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode < 0:
             pytest.skip(f"torch.nn.Linear's own package ends the process that loads it: signal {-done.returncode}")
         assert done.returncode == 0, done.stderr
