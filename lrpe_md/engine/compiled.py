@@ -5,9 +5,9 @@ to lower ours: their launchers run on tensors without memory, while what they al
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
 packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums of rows
-that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel
-that needs one is launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other
-backends of ``torch.compile`` see the operator alone.
+that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is
+launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of
+``torch.compile`` see the operator alone.
 
 Gradients that an operator makes for one projection (joined.py) are written where they are joined: the buffer that they
 are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of the
@@ -186,8 +186,7 @@ def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -
         return None
     if not in_eights(passing.shape[3], [passing.stride(), places[-1].stride()]):
         return None
-    in_flight = 16 if "maxnreg" in start.options else 4
-    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4), in_flight)
+    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4))
 
 
 _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of linear attention are for

@@ -57,7 +57,6 @@ class Copy(NamedTuple):
     place: Any  # of the same dtype
     first: int  # programs of the launch
     num_warps: int
-    in_flight: int = 4  # times 16 bytes of bfloat16 a thread: more where few programs run at once
 
     @property
     def width(self) -> int:
@@ -65,8 +64,8 @@ class Copy(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Tokens a program."""
-        return max(1, 32 * self.num_warps * 8 * self.in_flight // self.width)
+        """Tokens a program: four times 16 bytes of bfloat16 a thread."""
+        return max(1, 1024 * self.num_warps // self.width)
 
     @property
     def programs(self) -> int:
