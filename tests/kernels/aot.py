@@ -269,15 +269,16 @@ def take_weights(options: calls.Options, case: SimpleNamespace, xs: list) -> tup
 ZEROS = {"0f00000000", "0f80000000"}
 
 
-def findings(ptx: str) -> dict[str, Any]:
-    """What the tests read in PTX.
+def findings(asm: dict[str, Any]) -> dict[str, Any]:
+    """What the tests read in a kernel's code, in PTX where nothing else is said.
 
     remainders: products s·w whose whole turns go by fma(s, w, n), -n whole. counted_twice: those of them whose rounding
     error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
     are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
-    launch while the kernel before it runs. split: loads before the first barrier, and after it.
+    launch while the kernel before it runs. split: loads before the first barrier, and after it. open_products, in
+    LLVM's code: see count_open_products.
     """
-    definitions = {}
+    ptx, definitions = asm.get("ptx", ""), {}
     for line in ptx.splitlines():
         if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
             definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
@@ -314,7 +315,7 @@ def findings(ptx: str) -> dict[str, Any]:
     early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
     found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
-    return {"remainders": len(exact), **found}
+    return {"remainders": len(exact), **found, "open_products": count_open_products(asm.get("llir", ""))}
 
 
 def count_open_products(llir: str) -> int:
@@ -322,20 +323,18 @@ def count_open_products(llir: str) -> int:
 
     Not those that threads exchange to add them up: the sum is beside that (bitcast).
     """
-    products, uses = set(), collections.defaultdict(set)
+    products, uses = [], collections.defaultdict(list)
     for line in llir.splitlines():
         found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line)
-        name, op, rest = found.groups() if found else (None, "", line)
+        name, op, rest = found.groups() if found else ("", "", line)
         values = re.findall(r"%[\w.]+", rest)
         if op == "fmul" and " float " in rest and len(values) == 2:
-            products.add(name)
-        if op in ("fadd", "fsub") and len(values) < 2:
-            op = "a constant is added"
-        for value in values:
-            uses[value].add((op, line))
-    several = {value: {op for op, _ in lines} for value, lines in uses.items() if len(lines) > 1}
-    found = [several.get(name, set()) for name in products]
-    return sum("bitcast" not in ops and bool(ops & {"fadd", "fsub"}) for ops in found)
+            products.append(name)
+        sums = op in ("fadd", "fsub") and len(values) == 2  # two values, neither of them a constant
+        for value in set(values):
+            uses[value].append("sum" if sums else op)
+    several = [uses[name] for name in products if len(uses[name]) > 1]
+    return sum("sum" in ops and "bitcast" not in ops for ops in several)
 
 
 @triton.jit
@@ -355,7 +354,7 @@ def main() -> None:
     if args.target == "wrong":
         signature = dict.fromkeys(("p_s", "p_w", "p_out"), "*fp32")
         kernel = triton.compile(ASTSource(subtracts_a_rounded_product, signature, {}), target=TARGETS["sm_90"])
-        print(json.dumps(findings(kernel.asm["ptx"])))
+        print(json.dumps(findings(kernel.asm)))
         return
     if args.target == "coverage":
         print(json.dumps(uncovered()))
@@ -372,23 +371,21 @@ def main() -> None:
     work = list(unique.values())[index::parts]
     for name, source, options, case in work:
         begin = time.perf_counter()
-        error, text, resident, open_products = None, "", 0, 0
+        error, asm, resident = None, {}, 0
         names = source.fn.arg_names
         variant = source.constants[names.index("V"),]
         rows_first, sums = variant.rows_first, variant.need_dangles or variant.need_dweight
         try:
             kernel = triton.compile(source, target=target, options=options)
-            text = kernel.asm.get("ptx", "")
-            open_products = count_open_products(kernel.asm["llir"])
+            asm = kernel.asm
             if "maxnreg" in options:
                 programs = plans.REGISTERS // (32 * options["num_warps"] * options["maxnreg"])
                 resident = programs * (kernel.metadata.shared + 1024)  # CUDA keeps 1 KiB a program
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,
-               "rows_first": rows_first, "sums": sums, "open_products": open_products,
-               "seconds": round(time.perf_counter() - begin, 2),
-               **findings(text)}  # fmt: skip
+               "rows_first": rows_first, "sums": sums, "seconds": round(time.perf_counter() - begin, 2),
+               **findings(asm)}  # fmt: skip
         print(json.dumps(row), flush=True)
 
 

@@ -95,9 +95,9 @@ def test_linear_attention_compiles(target):
         assert not any(raw.values()), "features that nothing changes are read by threads"
 
 
-def test_the_residue_check_can_fail():
+def test_the_checks_of_products_can_fail():
     (found,) = finish(start("wrong"))
-    assert (found["remainders"], found["counted_twice"]) == (1, 1)
+    assert (found["remainders"], found["counted_twice"], found["open_products"]) == (1, 1, 1)
 
 
 def test_cases_cover_every_pair():
