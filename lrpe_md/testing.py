@@ -385,9 +385,9 @@ def check(
 ) -> list[Violation]:
     """Run a case by ``impl`` and say where it leaves the budget.
 
-    The gradients of ω and φ and of a norm have few entries, each a sum: where the RMS of one draw leaves the budget by
-    up to half, or there are fewer than 32, that of five draws together decides. The reference's own error is by luck
-    below half of its mean in one draw of some hundred, of 16 numbers below a third.
+    The gradients of ω, φ, a norm and a state's sums have few entries, each a sum: where the RMS of one draw leaves the
+    budget by up to half, or there are fewer than 32, that of five draws together decides. The reference's own error is
+    by luck below half of its mean in one draw of some hundred, of 16 numbers below a third.
     """
     return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -407,7 +407,7 @@ def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: floa
 
 
 _FEW = 32
-_SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1")
+_SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1", "dsums")
 Draw = dict[str, tuple[Tensor, ...]]
 
 

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
 
@@ -275,8 +275,8 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
     remainders: products s·w whose whole turns go by fma(s, w, n), -n whole. counted_twice: those of them whose rounding
     error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
     are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
-    launch while the kernel before it runs. split: loads before the first barrier, and after it. open_products, in
-    LLVM's code: see count_open_products.
+    launch while the kernel before it runs. split: loads before the first barrier, and after it. And, in LLVM's code,
+    what count_open finds.
     """
     ptx, definitions = asm.get("ptx", ""), {}
     for line in ptx.splitlines():
@@ -315,35 +315,79 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
     early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
     found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
-    return {"remainders": len(exact), **found, "open_products": count_open_products(asm.get("llir", ""))}
+    return {"remainders": len(exact), **found, **count_open(asm.get("llir", ""))}
 
 
-def count_open_products(llir: str) -> int:
-    """Float32 products of several uses, of which one is a sum: fused into it or not, by how far it is in the code.
+class Made(NamedTuple):
+    """What makes a value in LLVM's code."""
 
-    Not those that threads exchange to add them up: the sum is beside that (bitcast).
+    op: str
+    values: list[str]
+    narrow: bool  # float32
+    vector: bool
+
+    @property
+    def sums(self) -> bool:
+        """Two values, neither of them a constant."""
+        return self.op in ("fadd", "fsub") and len(self.values) == 2
+
+    @property
+    def multiplies(self) -> bool:
+        return self.op == "fmul" and self.narrow and len(self.values) == 2
+
+
+MOVES = ("extractelement", "insertelement", "shufflevector")  # of elements in vectors
+
+
+def count_open(llir: str) -> dict[str, int]:
+    """What rows.py is there to avoid, in float32: where it is left to the compiler what it fuses.
+
+    open_products: of several uses, of which one is a sum. Not those that threads exchange to add them up: the sum is
+    beside that (bitcast). open_sums: of two products.
     """
-    products, uses = [], collections.defaultdict(list)
+    made: dict[str, Made] = {}
+    uses = collections.defaultdict(list)
     for line in llir.splitlines():
-        found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line)
+        found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line.partition(", !dbg")[0])
         name, op, rest = found.groups() if found else ("", "", line)
         values = re.findall(r"%[\w.]+", rest)
-        if op == "fmul" and " float " in rest and len(values) == 2:
-            products.append(name)
-        sums = op in ("fadd", "fsub") and len(values) == 2  # two values, neither of them a constant
+        element = rest.rpartition(" ")[2] if op == "extractelement" else ""
+        made[name] = Made(op, values, "float" in rest, " x float>" in rest)
         for value in set(values):
-            uses[value].append("sum" if sums else op)
-    several = [uses[name] for name in products if len(uses[name]) > 1]
-    return sum("sum" in ops and "bitcast" not in ops for ops in several)
+            uses[value].append(("sum" if made[name].sums else op, element, name))
+
+    def is_product(name: str) -> bool:
+        """Also one of a vector's elements."""
+        if name in made and made[name].op in MOVES:
+            return any(map(is_product, made[name].values[: 1 if made[name].op == "extractelement" else 2]))
+        return name in made and made[name].multiplies
+
+    def list_uses(name: str) -> list[list[str]]:
+        """Of a number, or of a vector's elements, each as far as it is taken out: LLVM also adds vectors of which it
+        needs some."""
+        elements: dict[str, list[str]] = collections.defaultdict(list)
+        for op, element, user in uses[name]:
+            elements[element] += [each for each, *_ in uses[user]] if op == "extractelement" else [op]
+        if made[name].vector:
+            elements.pop("", None)
+        return list(elements.values())
+
+    several = [ops for name, each in made.items() if each.multiplies for ops in list_uses(name) if len(ops) > 1]
+    adds = [each.values for each in made.values() if each.op == "fadd" and each.narrow and each.sums]
+    return {
+        "open_products": sum("sum" in ops and "bitcast" not in ops for ops in several),
+        "open_sums": sum(all(map(is_product, values)) for values in adds),
+    }
 
 
 @triton.jit
-def subtracts_a_rounded_product(p_s, p_w, p_out):
+def leaves_products_open(p_s, p_w, p_out):
     """What the kernels must not do."""
     o = tl.arange(0, 128)
     s, w = tl.load(p_s + o), tl.load(p_w + o)
     product = s * w
     tl.store(p_out + o, (product + tl.ceil(-0.5 - product)) + tl.fma(s, w, -product))
+    tl.store(p_out + 128 + o, s * s + w * w)
 
 
 def main() -> None:
@@ -353,7 +397,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.target == "wrong":
         signature = dict.fromkeys(("p_s", "p_w", "p_out"), "*fp32")
-        kernel = triton.compile(ASTSource(subtracts_a_rounded_product, signature, {}), target=TARGETS["sm_90"])
+        kernel = triton.compile(ASTSource(leaves_products_open, signature, {}), target=TARGETS["sm_90"])
         print(json.dumps(findings(kernel.asm)))
         return
     if args.target == "coverage":

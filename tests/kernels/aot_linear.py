@@ -108,16 +108,17 @@ def main() -> None:
                 unique.setdefault(source.hash() + str(options), (name, source, options, case, label))
     linear_launch.has_ptx = has_ptx
     for name, source, options, case, label in unique.values():
-        begin, error, shared, ptx = time.perf_counter(), None, 0, ""
+        begin, error, shared, asm = time.perf_counter(), None, 0, {}
         try:
             compiled = triton.compile(source, target=target, options=options)
-            shared, ptx = compiled.metadata.shared, compiled.asm.get("ptx", "")
+            shared, asm = compiled.metadata.shared, compiled.asm
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
+        ptx = asm.get("ptx", "")
         row = SimpleNamespace(
             kernel=name, case=str(case), label=label, error=error, shared=shared, shuffles=ptx.count("shfl.sync"),
             loads={kind: ptx.count(f"ld.shared.{kind}") for kind in ("b16", "v2.b32", "v4.b32")},
-            seconds=round(time.perf_counter() - begin, 2),
+            seconds=round(time.perf_counter() - begin, 2), **aot.count_open(asm.get("llir", "")),
         )  # fmt: skip
         print(json.dumps(vars(row)), flush=True)
 

@@ -24,7 +24,6 @@ from .angles import (
     to_radians,
 )
 from .norm import (
-    add_rows,
     add_weight_gradients,
     apply_weights,
     find_token_group,
@@ -36,6 +35,7 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
+from .rows import add_product, round_product, subtract_product
 from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tiles import (
@@ -61,7 +61,8 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
     if V.map == "cosine":
         return x_bar[0] * cos, x_bar[0] * sin
     elif V.map == "rotate":
-        return x_bar[0] * cos - x_bar[1] * sin, x_bar[0] * sin + x_bar[1] * cos
+        a, b = x_bar[0], x_bar[1]
+        return subtract_product(a * cos, b, sin), add_product(a * sin, b, cos)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
 
@@ -71,10 +72,10 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
     """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
-        return (dy_cos * cos + dy_sin * sin,)
+        return (add_product(dy_cos * cos, dy_sin, sin),)
     elif V.map == "rotate":
         da, db = dy
-        return da * cos + db * sin, db * cos - da * sin
+        return add_product(da * cos, db, sin), subtract_product(db * cos, da, sin)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
 
@@ -84,9 +85,9 @@ def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
     """dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ); a db̄ - b dā."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
-        return x_bar[0] * (dy_sin * cos - dy_cos * sin)
+        return round_product(x_bar[0], subtract_product(dy_sin * cos, dy_cos, sin))
     elif V.map == "rotate":
-        return x_bar[0] * dx_bar[1] - x_bar[1] * dx_bar[0]
+        return subtract_product(x_bar[0] * dx_bar[1], x_bar[1], dx_bar[0])
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: form_angle_gradient")
 
@@ -186,8 +187,12 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 
 @triton.jit
-def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'."""
+def map_row(fetched, cos, sin, o_n, c0, norm, V: tl.constexpr):
+    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'.
+
+    norm: the weights, and what the row before adds to their gradients, or nothing.
+    """
+    weights, before = norm
     xa, xb, ga, gb, place, written = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
@@ -219,7 +224,7 @@ def map_row(fetched, cos, sin, o_n, c0, weights, V: tl.constexpr):
         dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, V)
         out = activate_row_backward(x, x_bar, dx_bar, V)
         if V.norm != "none":
-            dweights = form_weight_gradients(out, x_hat, V=V)
+            dweights = form_weight_gradients(out, x_hat, before, V=V)
             out = normalise_row_backward(out, x_hat, scale, weights, V=V)
         store_input_gradients(o_row, out, o_n, m_o, c0, V)
     else:
@@ -355,11 +360,10 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
     dangles, dweights = sums
     weights, token_group = norm
     for i in tl.static_range(ROWS):
-        row_dangles, row_dweights = map_row(fetched[i], cos, sin, o_n, c0, weights, V)
-        if V.need_dweight:
-            both = row_dweights if i % 2 == 0 else add_rows(both, row_dweights)
-            if i % 2 == 1 or i == V.block_r - 1:
-                dweights = add_weight_gradients(dweights, both, token_group, V=V)
+        before = () if i % 2 == 0 else both
+        row_dangles, both = map_row(fetched[i], cos, sin, o_n, c0, (weights, before), V)
+        if V.need_dweight and (i % 2 == 1 or i == V.block_r - 1):
+            dweights = add_weight_gradients(dweights, both, token_group, V=V)
         if V.need_dangles:  # rows and tokens masked off have read dy = 0
             if V.dim == -2:  # but their x̄ can be inf
                 _, _, _, _, place, _ = fetched[i]

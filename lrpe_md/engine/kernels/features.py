@@ -309,7 +309,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
     dx = activate_row_backward(normed, x_bar, dx_bar, V=V)
     if V.norm != "none":
         x_hat, scale, weights, group = saved
-        dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, V=V), group, V=V)
+        dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
     if V.num_turned > 0:
         store_input_gradients(row, dx, o_n, m_n, first_channel(), V=V)

@@ -25,21 +25,18 @@ from .encode import (
 )
 from .features import load_row, to_tiles
 from .norm import (
-    add_rows,
     apply_weight,
     apply_weights,
     combine_gradient,
     find_token_group,
     form_weight_gradients,
     load_weights,
-    multiply_rows,
-    round_product,
-    scale_row,
     subtract_mean,
     take_root,
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
+from .rows import add_row_products, add_rows, multiply_rows, round_product, scale_row
 from .signature import kernel, unpack
 from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
 
@@ -155,7 +152,7 @@ def measure(fetched, H, share, V: tl.constexpr):
     squares = multiply_rows(first, first)
     for i in tl.static_range(1, len(fetched)):
         x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
-        squares = add_rows(squares, multiply_rows(x, x))
+        squares = add_row_products(squares, x, x)
     return mean, take_root(sum_all(squares) * share, V=V)
 
 
@@ -281,8 +278,7 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
         tile = (fetched[i], gradients[i])
         dy, x_hat, _ = normalise_backward(tile, turned, stats, own[i], m_h, V=V)
         g = apply_weight(dy, own[i], V=V)
-        products = multiply_rows(g, x_hat)
-        dots = products if i == 0 else add_rows(dots, products)
+        dots = multiply_rows(g, x_hat) if i == 0 else add_row_products(dots, g, x_hat)
         total = g if i == 0 else add_rows(total, g)
     dot = sum_all(dots) * share
     if V.norm == "layer":
@@ -308,7 +304,7 @@ def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.cons
         dy, x_hat, tile_dangles = normalise_backward((fetched[i], gradients[i]), turned, stats, own[i], m_h, V=V)
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
-            products = form_weight_gradients(dy, x_hat, V=V)
+            products = form_weight_gradients(dy, x_hat, (), V=V)
             added += add_tile_gradients(dweights, products, group, i=i, V=V)
         dx = combine_gradient(apply_weight(dy, own[i], V=V), x_hat, scale, dot, mean, V=V)
         store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)

@@ -34,6 +34,7 @@ from .features import (
     to_tiles,
     turn_block,
 )
+from .rows import add_product, round_product
 from .signature import kernel, unpack
 from .tiles import move_tokens
 
@@ -78,7 +79,16 @@ def scale_tokens(x, weight):
     """Tile by tile."""
     result = ()
     for i in tl.static_range(len(x)):
-        result += (x[i] * weight[:, None],)
+        result += (round_product(x[i], weight[:, None]),)
+    return result
+
+
+@triton.jit
+def add_scaled(total, x, weight):
+    """total + weight x of each token, tile by tile."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        result += (add_product(total[i], x[i], weight[:, None]),)
     return result
 
 
@@ -94,9 +104,9 @@ def sum_tokens(Z):
 @triton.jit
 def weigh(x, Z):
     """x · Z of each token."""
-    total = tl.sum(x[0] * Z[0][None, :], axis=1)
+    total = tl.sum(round_product(x[0], Z[0][None, :]), axis=1)
     for i in tl.static_range(1, len(x)):
-        total += tl.sum(x[i] * Z[i][None, :], axis=1)
+        total += tl.sum(round_product(x[i], Z[i][None, :]), axis=1)
     return total
 
 
@@ -368,7 +378,8 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
         added = ()
         for j in tl.static_range(len(weights)):
             if V.operand != "same":
-                added += (total[j] + sum_shared(weights[j].to(tl.float32)[:, None] * dangles, V=V),)
+                products = round_product(weights[j].to(tl.float32)[:, None], dangles)
+                added += (total[j] + sum_shared(products, V=V),)
             else:
                 added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
         return added
@@ -413,7 +424,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
             counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
             scale, free = normalise(weigh(counts, Z), eps, V=V)
             dz = tl.where(free, -scale * scale * weigh_tiles(x_bar, dx_bar), 0.0)
-            dZ = add_tiles(dZ, scale_tokens(counts, dz))
+            dZ = add_scaled(dZ, counts, dz)
             if V.normalizer == "encoded":
                 dx_hat = add_outer(scale_tokens(dx_hat, scale), dz, Z)
                 dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
@@ -451,7 +462,7 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
                 p_scale, to_dz = scales
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-                dZ = add_tiles(dZ, scale_tokens(counts, dz))
+                dZ = add_scaled(dZ, counts, dz)
             else:
                 scale, _free = normalise(weigh(counts, Z), eps, V=V)
             x_bar = scale_tokens(x_bar, scale)
@@ -476,9 +487,9 @@ def add_products(S, values, features, V: tl.constexpr):
 @triton.jit
 def weigh_tiles(x, y):
     """x · y of each token."""
-    total = tl.sum(x[0] * y[0], axis=1)
+    total = tl.sum(round_product(x[0], y[0]), axis=1)
     for i in tl.static_range(1, len(x)):
-        total += tl.sum(x[i] * y[i], axis=1)
+        total += tl.sum(round_product(x[i], y[i]), axis=1)
     return total
 
 
@@ -487,7 +498,7 @@ def add_outer(x, weight, Z):
     """x + weight ⊗ Z, tile by tile."""
     result = ()
     for i in tl.static_range(len(x)):
-        result += (x[i] + weight[:, None] * Z[i][None, :],)
+        result += (add_product(x[i], weight[:, None], Z[i][None, :]),)
     return result
 
 

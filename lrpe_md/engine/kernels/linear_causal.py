@@ -31,6 +31,7 @@ from .linear import (
     activate_tokens,
     add_angle_gradients,
     add_products,
+    add_scaled,
     add_tiles,
     counted,
     empty,
@@ -242,10 +243,10 @@ def linear_causal_query_kernel(
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
-                dx_hat = add_tiles(scale_tokens(dx_hat, scale), scale_tokens(seen, dz))
+                dx_hat = add_scaled(scale_tokens(dx_hat, scale), seen, dz)
                 dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
             else:
-                dx_bar = add_tiles(scale_tokens(dx_bar, scale), scale_tokens(seen, dz))
+                dx_bar = add_scaled(scale_tokens(dx_bar, scale), seen, dz)
                 if V.need_dangles:
                     dangles *= scale[:, None]
             Z = add_tiles(Z, sum_tokens(k_counts))

@@ -7,40 +7,17 @@ memory as (H or 1, P, D), for P groups of tokens, and in registers as one tuple 
 import triton
 import triton.language as tl
 
-from .softmax import mask_rest, sum_row
+from .rows import (
+    add_row_products,
+    mask_rest,
+    multiply_rows,
+    round_product,
+    scale_row,
+    subtract_product,
+    sum_row,
+    sum_row_products,
+)
 from .tiles import find_channels
-
-
-@triton.jit
-def round_product(x, y):
-    """x y, rounded before anything is added: compilers fuse a product of several uses into sums or not by how far
-    these are in the code, so that kernels made of the same lines would differ in the last place."""
-    return x * y + 0.0  # a fused product of a single use
-
-
-@triton.jit
-def multiply_rows(x, y):
-    """Tile by tile."""
-    products = ()
-    for i in tl.static_range(len(x)):
-        products += (x[i] * y[i],)
-    return products
-
-
-@triton.jit
-def add_rows(x, y):
-    sums = ()
-    for i in tl.static_range(len(x)):
-        sums += (x[i] + y[i],)
-    return sums
-
-
-@triton.jit
-def scale_row(x, by):
-    scaled = ()
-    for i in tl.static_range(len(x)):
-        scaled += (round_product(x[i], by),)
-    return scaled
 
 
 @triton.jit
@@ -71,7 +48,7 @@ def normalise_row(x, V: tl.constexpr):
         centred = subtract_mean(x, round_product(sum_row(x), SHARE)[:, None], V=V)
     else:
         centred = x
-    scale = take_root(sum_row(multiply_rows(centred, centred)) * SHARE, V=V)[:, None]
+    scale = take_root(sum_row_products(centred, centred) * SHARE, V=V)[:, None]
     return scale_row(centred, scale), scale
 
 
@@ -80,7 +57,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
     """dx = r (g - x̂ mean(g x̂)), for "layer" less mean(g), g = γ dy."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     g = apply_weight(dy, weights, V=V)
-    dot = (sum_row(multiply_rows(g, x_hat)) * SHARE)[:, None]
+    dot = (sum_row_products(g, x_hat) * SHARE)[:, None]
     mean = dot * 0.0
     if V.norm == "layer":
         mean = round_product(sum_row(g), SHARE)[:, None]
@@ -93,9 +70,9 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
     dx = ()
     for i in tl.static_range(len(g)):
         if V.norm == "layer":
-            dx += (scale * (g[i] - mean - x_hat[i] * dot),)
+            dx += (scale * subtract_product(g[i] - mean, x_hat[i], dot),)
         else:
-            dx += (scale * (g[i] - x_hat[i] * dot),)
+            dx += (scale * subtract_product(g[i], x_hat[i], dot),)
     return dx
 
 
@@ -180,14 +157,16 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
 
 
 @triton.jit
-def form_weight_gradients(dy, x_hat, V: tl.constexpr):
-    """What a row adds to dγ, dy x̂, and to dβ, dy: tiles as those of the weights."""
+def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
+    """What a row adds to dγ, dy x̂, and to dβ, dy: tiles as those of the weights. before: another row's, or nothing."""
     products = ()
     if V.need_dweight:
+        COUNT: tl.constexpr = len(dy)
         if V.has_weight:
-            products += multiply_rows(dy, x_hat)
+            products += multiply_rows(dy, x_hat) if len(before) == 0 else add_row_products(before, dy, x_hat)
         if V.has_bias:
-            products += dy
+            for i in tl.static_range(COUNT):
+                products += (dy[i] if len(before) == 0 else before[len(before) - COUNT + i] + dy[i],)
     return products
 
 

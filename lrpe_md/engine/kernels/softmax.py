@@ -4,28 +4,9 @@ import triton
 import triton.language as tl
 
 from .activations import exp, reciprocal
+from .rows import mask_rest, round_product, sum_row, sum_row_products
 from .signature import kernel, unpack
 from .tiles import first_channel, load, point_to_row, store
-
-
-@triton.jit
-def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
-    """Tile i of a row, with this value where it is wider than the row's channels."""
-    if V.widths[i] < V.blocks[i]:
-        x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, value)
-    return x
-
-
-@triton.jit
-def sum_row(tiles):
-    """Σ over all channels of a row; the halves of pairs, of one shape, add up before they go across threads."""
-    first = tiles[0]
-    if len(tiles) > 1:
-        first = first + tiles[1]
-    total = tl.sum(first, axis=1)
-    for i in tl.static_range(2, len(tiles)):
-        total += tl.sum(tiles[i], axis=1)
-    return total
 
 
 @triton.jit
@@ -40,20 +21,17 @@ def softmax_features(x, V: tl.constexpr):
     scale = reciprocal(sum_row(exps), V)[:, None]
     x_bar = ()
     for i in tl.static_range(len(x)):
-        x_bar += (exps[i] * scale,)
+        x_bar += (round_product(exps[i], scale),)
     return x_bar
 
 
 @triton.jit
 def softmax_features_backward(x_bar, dx_bar):
     """dx = x̄ (dx̄ - Σ x̄ dx̄) of a row's tiles."""
-    products = ()
-    for i in tl.static_range(len(x_bar)):
-        products += (x_bar[i] * dx_bar[i],)
-    dot = sum_row(products)[:, None]
+    dot = sum_row_products(x_bar, dx_bar)[:, None]
     dx = ()
     for i in tl.static_range(len(x_bar)):
-        dx += (x_bar[i] * (dx_bar[i] - dot),)
+        dx += (round_product(x_bar[i], dx_bar[i] - dot),)
     return dx
 
 
@@ -110,7 +88,8 @@ def softmax_sequence_kernel(
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
-            dot += tl.sum(softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * g, axis=0)
+            x_bar = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V)
+            dot += tl.sum(round_product(x_bar, g), axis=0)
         for n0 in range(0, N, V.block_n):
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
