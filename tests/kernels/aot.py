@@ -325,6 +325,7 @@ class Made(NamedTuple):
     values: list[str]
     narrow: bool  # float32
     vector: bool
+    exchanged: bool  # between threads
 
     @property
     def sums(self) -> bool:
@@ -336,6 +337,7 @@ class Made(NamedTuple):
         return self.op == "fmul" and self.narrow and len(self.values) == 2
 
 
+EXCHANGES = ("shfl", "llvm.amdgcn.")
 MOVES = ("extractelement", "insertelement", "shufflevector")  # of elements in vectors
 
 
@@ -343,7 +345,10 @@ def count_open(llir: str) -> dict[str, int]:
     """What rows.py is there to avoid, in float32: where it is left to the compiler what it fuses.
 
     open_products: of several uses, of which one is a sum. Not those that threads exchange to add them up: the sum is
-    beside that (bitcast). open_sums: of two products.
+    beside that. open_sums: of two products; of a difference the operands' order says which is fused.
+
+    A product is one of two values: those with a constant are not looked at, nor sums with one, nor what a product
+    becomes by a choice (select, phi) or a sign, nor vectors but for what is taken out of them.
     """
     made: dict[str, Made] = {}
     uses = collections.defaultdict(list)
@@ -352,7 +357,8 @@ def count_open(llir: str) -> dict[str, int]:
         name, op, rest = found.groups() if found else ("", "", line)
         values = re.findall(r"%[\w.]+", rest)
         element = rest.rpartition(" ")[2] if op == "extractelement" else ""
-        made[name] = Made(op, values, "float" in rest, " x float>" in rest)
+        exchanged = any(each in line for each in EXCHANGES)
+        made[name] = Made(op, values, "float" in rest, " x float>" in rest, exchanged)
         for value in set(values):
             uses[value].append(("sum" if made[name].sums else op, element, name))
 
@@ -372,10 +378,16 @@ def count_open(llir: str) -> dict[str, int]:
             elements.pop("", None)
         return list(elements.values())
 
-    several = [ops for name, each in made.items() if each.multiplies for ops in list_uses(name) if len(ops) > 1]
+    def is_exchanged(name: str) -> bool:
+        """As the bits that it has."""
+        bits = [user for op, _, user in uses[name] if op == "bitcast"]
+        return any(made[user].exchanged for each in bits for *_, user in uses[each])
+
+    products = [name for name, each in made.items() if each.multiplies and not is_exchanged(name)]
+    several = [ops for name in products for ops in list_uses(name) if len(ops) > 1]
     adds = [each.values for each in made.values() if each.op == "fadd" and each.narrow and each.sums]
     return {
-        "open_products": sum("sum" in ops and "bitcast" not in ops for ops in several),
+        "open_products": sum("sum" in ops for ops in several),
         "open_sums": sum(all(map(is_product, values)) for values in adds),
     }
 

@@ -44,6 +44,8 @@ CASES = [
     LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=slice(4, 36), pairs="interleaved", phase="k", gate="bool"),
     LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),
     LinearCase(dtype=BF16, head_dim=128, heads=(2, 2), state=True, origin="by_sample"),
+    LinearCase(dtype=BF16, head_dim=64, heads=(2, 2), normalizer="encoded", mask="causal"),
+    LinearCase(head_dim=64, heads=(2, 2), normalizer="encoded"),
     LinearCase("rotate", dtype=BF16, head_dim=64, norm="rms", heads=(2, 2)),
     LinearCase(
         dtype=BF16, head_dim=64, norm="layer", norm_groups=2, norm_weight="by_head", mask="causal", gate="float"

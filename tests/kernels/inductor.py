@@ -24,6 +24,7 @@ assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its
 
 import torch
 import triton
+from aot import count_open
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
@@ -145,8 +146,8 @@ def caused_by(error: BaseException | None, kind: type) -> bool:
     return error is not None
 
 
-def compile_kernels(code: str) -> dict[str, int]:
-    """Registers of each of our kernels in the code."""
+def compile_kernels(code: str) -> dict[str, dict[str, int]]:
+    """Registers of each of our kernels in the code, and what count_open finds."""
     found = {}
     for name, source in re.findall(r"async_compile\.triton\('(fixed_\w+)', '''(.*?)''', device_str", code, re.DOTALL):
         tuners: list[Any] = []
@@ -160,7 +161,7 @@ def compile_kernels(code: str) -> dict[str, int]:
         made = triton.compile(
             ASTSource(fn, meta["signature"], constants, meta["configs"][0]), target=TARGET, options=options
         )
-        found[name] = count_registers(made.asm["cubin"])
+        found[name] = {"registers": count_registers(made.asm["cubin"]), **count_open(made.asm["llir"])}
     return found
 
 
@@ -365,7 +366,7 @@ def main() -> None:
             torch.compiler.reset()
             with nullcontext() if case.limits else mock.patch.object(compiled, "_takes_options", return_value=False):
                 ((code, loose),) = write_code(*build(case), case.dynamic)
-            body = code[code.index("def call") :]
+            body, kernels = code[code.index("def call") :], compile_kernels(code)
             row = {
                 "case": name,
                 "launches": re.findall(r"(fixed_\w+_kernel)(?:_launcher)?_\d+(?:\.run)?\(", body),
@@ -373,7 +374,8 @@ def main() -> None:
                 "others": len(re.findall(r"triton_\w+\.run\(", body)),
                 "joined": [int(n) for n in re.findall(r"triton_\w*join\w*\.run\(.*?, (\d+), stream", body)],
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
-                "registers": {**compile_kernels(code), **make_launchers(code)},
+                "registers": {**{name: each["registers"] for name, each in kernels.items()}, **make_launchers(code)},
+                "open": [name for name, each in kernels.items() if each["open_products"] or each["open_sums"]],
                 "loose": loose._asdict(),
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
                 "defined": len(re.findall(r"^fixed_\w+ = async_compile", code, re.MULTILINE)),

@@ -72,6 +72,7 @@ def test_code_without_a_gpu(tmp_path):
         assert not row["operators"], row
         assert not row["loose"]["alone"], f"{name}: memory is allocated before what is read is there"
         assert set(row["registers"]) == set(row["launches"]), row
+        assert not row["open"], f"{name}: it is left to the compiler what it fuses"
         assert row["by_torch"] == row["defined"], f"{name}: a kernel that Inductor does not launch as its own"
     by_launchers = [name for name, row in rows.items() if row["launchers"]]
     without = ["norm backward weights without limits", "joined with another by a launcher, weights"]
@@ -325,6 +326,7 @@ LINEAR_CASES = [
     LinearCase("rotate", (60, 60), head_dim=64, norm="rms"),
     LinearCase("cosine", (60, 60), head_dim=64, act="softplus", mask="causal"),
     LinearCase(None, (14, 14), head_dim=64, norm="layer", norm_weight="by_head"),
+    LinearCase("cosine", (14, 14), head_dim=64, normalizer="encoded"),
 ]
 
 

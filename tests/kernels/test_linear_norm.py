@@ -68,7 +68,7 @@ def test_masks_and_gates(mask, gate, kind, cut):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_dtypes(mask, dtype):
     case = {"dtype": dtype, "mask": mask, "act": "softplus", "shape": (70,), "state": True, "return_state": True}
-    holds(LinearCase(norm="layer", batch=1, **case))
+    holds(LinearCase(norm="layer", batch=1, head_dim=12, **case))
     if dtype.itemsize == 2:
         holds(LinearCase("rotate", norm="rms", norm_dtype=torch.float32, heads=(2, 1), **case))
 

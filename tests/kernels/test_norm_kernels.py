@@ -44,6 +44,8 @@ def test_dtypes(dtype, over, kind):
     assert not violations(case)
     if dtype.itemsize == 2:
         assert not violations(replace(case, norm_dtype=torch.float32))
+    if dtype == torch.float64:
+        assert not violations(replace(case, head_dim=12)), "1/12 is no float32"
 
 
 @both

@@ -295,7 +295,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         a, odd = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
             part = a  # Σ of s·hi less whole units, each exact to rounding
-            low = s * w_lo + 0.0  # Σ of what the float32 hi leaves out; a sum: see rows.py
+            low = s * w_lo + 0.0  # Σ of what the float32 hi leaves out; + 0: a sum, no product that another joins
         else:
             part += a
             low += s * w_lo

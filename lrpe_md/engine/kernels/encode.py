@@ -59,7 +59,7 @@ from .tiles import (
 def apply_map(x_bar, cos, sin, V: tl.constexpr):
     """What the map turns, turned: (x̄) -> (x̄ cos Θ, x̄ sin Θ); (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)."""
     if V.map == "cosine":
-        return x_bar[0] * cos, x_bar[0] * sin
+        return round_product(x_bar[0], cos), round_product(x_bar[0], sin)
     elif V.map == "rotate":
         a, b = x_bar[0], x_bar[1]
         return subtract_product(a * cos, b, sin), add_product(a * sin, b, cos)
@@ -187,12 +187,13 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 
 @triton.jit
-def map_row(fetched, cos, sin, o_n, c0, norm, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient, and what it adds to the weights'.
+def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
+    """One row from end to end; its dΘ where the frequencies need a gradient, and what it and a row before it add to the
+    gradients of the weights.
 
-    norm: the weights, and what the row before adds to their gradients, or nothing.
+    own: the weights, and what the row before adds, or nothing.
     """
-    weights, before = norm
+    weights, before = own
     xa, xb, ga, gb, place, written = fetched
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num

@@ -34,7 +34,7 @@ from .features import (
     to_tiles,
     turn_block,
 )
-from .rows import add_product, round_product
+from .rows import add_product, add_rows, round_product, scale_row
 from .signature import kernel, unpack
 from .tiles import move_tokens
 
@@ -63,24 +63,6 @@ def empty_sums(V: tl.constexpr):
     for i in tl.static_range(len(V.sum_blocks)):
         Z += (empty(ROWS=V.block_n, COLUMNS=V.sum_blocks[i], V=V),)
     return Z
-
-
-@triton.jit
-def add_tiles(total, added):
-    """Tile by tile."""
-    result = ()
-    for i in tl.static_range(len(total)):
-        result += (total[i] + added[i],)
-    return result
-
-
-@triton.jit
-def scale_tokens(x, weight):
-    """Tile by tile."""
-    result = ()
-    for i in tl.static_range(len(x)):
-        result += (round_product(x[i], weight[:, None]),)
-    return result
 
 
 @triton.jit
@@ -147,7 +129,7 @@ def sum_columns(x, S, V: tl.constexpr):
 
 
 @triton.jit
-def sum_products(x, S, V: tl.constexpr):
+def apply_state(x, S, V: tl.constexpr):
     """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
     if V.turned_products:
         return tl.trans(sum_columns(x, S, V=V))
@@ -217,11 +199,11 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
         v_row = move_tokens(v_head, n0, V=V)
         _raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         if V.gated:
-            k_bar = scale_tokens(k_bar, beta)
+            k_bar = scale_row(k_bar, beta[:, None])
         k_hat = map_features(k_bar, turned, V=V)
-        S = add_products(S, v_block, k_hat, V=V)
+        S = add_outer_products(S, v_block, k_hat, V=V)
         if V.normalizer != "none":
-            Z = add_tiles(Z, counted(k_bar, k_hat, V=V))
+            Z = add_rows(Z, counted(k_bar, k_hat, V=V))
     return S, sum_tokens(Z)
 
 
@@ -261,13 +243,13 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         if V.normalizer == "unrotated":
             scale, _free = normalise(weigh(x_bar, Z), eps, V=V)
             if V.turned_products:
-                x_bar = scale_tokens(x_bar, scale)
+                x_bar = scale_row(x_bar, scale[:, None])
         x_hat = map_features(x_bar, turned, V=V)
         if V.normalizer == "encoded":
             scale, _free = normalise(weigh(x_hat, Z), eps, V=V)
             if V.turned_products:
-                x_hat = scale_tokens(x_hat, scale)
-        out = sum_products(x_hat, S, V=V)
+                x_hat = scale_row(x_hat, scale[:, None])
+        out = apply_state(x_hat, S, V=V)
         if V.normalizer != "none" and not V.turned_products:
             out *= scale[:, None]
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
@@ -426,10 +408,10 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
             dz = tl.where(free, -scale * scale * weigh_tiles(x_bar, dx_bar), 0.0)
             dZ = add_scaled(dZ, counts, dz)
             if V.normalizer == "encoded":
-                dx_hat = add_outer(scale_tokens(dx_hat, scale), dz, Z)
+                dx_hat = add_outer(scale_row(dx_hat, scale[:, None]), dz, Z)
                 dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
             else:
-                dx_bar = add_outer(scale_tokens(dx_bar, scale), dz, Z)
+                dx_bar = add_outer(scale_row(dx_bar, scale[:, None]), dz, Z)
                 if V.need_dangles:
                     dangles *= scale[:, None]
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
@@ -465,13 +447,13 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
                 dZ = add_scaled(dZ, counts, dz)
             else:
                 scale, _free = normalise(weigh(counts, Z), eps, V=V)
-            x_bar = scale_tokens(x_bar, scale)
-        dS = add_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
+            x_bar = scale_row(x_bar, scale[:, None])
+        dS = add_outer_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
     return dS, dZ
 
 
 @triton.jit
-def add_products(S, values, features, V: tl.constexpr):
+def add_outer_products(S, values, features, V: tl.constexpr):
     """S + valuesᵀ features, tile by tile."""
     values = to_operand(values, V=V)
     added = ()
@@ -528,9 +510,9 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
         if V.gated:
             weight *= beta
         dx_hat = multiply_tiles(to_operand(v_block, V=V), dS, V=V)
-        gated = scale_tokens(x_bar, weight) if V.gated else x_bar
+        gated = scale_row(x_bar, weight[:, None]) if V.gated else x_bar
         store_values(
-            move_tokens(dv_head, n0, V=V), sum_products(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
+            move_tokens(dv_head, n0, V=V), apply_state(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
         )
         if V.normalizer == "encoded":
             dx_hat = add_outer(dx_hat, m_n.to(ACC), dZ)
@@ -540,7 +522,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
         if V.gated:
             if V.need_dgate:
                 store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
-            dx_bar = scale_tokens(dx_bar, weight)
+            dx_bar = scale_row(dx_bar, weight[:, None])
             if V.need_dangles:
                 dangles *= weight[:, None]
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)

@@ -30,9 +30,9 @@ from .features import (
 from .linear import (
     activate_tokens,
     add_angle_gradients,
-    add_products,
+    add_outer_products,
     add_scaled,
-    add_tiles,
+    apply_state,
     counted,
     empty,
     empty_state,
@@ -44,15 +44,14 @@ from .linear import (
     multiply_tiles,
     normalise,
     point_to_scales,
-    scale_tokens,
     store_gate,
     store_total,
     sum_columns,
-    sum_products,
     sum_tokens,
     to_operands,
     weigh_tiles,
 )
+from .rows import add_rows, scale_row
 from .signature import kernel, unpack
 from .tiles import move_tokens
 
@@ -125,7 +124,7 @@ def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
     """S and Z to be added to: of the tokens before a piece."""
     if V.has_state:
         S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
-        return add_tiles(empty_state(V=V), S), Z
+        return add_rows(empty_state(V=V), S), Z
     else:
         return empty_state(V=V), sum_tokens(empty_sums(V=V))
 
@@ -134,7 +133,7 @@ def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
 def gate_keys(k_bar, beta, V: tl.constexpr):
     """β k̄."""
     if V.gated:
-        return scale_tokens(k_bar, beta)
+        return scale_row(k_bar, beta[:, None])
     else:
         return k_bar
 
@@ -149,7 +148,7 @@ def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
     else:
         products = tl.where(see(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
         if V.raw:  # q̂ is in shared memory
-            seen = sum_products(q_hat, S, V=V)
+            seen = apply_state(q_hat, S, V=V)
         else:
             seen = tl.trans(sum_columns(q_hat, S, V=V))
         return multiply(to_operand(products, V=V), v_block, seen, V=V)
@@ -188,8 +187,8 @@ def linear_causal_forward_kernel(
             q_counts = counted(q_bar, q_hat, V=V)
             scale, _free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, see(V=V), V=V)), eps, V=V)
             out *= scale[:, None]
-            Z = add_tiles(Z, sum_tokens(k_counts))
-        S = add_products(S, v_block, k_hat, V=V)
+            Z = add_rows(Z, sum_tokens(k_counts))
+        S = add_outer_products(S, v_block, k_hat, V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
@@ -243,16 +242,16 @@ def linear_causal_query_kernel(
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
-                dx_hat = add_scaled(scale_tokens(dx_hat, scale), seen, dz)
+                dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), seen, dz)
                 dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
             else:
-                dx_bar = add_scaled(scale_tokens(dx_bar, scale), seen, dz)
+                dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), seen, dz)
                 if V.need_dangles:
                     dangles *= scale[:, None]
-            Z = add_tiles(Z, sum_tokens(k_counts))
+            Z = add_rows(Z, sum_tokens(k_counts))
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
-        S = add_products(S, v_block, k_hat, V=V)
+        S = add_outer_products(S, v_block, k_hat, V=V)
     store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -278,8 +277,8 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
         dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-        q_counts = scale_tokens(counted(q_bar, q_hat, V=V), dz)
-        q_hat = scale_tokens(q_hat, scale)
+        q_counts = scale_row(counted(q_bar, q_hat, V=V), dz[:, None])
+        q_hat = scale_row(q_hat, scale[:, None])
     return q_hat, q_counts, do_block
 
 
@@ -289,7 +288,7 @@ def begin_values(k_hat, dS, V: tl.constexpr):
     if V.straight:
         return sum_columns(k_hat, dS, V=V)
     else:
-        return sum_products(k_hat, dS, V=V)
+        return apply_state(k_hat, dS, V=V)
 
 
 @triton.jit
@@ -321,8 +320,8 @@ def add_to_state(grads, queries, V: tl.constexpr):
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
-        dZ = add_tiles(dZ, sum_tokens(q_counts))
-    return add_products(dS, do_block, q_hat, V=V), dZ
+        dZ = add_rows(dZ, sum_tokens(q_counts))
+    return add_outer_products(dS, do_block, q_hat, V=V), dZ
 
 
 @kernel
@@ -380,16 +379,16 @@ def linear_causal_key_kernel(
                 dS, dZ = add_to_state((dS, dZ), queries, V=V)
             store_values(dv_row, tl.trans(dv_block) if V.straight else dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
-            dx_hat = add_tiles(dx_hat, dcounts)
+            dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
-            dx_bar = add_tiles(dx_bar, dcounts)
+            dx_bar = add_rows(dx_bar, dcounts)
         if V.need_dweight and V.has_bias:  # later queries count tokens that are not there, too
-            dx_bar = scale_tokens(dx_bar, m_n.to(dx_bar[0].dtype))
+            dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
         if V.gated:
             if V.need_dgate:
                 store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
-            dx_bar = scale_tokens(dx_bar, beta)
+            dx_bar = scale_row(dx_bar, beta[:, None])
             if V.need_dangles:
                 dangles *= beta[:, None]
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)

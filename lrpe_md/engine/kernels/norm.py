@@ -11,6 +11,7 @@ from .rows import (
     add_row_products,
     mask_rest,
     multiply_rows,
+    round_multiple,
     round_product,
     scale_row,
     subtract_product,
@@ -45,7 +46,7 @@ def normalise_row(x, V: tl.constexpr):
     """x̂ of a row's tiles, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
-        centred = subtract_mean(x, round_product(sum_row(x), SHARE)[:, None], V=V)
+        centred = subtract_mean(x, round_multiple(sum_row(x), SHARE)[:, None], V=V)
     else:
         centred = x
     scale = take_root(sum_row_products(centred, centred) * SHARE, V=V)[:, None]
@@ -60,7 +61,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
     dot = (sum_row_products(g, x_hat) * SHARE)[:, None]
     mean = dot * 0.0
     if V.norm == "layer":
-        mean = round_product(sum_row(g), SHARE)[:, None]
+        mean = round_multiple(sum_row(g), SHARE)[:, None]
     return combine_gradient(g, x_hat, scale, dot, mean, V=V)
 
 
@@ -158,7 +159,7 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
 
 @triton.jit
 def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
-    """What a row adds to dγ, dy x̂, and to dβ, dy: tiles as those of the weights. before: another row's, or nothing."""
+    """What a row adds to dγ, dy x̂, and to dβ, dy, and what another before it does, if any: tiles as the weights'."""
     products = ()
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)

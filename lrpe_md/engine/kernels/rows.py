@@ -1,4 +1,4 @@
-"""Rows, whose channels are several tiles: products and sums of them that every kernel rounds alike.
+"""Rows, whose channels are several tiles: products and sums of them that every kernel rounds alike, in float32.
 
 Compilers fuse a product into the sum that it is added to. Of a product with several uses they do so or not by how far
 these are in the code, and of a sum of two products they choose the one to fuse by what is beside it: kernels made of
@@ -13,8 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def round_product(x, y):
-    """x y, rounded before anything is added."""
+    """x y of two tensors, rounded before anything is added; 0 for -0."""
     return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def round_multiple(x, number: tl.constexpr):
+    """x times a number, of x's type: fma takes it for a float32."""
+    return round_product(x, tl.full(x.shape, number, x.dtype))
 
 
 @triton.jit
