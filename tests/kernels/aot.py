@@ -337,6 +337,14 @@ class Made(NamedTuple):
         return self.op == "fmul" and self.narrow and len(self.values) == 2
 
 
+class Use(NamedTuple):
+    """Of a value: by what, and of which element, where that is taken out of a vector."""
+
+    op: str
+    element: str
+    user: str
+
+
 EXCHANGES = ("shfl", "llvm.amdgcn.")
 MOVES = ("extractelement", "insertelement", "shufflevector")  # of elements in vectors
 
@@ -351,7 +359,7 @@ def count_open(llir: str) -> dict[str, int]:
     becomes by a choice (select, phi) or a sign, nor vectors but for what is taken out of them.
     """
     made: dict[str, Made] = {}
-    uses = collections.defaultdict(list)
+    uses: dict[str, list[Use]] = collections.defaultdict(list)
     for line in llir.splitlines():
         found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line.partition(", !dbg")[0])
         name, op, rest = found.groups() if found else ("", "", line)
@@ -360,7 +368,7 @@ def count_open(llir: str) -> dict[str, int]:
         exchanged = any(each in line for each in EXCHANGES)
         made[name] = Made(op, values, "float" in rest, " x float>" in rest, exchanged)
         for value in set(values):
-            uses[value].append(("sum" if made[name].sums else op, element, name))
+            uses[value].append(Use("sum" if made[name].sums else op, element, name))
 
     def is_product(name: str) -> bool:
         """Also one of a vector's elements."""
@@ -372,16 +380,17 @@ def count_open(llir: str) -> dict[str, int]:
         """Of a number, or of a vector's elements, each as far as it is taken out: LLVM also adds vectors of which it
         needs some."""
         elements: dict[str, list[str]] = collections.defaultdict(list)
-        for op, element, user in uses[name]:
-            elements[element] += [each for each, *_ in uses[user]] if op == "extractelement" else [op]
+        for use in uses[name]:
+            taken = use.op == "extractelement"
+            elements[use.element] += [each.op for each in uses[use.user]] if taken else [use.op]
         if made[name].vector:
             elements.pop("", None)
         return list(elements.values())
 
     def is_exchanged(name: str) -> bool:
         """As the bits that it has."""
-        bits = [user for op, _, user in uses[name] if op == "bitcast"]
-        return any(made[user].exchanged for each in bits for *_, user in uses[each])
+        bits = [use.user for use in uses[name] if use.op == "bitcast"]
+        return any(made[use.user].exchanged for each in bits for use in uses[each])
 
     products = [name for name, each in made.items() if each.multiplies and not is_exchanged(name)]
     several = [ops for name in products for ops in list_uses(name) if len(ops) > 1]

@@ -36,7 +36,7 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
-from .rows import add_row_products, add_rows, multiply_rows, round_product, scale_row
+from .rows import add_row_products, add_rows, round_product, scale_row, sum_row
 from .signature import kernel, unpack
 from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
 
@@ -113,18 +113,6 @@ def turn_back(dy, cos, sin, V: tl.constexpr):
 
 
 @triton.jit
-def sum_all(rows):
-    """Σ over the channels of all heads, in one go across threads; the halves of pairs are of one shape."""
-    first = rows[0]
-    if len(rows) > 1:
-        first = first + rows[1]
-    total = tl.sum(first)
-    for i in tl.static_range(2, len(rows)):
-        total += tl.sum(rows[i])
-    return total
-
-
-@triton.jit
 def centre(loaded, mean, m_h, V: tl.constexpr):
     """x of a tile's heads, for "layer" less the mean, and 0 for heads and channels that are not there."""
     x = to_tiles(loaded, V=V)
@@ -147,13 +135,12 @@ def measure(fetched, H, share, V: tl.constexpr):
         total = to_tiles(fetched[0], V=V)
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
-        mean = round_product(sum_all(total), share)
-    first = centre(fetched[0], mean, o_h < H, V=V)
-    squares = multiply_rows(first, first)
-    for i in tl.static_range(1, len(fetched)):
+        mean = round_product(sum_row(total, AXIS=None), share)
+    squares = ()
+    for i in tl.static_range(len(fetched)):
         x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
         squares = add_row_products(squares, x, x)
-    return mean, take_root(sum_all(squares) * share, V=V)
+    return mean, take_root(sum_row(squares, AXIS=None) * share, V=V)
 
 
 @triton.jit
@@ -278,11 +265,11 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
         tile = (fetched[i], gradients[i])
         dy, x_hat, _ = normalise_backward(tile, turned, stats, own[i], m_h, V=V)
         g = apply_weight(dy, own[i], V=V)
-        dots = multiply_rows(g, x_hat) if i == 0 else add_row_products(dots, g, x_hat)
+        dots = add_row_products(() if i == 0 else dots, g, x_hat)
         total = g if i == 0 else add_rows(total, g)
-    dot = sum_all(dots) * share
+    dot = sum_row(dots, AXIS=None) * share
     if V.norm == "layer":
-        return dot, round_product(sum_all(total), share)
+        return dot, round_product(sum_row(total, AXIS=None), share)
     else:
         return dot, dot
 

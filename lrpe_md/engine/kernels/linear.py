@@ -84,11 +84,20 @@ def sum_tokens(Z):
 
 
 @triton.jit
-def weigh(x, Z):
-    """x · Z of each token."""
-    total = tl.sum(round_product(x[0], Z[0][None, :]), axis=1)
+def to_rows(Z):
+    """(channels) to (1, channels), tile by tile."""
+    result = ()
+    for i in tl.static_range(len(Z)):
+        result += (Z[i][None, :],)
+    return result
+
+
+@triton.jit
+def weigh(x, y):
+    """x · y of each token."""
+    total = tl.sum(round_product(x[0], y[0]), axis=1)
     for i in tl.static_range(1, len(x)):
-        total += tl.sum(round_product(x[i], Z[i][None, :]), axis=1)
+        total += tl.sum(round_product(x[i], y[i]), axis=1)
     return total
 
 
@@ -241,12 +250,12 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         turned = turn_block(side, n0, o_n, V=V)
         # Where tokens are columns of the product, 1/z has q's layout, not that of o: it goes into q̂. The map is linear.
         if V.normalizer == "unrotated":
-            scale, _free = normalise(weigh(x_bar, Z), eps, V=V)
+            scale, _free = normalise(weigh(x_bar, to_rows(Z)), eps, V=V)
             if V.turned_products:
                 x_bar = scale_row(x_bar, scale[:, None])
         x_hat = map_features(x_bar, turned, V=V)
         if V.normalizer == "encoded":
-            scale, _free = normalise(weigh(x_hat, Z), eps, V=V)
+            scale, _free = normalise(weigh(x_hat, to_rows(Z)), eps, V=V)
             if V.turned_products:
                 x_hat = scale_row(x_hat, scale[:, None])
         out = apply_state(x_hat, S, V=V)
@@ -404,14 +413,14 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
-            scale, free = normalise(weigh(counts, Z), eps, V=V)
-            dz = tl.where(free, -scale * scale * weigh_tiles(x_bar, dx_bar), 0.0)
+            scale, free = normalise(weigh(counts, to_rows(Z)), eps, V=V)
+            dz = tl.where(free, -scale * scale * weigh(x_bar, dx_bar), 0.0)
             dZ = add_scaled(dZ, counts, dz)
             if V.normalizer == "encoded":
-                dx_hat = add_outer(scale_row(dx_hat, scale[:, None]), dz, Z)
+                dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), to_rows(Z), dz)
                 dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
             else:
-                dx_bar = add_outer(scale_row(dx_bar, scale[:, None]), dz, Z)
+                dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), to_rows(Z), dz)
                 if V.need_dangles:
                     dangles *= scale[:, None]
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
@@ -446,7 +455,7 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
                 dZ = add_scaled(dZ, counts, dz)
             else:
-                scale, _free = normalise(weigh(counts, Z), eps, V=V)
+                scale, _free = normalise(weigh(counts, to_rows(Z)), eps, V=V)
             x_bar = scale_row(x_bar, scale[:, None])
         dS = add_outer_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
     return dS, dZ
@@ -464,24 +473,6 @@ def add_outer_products(S, values, features, V: tl.constexpr):
         else:
             added += (multiply(tl.trans(values), to_operand(features[i], V=V), S[i], V=V),)
     return added
-
-
-@triton.jit
-def weigh_tiles(x, y):
-    """x · y of each token."""
-    total = tl.sum(round_product(x[0], y[0]), axis=1)
-    for i in tl.static_range(1, len(x)):
-        total += tl.sum(round_product(x[i], y[i]), axis=1)
-    return total
-
-
-@triton.jit
-def add_outer(x, weight, Z):
-    """x + weight ⊗ Z, tile by tile."""
-    result = ()
-    for i in tl.static_range(len(x)):
-        result += (add_product(x[i], weight[:, None], Z[i][None, :]),)
-    return result
 
 
 @triton.jit
@@ -515,13 +506,13 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
             move_tokens(dv_head, n0, V=V), apply_state(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
         )
         if V.normalizer == "encoded":
-            dx_hat = add_outer(dx_hat, m_n.to(ACC), dZ)
+            dx_hat = add_scaled(dx_hat, to_rows(dZ), m_n.to(ACC))
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
-            dx_bar = add_outer(dx_bar, m_n.to(ACC), dZ)
+            dx_bar = add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC))
         if V.gated:
             if V.need_dgate:
-                store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
+                store_gate(dgate, weigh(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, weight[:, None])
             if V.need_dangles:
                 dangles *= weight[:, None]

@@ -49,7 +49,7 @@ from .linear import (
     sum_columns,
     sum_tokens,
     to_operands,
-    weigh_tiles,
+    weigh,
 )
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack
@@ -185,7 +185,7 @@ def linear_causal_forward_kernel(
         if V.normalizer != "none":
             k_counts = counted(k_bar, k_hat, V=V)
             q_counts = counted(q_bar, q_hat, V=V)
-            scale, _free = normalise(weigh_tiles(q_counts, sum_seen(k_counts, Z, see(V=V), V=V)), eps, V=V)
+            scale, _free = normalise(weigh(q_counts, sum_seen(k_counts, Z, see(V=V), V=V)), eps, V=V)
             out *= scale[:, None]
             Z = add_rows(Z, sum_tokens(k_counts))
         S = add_outer_products(S, v_block, k_hat, V=V)
@@ -237,8 +237,8 @@ def linear_causal_query_kernel(
         if V.normalizer != "none":
             k_counts = counted(k_bar, k_hat, V=V)
             seen = sum_seen(k_counts, Z, tri, V=V)
-            scale, free = normalise(weigh_tiles(counted(q_bar, q_hat, V=V), seen), eps, V=V)
-            dz = tl.where(free, -scale * scale * weigh_tiles(q_bar, dx_bar), 0.0)
+            scale, free = normalise(weigh(counted(q_bar, q_hat, V=V), seen), eps, V=V)
+            dz = tl.where(free, -scale * scale * weigh(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
@@ -387,7 +387,7 @@ def linear_causal_key_kernel(
             dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
         if V.gated:
             if V.need_dgate:
-                store_gate(dgate, weigh_tiles(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
+                store_gate(dgate, weigh(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, beta[:, None])
             if V.need_dangles:
                 dangles *= beta[:, None]

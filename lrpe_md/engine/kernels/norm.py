@@ -10,7 +10,6 @@ import triton.language as tl
 from .rows import (
     add_row_products,
     mask_rest,
-    multiply_rows,
     round_multiple,
     round_product,
     scale_row,
@@ -164,7 +163,7 @@ def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)
         if V.has_weight:
-            products += multiply_rows(dy, x_hat) if len(before) == 0 else add_row_products(before, dy, x_hat)
+            products += add_row_products(before, dy, x_hat)
         if V.has_bias:
             for i in tl.static_range(COUNT):
                 products += (dy[i] if len(before) == 0 else before[len(before) - COUNT + i] + dy[i],)

@@ -44,14 +44,15 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 
 @triton.jit
-def sum_row(tiles):
-    """Σ over all channels of a row; the halves of pairs, of one shape, add up before they go across threads."""
+def sum_row(tiles, AXIS: tl.constexpr = 1):
+    """Σ over all channels of a row, with AXIS None of all rows of the tiles; the halves of pairs, of one shape, add up
+    before they go across threads."""
     first = tiles[0]
     if len(tiles) > 1:
         first = first + tiles[1]
-    total = tl.sum(first, axis=1)
+    total = tl.sum(first, axis=AXIS)
     for i in tl.static_range(2, len(tiles)):
-        total += tl.sum(tiles[i], axis=1)
+        total += tl.sum(tiles[i], axis=AXIS)
     return total
 
 
@@ -65,15 +66,6 @@ def sum_row_products(x, y):
     for i in tl.static_range(2, len(x)):
         total += tl.sum(round_product(x[i], y[i]), axis=1)
     return total
-
-
-@triton.jit
-def multiply_rows(x, y):
-    """Tile by tile."""
-    products = ()
-    for i in tl.static_range(len(x)):
-        products += (round_product(x[i], y[i]),)
-    return products
 
 
 @triton.jit
@@ -94,8 +86,8 @@ def add_rows(x, y):
 
 @triton.jit
 def add_row_products(total, x, y):
-    """Tile by tile."""
+    """total + x y, tile by tile; total: a row, or () before the first products."""
     sums = ()
     for i in tl.static_range(len(x)):
-        sums += (add_product(total[i], x[i], y[i]),)
+        sums += (round_product(x[i], y[i]) if len(total) == 0 else add_product(total[i], x[i], y[i]),)
     return sums

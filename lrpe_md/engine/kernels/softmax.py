@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import exp, reciprocal
-from .rows import mask_rest, round_product, sum_row, sum_row_products
+from .rows import mask_rest, round_product, scale_row, sum_row, sum_row_products
 from .signature import kernel, unpack
 from .tiles import first_channel, load, point_to_row, store
 
@@ -18,11 +18,7 @@ def softmax_features(x, V: tl.constexpr):
     exps = ()
     for i in tl.static_range(len(x)):
         exps += (mask_rest(exp(x[i] - top[:, None], V), i, 0.0, V),)
-    scale = reciprocal(sum_row(exps), V)[:, None]
-    x_bar = ()
-    for i in tl.static_range(len(x)):
-        x_bar += (round_product(exps[i], scale),)
-    return x_bar
+    return scale_row(exps, reciprocal(sum_row(exps), V)[:, None])
 
 
 @triton.jit
