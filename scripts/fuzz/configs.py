@@ -1,0 +1,307 @@
+"""Configurations: what one call is made of, as values that print small and can be pasted into a test."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from lrpe_md import Coordinates, Grid
+from torch import Tensor
+
+PADDING = 16  # elements of NaN in front of each input and behind it; keeps addresses multiples of 16 bytes
+
+
+class _Small:
+    """Prints the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # pyright: ignore
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+@dataclass(frozen=True, repr=False)
+class Place(_Small):
+    """Where tokens are. A table has a row for each token of ``shape``, and a column for each of its axes."""
+
+    kind: str = "grid"  # | "tensor" | "coordinates"
+    shape: tuple[int, ...] = (3,)
+    prefix: int = 0
+    suffix: int = 0
+    scale: tuple[float, ...] | None = None
+    shift: tuple[float, ...] | None = None
+    start: int = 0
+    length: int | None = None
+    origin: bool = False
+    by_sample: bool = False  # origin or coordinates
+    masked: bool = False  # some rows of coordinates are not rotated
+    far: float = 20.0  # largest coordinate or origin
+    dtype: str = "float32"  # of coordinates
+
+    @property
+    def num_tokens(self) -> int:
+        total = self.prefix + math.prod(self.shape) + self.suffix
+        return total - self.start if self.length is None else self.length
+
+
+@dataclass(frozen=True, repr=False)
+class NormConfig(_Small):
+    kind: str = "rms"
+    over: str = "head"
+    weight: str = "none"  # | "shared" by the heads | "heads"
+    groups: int = 1  # of tokens
+    bias: bool = False
+    pair: bool = False  # weights of q and of k
+    offset: float = 0.0
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, repr=False)
+class Config(_Small):
+    """What a map and linear attention have in common."""
+
+    map: str | None = "rotate"
+    dtype: str = "float32"
+    batch: int = 1
+    heads: tuple[int, int] = (1, 1)  # of q, and of k
+    head_dim: int = 4
+    places: tuple[Place | None, ...] = (Place(),)  # one, or a pair for q and k
+    act: str = "none"
+    dim: int | None = None
+    pairs: Any = "half"
+    rotary_dim: Any = None
+    order: str = "cos_sin"
+    omega_heads: bool = False  # frequencies, phases and amplitudes of their own for each key head
+    omega_dtype: str = "float32"
+    phase: str = "none"  # | "shared" | "pair" | "q" | "k"
+    amplitude: str = "none"  # | "number" | "channels" | "heads"
+    norm: NormConfig | None = None
+    layout: str = "dense"  # of inputs in memory: see arrange()
+    grad_layout: str = "dense"
+    frozen: tuple[str, ...] = ()  # tensors that need no gradient
+    again: bool = False  # a call of the same sizes with other values came before
+    seed: int = 0
+
+    @property
+    def place_q(self) -> Place | None:
+        return self.places[0]
+
+    @property
+    def place_k(self) -> Place | None:
+        return self.places[-1]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """First mapped channel and how many there are."""
+        start, stop, _ = (self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)).indices(
+            self.head_dim
+        )
+        return start, stop - start
+
+    @property
+    def channels(self) -> int:
+        return {"cosine": self.part[1], "rotate": self.part[1] // 2, None: 0}[self.map]
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.place_q.shape) if self.place_q else 1
+
+
+@dataclass(frozen=True, repr=False)
+class LinearConfig(Config):
+    v_dim: int = 4
+    act: str = "relu"
+    num_tokens: tuple[int, int] = (3, 3)  # without positions
+    normalizer: str = "unrotated"
+    mask: str = "full"
+    block: int = 1
+    gate: str = "none"  # | "float" | "zeros" among them | "nan" in such keys and values | "bool" | "closed": all zero
+    gate_heads: bool = False
+    gate_dtype: str = "float32"
+    lengths: tuple[int, ...] | None = None  # of packed sequences
+    cu_dtype: str = "int32"
+    state: bool = False
+    return_state: bool = False
+    gradient_of: str = "both"  # | "o" | "state"
+    eps: float = 1e-6
+    cut: str = "own"  # how tokens are cut into programs: see cuts() in check.py
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        q, k = self.place_q, self.place_k
+        return (q.num_tokens, k.num_tokens) if q and k else self.num_tokens
+
+    @property
+    def features(self) -> int:
+        """Channels of q̂."""
+        return self.head_dim + (self.part[1] if self.map == "cosine" else 0)
+
+
+@dataclass(frozen=True, repr=False)
+class MapConfig(Config):
+    form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
+    samples: tuple[Place, ...] = ()  # packed end to end, instead of places
+    flat: bool = False  # packed tokens come without a batch
+    groups: int = 1  # of phases
+    inverse: bool = False
+    out: str = "none"  # | "slice" | "start" | "starts" | "first": of q alone
+    length: int = 0  # tokens of the cache beyond the call's
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        if self.samples:
+            total = sum(place.num_tokens for place in self.samples)
+            return total, total
+        assert self.place_q
+        assert self.place_k
+        return self.place_q.num_tokens, self.place_k.num_tokens
+
+
+# --- positions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Where:
+    """Positions as the library takes them, and as the formula does."""
+
+    positions: Any
+    coords: Tensor  # (B or 1, N, K) float64
+    on_grid: Tensor  # (B or 1, N): whether a token has an angle
+    part: Tensor  # (N,): 0 prefix, 1 grid, 2 suffix
+    index: Tensor  # (N,): a token's number on the grid
+
+
+def locate(place: Place | None, num_tokens: int, batch: int, device: Any, generator: torch.Generator) -> Where:
+    """Build positions, and compute them from their arguments."""
+    place = place or Place("none", (num_tokens,))
+    rows, axes = math.prod(place.shape), len(place.shape)
+    index = torch.arange(place.num_tokens) + place.start - place.prefix
+    part = 1 - (index < 0).long() + (index >= rows).long()
+    inside = index.clamp(0, max(rows - 1, 0))
+    on_grid = (part == 1)[None]
+    size = (batch,) if place.by_sample else ()
+    if place.kind in ("grid", "none"):
+        steps = [math.prod(place.shape[j + 1 :]) for j in range(axes)]
+        cells = torch.stack([inside // step % n for step, n in zip(steps, place.shape, strict=True)], -1)
+        origin = torch.randint(-int(place.far), int(place.far) + 1, (*size, axes), generator=generator)
+        at = cells + origin[..., None, :] if place.origin else cells
+        scale, shift = (
+            torch.tensor(given or (default,) * axes, dtype=torch.float64)
+            for given, default in ((place.scale, 1.0), (place.shift, 0.0))
+        )
+        coords = at.double() * scale + shift
+        positions: Any = None
+        if place.kind == "grid":
+            positions = Grid(
+                place.shape, place.prefix, place.suffix, place.scale, place.shift, place.start, place.length,
+                pad(origin).to(device) if place.origin else None,
+            )  # fmt: skip
+    else:
+        table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.far)
+        table = table.to(getattr(torch, place.dtype))
+        rotated = torch.rand(*size, rows, generator=generator) < 0.6 if place.masked else None
+        positions = pad(table).to(device)
+        if place.kind == "coordinates":
+            mask = None if rotated is None else rotated.to(device)
+            positions = Coordinates(positions, place.prefix, place.suffix, mask)
+        coords = table.double()[..., inside, :] if rows else torch.zeros(place.num_tokens, axes).double()
+        if rotated is not None:
+            on_grid = on_grid & (rotated[..., inside] if rows else on_grid)
+    coords = coords if coords.ndim == 3 else coords[None]
+    return Where(positions, coords.to(device), on_grid.to(device), part.to(device), index.to(device))
+
+
+def join(samples: list[Where]) -> Where:
+    """Samples end to end."""
+    first, *_ = samples
+    tables = [torch.cat([getattr(s, name) for s in samples], -1) for name in ("on_grid", "part", "index")]
+    return Where(first.positions, torch.cat([s.coords for s in samples], 1), *tables)
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+def pad(values: Tensor) -> Tensor:
+    """The values in the middle of other memory, NaN or a large number: what reads beyond them shows."""
+    fill = float("nan") if values.is_floating_point() else 1 << 20
+    memory = values.new_full((values.numel() + 2 * PADDING,), fill)
+    view = memory[PADDING : PADDING + values.numel()].view(values.shape)
+    view.copy_(values)
+    return view
+
+
+def arrange(values: Tensor, layout: str) -> Tensor:
+    """The values (B, H, N, D) in a chosen place in memory; what lies between is NaN."""
+    b, h, n, d = values.shape
+    if layout == "tokens first":
+        return pad(values.transpose(1, 2)).transpose(1, 2)
+    if layout == "packed":  # one of three in a projection
+        memory = values.new_full((b, n, 3, h, d), float("nan"))
+        memory[:, :, 1] = values.transpose(1, 2)
+        return memory[:, :, 1].transpose(1, 2)
+    if layout == "channels first":
+        return pad(values.transpose(2, 3)).transpose(2, 3)
+    if layout == "odd":  # no stride of 1, nothing aligned
+        memory = values.new_full((n + 1, b, d, h, 3), float("nan"))
+        view = memory[1:, :, :, :, 1].permute(1, 3, 0, 2)
+        view.copy_(values)
+        return view
+    if layout == "expanded":  # one sample for all
+        return pad(values[:1]).expand(values.shape)
+    if layout == "same tokens":
+        return pad(values[:, :, :1]).expand(values.shape) if n else values
+    return pad(values)
+
+
+class Draws:
+    """Random tensors of a configuration, the same on every device."""
+
+    def __init__(self, config: Config, device: Any) -> None:
+        self.config, self.device = config, device
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator)
+
+    def uniform(self, *size: int) -> Tensor:
+        return torch.rand(size, generator=self.generator)
+
+    def row(self, *size: int, layout: str | None = None) -> Tensor:
+        values = self.normal(*size).to(self.device, getattr(torch, self.config.dtype))
+        return arrange(values, layout or self.config.layout)
+
+    def locate(self, place: Place | None, num_tokens: int) -> Where:
+        return locate(place, num_tokens, self.config.batch, self.device, self.generator)
+
+    def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
+        """omega, phase_q, phase_k and amplitude: those that there are."""
+        c = self.config
+        heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
+        if c.map is None:
+            return {}
+        decay = 100.0 ** -(torch.arange(channels) / max(channels, 1))
+        omega = self.normal(heads, channels, c.num_axes) * decay[:, None]
+        found = {"omega": omega.to(getattr(torch, c.omega_dtype))}
+        size = (heads, channels) if groups == 1 else (groups, heads, channels)
+        names = {"none": (), "shared": ("phase_q",), "pair": ("phase_q", "phase_k"), "q": ("phase_q",)}
+        for name in names.get(c.phase, ("phase_k",)):
+            found[name] = self.normal(*size) * 2
+        if c.amplitude != "none":
+            forms = {"number": (), "channels": (channels,), "heads": (heads, channels)}
+            found["amplitude"] = 1.5 + 0.5 * self.normal(*forms[c.amplitude])
+        return {name: pad(t).to(self.device) for name, t in found.items()}
+
+    def norm_weights(self) -> dict[str, Tensor]:
+        """weight_q, weight_k, bias_q and bias_k: those that there are."""
+        c, found = self.config, {}
+        if c.norm is None or c.norm.weight == "none":
+            return {}
+        for side, heads in zip("qk" if c.norm.pair else "q", c.heads, strict=False):
+            size: tuple[int, ...] = (heads, c.head_dim) if c.norm.weight == "heads" else (c.head_dim,)
+            if c.norm.groups > 1:
+                size = (c.norm.groups, *(size if c.norm.weight == "heads" else (1, c.head_dim)))
+            for name in ("weight", "bias")[: 1 + c.norm.bias]:
+                values = self.normal(*size) * 0.5 + (name == "weight")
+                found[f"{name}_{side}"] = pad(values.to(getattr(torch, c.norm.dtype))).to(self.device)
+        return found

@@ -1,0 +1,226 @@
+"""The formula, stated a second time: float64, every pair of tokens, nothing imported but torch.
+
+    Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c] on the grid, 0 for prefix and suffix        x̄ = act(norm(x))
+    cosine   [x̄ cos Θ, x̄ sin Θ]           rotate   (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ)
+    o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
+
+Written from the documentation, not from the reference, and differentiated by autograd. A :class:`Rounding` says after
+which steps an implementation may round; with levels above 0 these steps err at random, which the judge measures.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
+
+
+class _Err(torch.autograd.Function):
+    """x with a random relative error, and likewise its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, level: float, backward: float) -> Tensor:
+        ctx.level = backward
+        return x * (1 + level * torch.randn_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        return grad * (1 + ctx.level * torch.randn_like(grad)), None, None
+
+
+class Rounding(NamedTuple):
+    """Relative errors of single steps; all 0: exact."""
+
+    arithmetic: float = 0.0
+    operand: float = 0.0  # of matrix products
+    result: float = 0.0  # stored between two launches
+    stored: dict[str, float] = {}  # of a tensor's gradients, which several launches may leave
+
+    def err(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
+        if not self.arithmetic:
+            return x
+        return _Err.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
+
+    def use(self, t: dict[str, Tensor], name: str) -> Any:
+        """A tensor, as one launch reads it: its gradient is rounded by each."""
+        x = t.get(name)
+        return x if x is None or not self.arithmetic else _Err.apply(x, 0.0, self.stored[name])
+
+    def err_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
+        """An angle is as exact as float32 at one turn, and as float64 where it is large."""
+        if not self.arithmetic:
+            return theta
+        noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)
+        return self.err(theta + noise * (theta != 0), "exact", "arithmetic")
+
+    @property
+    def exact(self) -> float:
+        return 0.0
+
+
+def share(t: Tensor, heads: int) -> Tensor:
+    """(.., H or 1, N, C) → (.., heads, N, C): head h takes the one numbered h // (heads / H)."""
+    return t.repeat_interleave(heads // t.shape[-3], dim=-3)
+
+
+# --- the maps -------------------------------------------------------------------------------------------------------
+
+
+def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, eps: float, r: Rounding) -> Tensor:
+    over = (-1,) if norm.over == "head" else (-3, -1)
+    if norm.kind == "layer":
+        x = x - r.err(x.mean(over, keepdim=True))
+    x = r.err(x * r.err((x.square().mean(over, keepdim=True) + eps).rsqrt()))
+
+    def by_token(t: Tensor) -> Tensor:
+        if t.ndim == 3:
+            return t[part].movedim(0, 1)  # (H or 1, N, D)
+        return t[:, None] if t.ndim == 2 else t
+
+    if weight is not None:
+        x = r.err(x * (by_token(weight) + norm.offset))
+    return x if bias is None else r.err(x + by_token(bias))
+
+
+def activate(x: Tensor, act: str, dim: int | None) -> Tensor:
+    if act == "softmax":
+        assert dim is not None
+        return torch.softmax(x, dim)
+    return {
+        "none": lambda: x, "relu": lambda: x * (x > 0), "sigmoid": lambda: 1 / (1 + torch.exp(-x)),
+        "silu": lambda: x / (1 + torch.exp(-x)), "softplus": lambda: torch.logaddexp(x, torch.zeros_like(x)),
+    }[act]()  # fmt: skip
+
+
+def turns(where: Where, omega: Tensor, phase: Any, amplitude: Any, heads: int, r: Rounding) -> tuple[Tensor, Tensor]:
+    """Cos Θ and sin Θ, times the amplitude: (B or 1, heads, N, C)."""
+    on_grid = where.on_grid[:, None, :, None]
+    theta = torch.einsum("bnk,hck->bhnc", where.coords, omega)
+    reach = torch.einsum("bnk,hck->bhnc", where.coords.abs(), omega.abs())
+    if phase is not None:
+        theta = theta + phase[:, None]
+    theta = r.err_angle(torch.where(on_grid, theta, 0), reach)
+    gain = torch.ones((), dtype=theta.dtype, device=theta.device) if amplitude is None else amplitude
+    gain = gain[:, None] if gain.ndim == 2 else gain
+    gain = torch.where(on_grid, gain, 1)
+    cos, sin = r.err(theta.cos()), r.err(theta.sin())
+    return share(cos * gain, heads), share(sin * gain, heads)
+
+
+def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], list[int]]:
+    """The first and the second channel of each pair."""
+    if pairs == "interleaved":
+        return [start + 2 * p for p in range(channels)], [start + 2 * p + 1 for p in range(channels)]
+    first, second, begin = [], [], start
+    for size in [channels] if pairs == "half" else pairs:
+        first += range(begin, begin + size)
+        second += range(begin + size, begin + 2 * size)
+        begin += 2 * size
+    return first, second
+
+
+def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Rounding) -> Tensor:
+    """x̂ from x̄; of the cosine map one for each group of phases, side by side."""
+    start, width = c.part
+    if c.map == "cosine":
+        middle = []
+        for cos, sin in angles:
+            own = r.err(x[..., start : start + width], "exact", "result")
+            both = [own * cos, own * sin] if c.order == "cos_sin" else [own * sin, own * cos]
+            middle.append(r.err(torch.cat(both, -1), "exact", "result"))
+        repeats = c.groups // len(angles) if isinstance(c, MapConfig) else 1
+        return torch.cat([x[..., :start], *middle * repeats, x[..., start + width :]], -1)
+    if c.map is None:
+        return x
+    ((cos, sin),) = angles
+    first, second = (torch.tensor(i, device=x.device) for i in pair_channels(c.pairs, start, c.channels))
+    a, b = x[..., first], x[..., second]
+    return x.index_copy(-1, first, a * cos - b * sin).index_copy(-1, second, a * sin + b * cos)
+
+
+def encode(c: Config, x: Tensor, where: Where, t: dict[str, Tensor], side: str, r: Rounding) -> tuple[Tensor, Tensor]:
+    """x̄ and x̂ of q or k, (B, H, N, D) and (B, H, N, Ê)."""
+    if c.norm is not None:
+        own = side if c.norm.pair else "q"
+        x = normalise(x, c.norm, r.use(t, f"weight_{own}"), r.use(t, f"bias_{own}"), where.part, 1e-6, r)
+    if c.dim == -2 or (c.norm is not None and c.norm.over == "heads"):
+        x = r.err(x, "result")
+    x_bar = r.err(activate(x, c.act, c.dim))
+    if c.map is None:
+        return x_bar, x_bar
+    if isinstance(c, LinearConfig) and c.dim == -2:
+        x_bar = r.err(x_bar, "result")
+    phase = r.use(t, "phase_q" if c.phase == "shared" else f"phase_{side}")
+    sign = -1 if isinstance(c, MapConfig) and c.inverse else 1
+    phases = list(phase.unbind()) if phase is not None and phase.ndim == 3 else [phase]
+    angles = [
+        turns(where, sign * r.use(t, "omega"), None if phi is None else sign * phi, t.get("amplitude"), x.shape[1], r)
+        for phi in phases
+    ]
+    return x_bar, apply_map(c, x_bar, angles, r)
+
+
+def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str, Tensor], r: Rounding) -> list[Tensor]:
+    return [encode(c, x, where, t, side, r)[1] for x, where, side in zip(xs, wheres, "qk", strict=False)]
+
+
+# --- linear attention -----------------------------------------------------------------------------------------------
+
+
+def sees(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
+    """(N_q, N_k): whether a query sees a key."""
+    if c.mask == "block":  # prefix and suffix are blocks of their own
+        number = torch.where(k.part == 1, k.index.clamp_min(0) // c.block, torch.where(k.part == 0, -1, 1 << 40))
+        return number[:, None] >= number
+    if c.mask == "causal":
+        order = torch.arange(len(k.part), device=sequence.device)
+        return (order[:, None] >= order) & (sequence[:, None] == sequence)
+    if c.lengths is not None:
+        return sequence[:, None] == sequence
+    return torch.ones(len(q.part), len(k.part), dtype=torch.bool, device=sequence.device)
+
+
+def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
+    """o, with a normaliser z, and the state behind the last token, S and sums."""
+    q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
+    heads, key_heads = q.shape[1], k.shape[1]
+    beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
+    if gate is not None:  # 0 takes a token out, whatever it holds, and has no gradient
+        k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
+    q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
+    k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
+    q_hat, k_hat, v = r.err(q_hat, "operand"), r.err(beta * k_hat, "operand"), r.err(v, "operand")
+    feature_q, feature_k = (q_bar, beta * k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
+    feature_k = r.err(feature_k)
+
+    packed = c.lengths is not None
+    lengths = torch.tensor(c.lengths or (k.shape[2],), device=q.device)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    member = torch.nn.functional.one_hot(sequence, len(lengths)).to(q.dtype).T  # (sequences, N_k)
+    own_S = torch.einsum("bhne,bhnv,sn->sbhev", k_hat, v, member)
+    own_sums = torch.einsum("bhne,sn->sbhe", feature_k, member)
+    S, sums = (t[n].unsqueeze(int(packed)) if n in t else torch.zeros_like(own) for n, own in (("S", own_S), ("sums", own_sums)))
+
+    def read(queries: Tensor, states: Tensor) -> Tensor:
+        """What each query finds in the state of its sequence."""
+        of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
+        found = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
+        return torch.stack(found).sum(0)
+
+    mask = sees(c, *wheres, sequence)
+    weights = r.err(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
+    rows = r.err(weights @ share(v, heads) + read(q_hat, r.err(S, "operand")), "exact", "operand")
+    after_S, after_sums = (r.err(x + own).squeeze(int(packed)) for x, own in ((S, own_S), (sums, own_sums)))
+    if c.normalizer == "none":
+        return {"o": r.err(rows), "S": after_S}
+    z = torch.where(mask, feature_q @ share(feature_k, heads).mT, 0).sum(-1, keepdim=True)
+    z = r.err(z + read(feature_q, sums[..., None]))
+    if c.normalizer == "unrotated":
+        o = rows / torch.where(z > c.eps, z, c.eps)
+    else:
+        small = z.abs() < c.eps
+        o = torch.where(small, 0, rows / torch.where(small, 1, z))
+    return {"o": r.err(o), "S": after_S, "sums": after_sums, "z": z}
