@@ -548,10 +548,10 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
         for i, tile in enumerate(smaller):
             straight = variant.straight and tile.block_n >= WARPGROUP_ROWS
             turned = _turns(variant.causal, straight, tile.block_n)
-            changes: dict[str, Any] = dict(
-                block_n=tile.block_n, stages=tile.stages, turned_products=turned, straight=straight,
-                columns=straight and variant.columns,
-            )  # fmt: skip
+            changes: dict[str, Any] = {
+                "block_n": tile.block_n, "stages": tile.stages, "turned_products": turned, "straight": straight,
+                "columns": straight and variant.columns,
+            }  # fmt: skip
             queries = None if variant.queries is None else variant.queries._replace(**changes)
             cut = variant._replace(queries=queries, **changes)
             try:
