@@ -451,6 +451,7 @@ class LinearCase:
     prefix: int = 1
     suffix: int = 0
     k_shape: tuple[int, ...] | None = None  # of the keys in cross-attention
+    k_positions: tuple[tuple[str, Any], ...] = ()  # of the keys there: fields of Case that differ from q's
     batch: int = 2
     heads: tuple[int, int] = (4, 2)  # of q, and of k and v
     head_dim: int = 16
@@ -467,6 +468,7 @@ class LinearCase:
     omega_dtype: torch.dtype = torch.float32
     coords: Literal["grid", "shared", "by_sample"] = "grid"
     origin: Literal["none", "shared", "by_sample"] = "none"
+    scale: tuple[float, ...] | float | None = None
     masked: bool = False  # some rows of coords are not rotated
     normalizer: Literal["unrotated", "encoded", "none"] = "unrotated"
     gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: keys and values are NaN where the gate is 0
@@ -494,8 +496,8 @@ class LinearCase:
     def encoding(self) -> Case:
         """Of q's positions and frequencies, and the norm."""
         return Case(
-            self.map or "cosine", self.shape, self.prefix, self.suffix, coords=self.coords, origin=self.origin,
-            masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
+            self.map or "cosine", self.shape, self.prefix, self.suffix, self.scale, coords=self.coords,
+            origin=self.origin, masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
             head_dim=self.head_dim, rotary_dim=self.rotary_dim, base=self.base, seed=self.seed, dtype=self.dtype,
             norm=self.norm, norm_over=self.norm_over, norm_weight=self.norm_weight, norm_groups=self.norm_groups,
             norm_bias=self.norm_bias, norm_dtype=self.norm_dtype, eps=self.norm_eps, offset=self.offset,
@@ -557,7 +559,8 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     positions: Any = make_positions(case.encoding, device)
     num_q = num_k = positions.num_tokens
     if case.k_shape is not None:
-        keys: Any = make_positions(replace(case.encoding, shape=case.k_shape, seed=case.seed + 7), device)
+        of_keys = replace(case.encoding, shape=case.k_shape, seed=case.seed + 7, **dict(case.k_positions))
+        keys: Any = make_positions(of_keys, device)
         positions, num_k = (positions, keys), keys.num_tokens
     (h_q, h_k), v_dim = case.heads, case.v_dim or case.head_dim
     q, k, v = (

@@ -231,6 +231,7 @@ class Variant(NamedTuple):
     one_side: bool = False  # of q and k, which have positions and phase in common
     alone: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
+    queries: Variant | None = None  # of q's side, in a kernel that takes both sides; None: the same as of k's
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

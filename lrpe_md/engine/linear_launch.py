@@ -275,11 +275,28 @@ class Work:
     def describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """The variant of a kernel and the options of its compiler."""
+        """Return the variant and the compiler options of a kernel that reads one side's positions and tables."""
         key = stage, side is self.q_side, *changes.values()
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._describe(stage, side, outs, changes)
+        return found
+
+    def describe_both(
+        self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
+    ) -> tuple[Variant, dict[str, Any]]:
+        """Return the same of a kernel that reads both: a variant of k's side, with that of q's where they differ."""
+        key = stage, "both", *changes.values()
+        found = self.known.get(key)
+        if found is None:
+            (variant, options), (queries, _) = (
+                self._describe(stage, side, outs, changes) for side in (self.k_side, self.q_side)
+            )
+            if variant != queries:
+                # A mask orders tokens, so q and k share their positions there.
+                assert self.call.attention.mask == "full"
+                variant = variant._replace(queries=queries)
+            found = self.known[key] = variant, options
         return found
 
     def _describe(
@@ -364,14 +381,14 @@ class Work:
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """What the kernels take of k's side. partial: for sums of the gradients of the norm's weights."""
         weights, layout = self.weights, self.call.k_layout
-        return self._flatten(self.k_side, variant), self._flatten_norm(
-            weights.weight_k, weights.bias_k, partial, layout
-        )
+        norm = self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
+        return self._flatten(self.k_side, variant), norm
 
     def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """The same of q's side."""
+        """Return the same of q's side."""
         weights, layout = self.weights, self.call.q_layout
-        return self._flatten(self.q_side, variant), self._flatten_norm(weights.weight, weights.bias, partial, layout)
+        norm = self._flatten_norm(weights.weight, weights.bias, partial, layout)
+        return self._flatten(self.q_side, variant.queries or variant), norm
 
     def _flatten_norm(
         self, weight: Tensor | None, bias: Tensor | None, partial: Tensor | None, layout: Layout
@@ -531,10 +548,12 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
         for i, tile in enumerate(smaller):
             straight = variant.straight and tile.block_n >= WARPGROUP_ROWS
             turned = _turns(variant.causal, straight, tile.block_n)
-            cut = variant._replace(
-                block_n=tile.block_n, stages=tile.stages, turned_products=turned, straight=straight,
-                columns=straight and variant.columns,
-            )  # fmt: skip
+            changes: dict[str, Any] = {
+                "block_n": tile.block_n, "stages": tile.stages, "turned_products": turned, "straight": straight,
+                "columns": straight and variant.columns,
+            }  # fmt: skip
+            queries = None if variant.queries is None else variant.queries._replace(**changes)
+            cut = variant._replace(queries=queries, **changes)
             try:
                 recording.start(kernel, programs, args, cut, options)
             except OutOfResources:
@@ -555,7 +574,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     o = like_in_memory(work.q, sizes.v_dim)
     with current_device(work.q):
         if is_one_pass(call, sizes, bool(state) or return_state):
-            described = work.describe(LinearPass.FORWARD, work.k_side, [o])
+            described = work.describe_both(LinearPass.FORWARD, [o])
             variant, _ = described
             tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
             sides = (work.flatten_queries(variant), work.flatten_keys(variant))
@@ -650,7 +669,7 @@ def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
 
 def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
-    described = work.describe(LinearPass.CAUSAL, work.k_side, [o], has_state=bool(seen))
+    described = work.describe_both(LinearPass.CAUSAL, [o], has_state=bool(seen))
     variant, _ = described
     args = (
         *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
@@ -837,7 +856,7 @@ def _allocate_weight_sums(
 def differentiate_one_pass(work: Work, grads: Grads) -> None:
     sizes = work.sizes
     outs = [grads.dq, grads.dk, grads.dv]
-    described = work.describe(LinearPass.BACKWARD, work.k_side, outs, need_dgate=grads.dgate is not None)
+    described = work.describe_both(LinearPass.BACKWARD, outs, need_dgate=grads.dgate is not None)
     variant, _ = described
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
@@ -904,7 +923,7 @@ def differentiate_causal(
     pieces = work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    described = work.describe(LinearPass.CAUSAL_QUERIES, work.k_side, [grads.dq], has_state=bool(seen))
+    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
     variant, _ = described
     sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
     tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
@@ -920,8 +939,8 @@ def differentiate_causal(
         sum_query_states(work, (None, None), scales, dstates, needed)
         dseen, last = scan_states(work, dstates, parts, dstate, work.needs.state, backward=True)
     outs = [grads.dk, grads.dv]
-    described = work.describe(
-        LinearPass.CAUSAL_KEYS, work.k_side, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
+    described = work.describe_both(
+        LinearPass.CAUSAL_KEYS, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
     )
     variant, _ = described
     sides = (work.flatten_queries(variant), work.flatten_keys(variant, grads.k_weights))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -34,15 +40,18 @@ class Hosted:
     arguments: Callable[[Any, int, tuple[int, ...]], Arguments]
     size: tuple[int, ...]
     batch: int = 1
-    baselines: ClassVar = {"stock": "stock", "adapted": "stock"}
+    baselines: ClassVar = {"stock": "stock", "adapted": "stock", "adapted-other": "stock"}
     default: ClassVar = ("stock", "adapted")
     weights: ClassVar = torch.bfloat16
+    other: ClassVar[Any] = None  # another checkout's package, for "adapted-other": see import_checkout
 
     def build(self, encoding: str) -> nn.Module:
         torch.manual_seed(0)
         model = self._create()
         if encoding == "adapted":
             adapt_rotary(model)
+        elif encoding == "adapted-other":
+            self.other.adapt_rotary(model)
         return model.to(self.weights)
 
     def _create(self) -> nn.Module:
@@ -75,6 +84,28 @@ class Hosted:
 
     def tokens(self, model: Any, batch: int) -> int:
         return batch * math.prod(self.size)
+
+
+def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
+    """Import another checkout's package under another name, so that both versions run in one process.
+
+    A copy with operators in a namespace of their own goes into a temporary folder on the path, where the processes of
+    a compiler find it, too.
+
+    Raises:
+        FileNotFoundError: the checkout has no package.
+    """
+    package = root / "lrpe_md"
+    if not (package / "_ops.py").is_file():
+        raise FileNotFoundError(f"{root}: expected a checkout of this repository, found no lrpe_md/_ops.py in it")
+    folder = Path(tempfile.mkdtemp(prefix="other-checkout-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(package, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    operators = folder / name / "_ops.py"
+    operators.write_text(operators.read_text(encoding="utf-8").replace("lrpe_md", name), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    return import_module(name)
 
 
 def _draw(*shape: int) -> Tensor:

@@ -6,6 +6,7 @@
     python -m scripts.bench training --models image,video_model,dit --out scripts/results/backbones.csv
     python -m scripts.bench training --models dit --encodings rotate,rotate-norms-first
     python -m scripts.bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
+    python -m scripts.bench training --models wan,qwen3 --encodings adapted,adapted-other --other ../old-checkout
 
 A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step: eager, compiled, or with
 forward and backward as CUDA graphs (graphs); with "inference" and "inference-compiled" the forward alone. All models of
@@ -30,7 +31,7 @@ their own.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
 transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and
-by `adapt_rotary` (adapted, compared with stock).
+by `adapt_rotary` (adapted, compared with stock), and by that of another checkout (adapted-other).
 
 Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
 its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a
@@ -64,7 +65,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.devices import choose_device
 from ..common.options import choose
 from ..common.provenance import measured_on
-from .hosted import HOSTED, Hosted
+from .hosted import HOSTED, Hosted, import_checkout
 from .measure import device_events
 from .workloads import MODELS as OURS
 from .workloads import Workload as Ours
@@ -308,6 +309,9 @@ def main(
     backend: Annotated[str, typer.Option(help=f"Attention kernel: auto or one of {', '.join(BACKENDS)}.")] = "auto",
     profiling: Annotated[bool, typer.Option("--profile", help="Also list the CUDA kernels of a step of each.")] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    other: Annotated[
+        Path | None, typer.Option(help="Another checkout of this repository, for --encodings adapted-other.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded with the numbers; without it what git says.")] = None,
     out: Annotated[Path, typer.Option(help="CSV to add rows to; kernels go to NAME-kernels.csv beside it.")] = Path(
         "runs/training.csv"
@@ -330,6 +334,10 @@ def main(
     for model, names in todo.items():
         if not names:
             raise typer.BadParameter(f"--encodings: {model} has none of {encodings}")
+    if other is not None:
+        Hosted.other = import_checkout(other)
+    elif any("adapted-other" in names for names in todo.values()):
+        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of another version")
     here = measured_on(on, commit)
     console = Console(soft_wrap=True)
     timing = Timing(steps, limit, backend, profiling, on, console)

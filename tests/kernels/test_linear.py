@@ -30,6 +30,11 @@ def holds(case: LinearCase, **changes) -> None:
     assert not check_linear(case, ulps=1.0, **changes)
 
 
+@pytest.fixture(autouse=True)
+def nan_scratch(nan_filled):
+    assert torch.empty(3).isnan().all()
+
+
 CUTS = ("one pass", "two passes", "many pieces")
 MASKED = CUTS[1:]  # one pass is of full attention
 
@@ -255,6 +260,27 @@ def test_arguments(changes, cut):
     holds(LinearCase(**{"return_state": "k_shape" not in changes and cut != "one pass", **changes}))
 
 
+KINDS_OF_POSITIONS = (
+    {}, {"scale": (2.5, 0.5)}, {"origin": "shared"}, {"origin": "by_sample"}, {"coords": "shared"},
+    {"coords": "by_sample", "masked": True}, {"prefix": 0, "suffix": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("of_q", KINDS_OF_POSITIONS, ids=str)
+@pytest.mark.parametrize("of_k", KINDS_OF_POSITIONS, ids=str)
+def test_cross_attention_with_positions_of_two_kinds(of_q, of_k):
+    """In one launch, which must read each side's positions as that side has them."""
+    plain = {"scale": None, "origin": "none", "coords": "grid", "masked": False, "prefix": 1, "suffix": 0}
+    k_positions = tuple({**plain, **of_k}.items())
+    holds(LinearCase("rotate", (3, 4), k_shape=(2, 5), heads=(2, 1), k_positions=k_positions, **of_q))
+
+
+@pytest.mark.parametrize("changes", [{"map": "cosine", "phase": "k"}, {"norm": "rms", "gate": "float"}], ids=str)
+def test_two_kinds_of_positions_beside_other_options(changes, cut):
+    k_positions = (("scale", None), ("coords", "by_sample"))
+    holds(LinearCase(**{"map": "rotate", **changes}, scale=(2.5, 0.5), k_shape=(2, 5), k_positions=k_positions))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
@@ -288,6 +314,15 @@ def test_blocks(changes, state, cut):
 def test_packed_sequences(normalizer, cut):
     lengths = (5, 0, 9, 1, 17)
     holds(LinearCase(shape=(31,), cu_seqlens=lengths, batch=1, state=True, return_state=True, normalizer=normalizer))
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+@pytest.mark.parametrize("lengths", [(3,), (20,), (70,), (0, 20), (20, 0), (9, 6, 5)], ids=str)
+def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
+    """The table of pieces has rows for pieces that are not there: behind one sequence, the slot beside it is in use."""
+    options = {"normalizer": normalizer, **(STEADY if normalizer == "encoded" else {})}
+    case = LinearCase("rotate", (sum(lengths),), 0, cu_seqlens=lengths, batch=1, mask="causal", gate="float")
+    holds(replace(case, **{"act": "softplus", **options}))
 
 
 def test_wrong_lengths_stay_in_bounds():

@@ -14,6 +14,12 @@ from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_li
 
 pytestmark = pytest.mark.gpu
 
+
+@pytest.fixture(autouse=True)
+def nan_scratch(nan_filled):
+    """Scratch that a launch leaves unwritten shows in what is made of it."""
+
+
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 64}
 REAL = {"heads": (4, 2), "head_dim": 64}
 
@@ -35,6 +41,28 @@ def test_masks(shape, name, changes, dtype):
     if changes.get("mask") == "block":
         changes["block"] = shape[1]
     assert not check_linear(LinearCase(name, shape, dtype=dtype, **changes), "auto", "cuda")
+
+
+KINDS_OF_POSITIONS = (
+    {}, {"scale": (2.5, 0.5)}, {"origin": "by_sample"}, {"coords": "shared"}, {"coords": "by_sample", "masked": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("of_q", KINDS_OF_POSITIONS, ids=str)
+@pytest.mark.parametrize("of_k", KINDS_OF_POSITIONS, ids=str)
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
+def test_cross_attention_with_positions_of_two_kinds(name, of_q, of_k):
+    plain = {"scale": None, "origin": "none", "coords": "grid", "masked": False}
+    k_positions = tuple({**plain, **of_k}.items())
+    case = LinearCase(name, (14, 14), k_shape=(10, 11), dtype=torch.bfloat16, k_positions=k_positions, **REAL, **of_q)
+    assert not check_linear(case, device="cuda")
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "none"])
+@pytest.mark.parametrize("lengths", [(3,), (20,), (70,), (400,), (0, 20), (300, 0, 9)], ids=str)
+def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
+    case = LinearCase("rotate", (sum(lengths),), 0, cu_seqlens=lengths, batch=1, mask="causal", gate="float", **REAL)
+    assert not check_linear(replace(case, act="softplus", normalizer=normalizer), device="cuda")
 
 
 @pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128])

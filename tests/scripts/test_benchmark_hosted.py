@@ -1,5 +1,6 @@
 """Training steps of other libraries' models, stock and adapted, on tiny ones."""
 
+import sys
 from dataclasses import replace
 
 import pandas as pd
@@ -8,9 +9,11 @@ import torch
 from lrpe_md.scripts.bench import training as script
 from lrpe_md.scripts.bench import training_report
 from lrpe_md.scripts.bench.app import app
-from lrpe_md.scripts.bench.hosted import HOSTED
+from lrpe_md.scripts.bench.hosted import HOSTED, Hosted, import_checkout
+from lrpe_md.scripts.common.folder import ROOT
 from typer.testing import CliRunner
 
+import lrpe_md
 import lrpe_md.integrations.exchange as exchange
 
 TEXT = {
@@ -59,6 +62,25 @@ def test_a_step_stock_and_adapted(name):
     torch.testing.assert_close(losses["adapted"], losses["stock"], rtol=1e-4, atol=1e-6)
     assert with_gradient["adapted"] == with_gradient["stock"] != set()
     assert workload.tokens(trainee.raw, 2) == 2 * torch.tensor(workload.size).prod()
+
+
+def test_another_checkout_runs_beside_this_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    other = import_checkout(ROOT, "lrpe_md_other")
+    assert other.__file__ != lrpe_md.__file__
+    assert torch.ops.lrpe_md_other.forward is not torch.ops.lrpe_md.forward
+    monkeypatch.setattr(Hosted, "other", other)
+    workload = tiny("llama")
+    models = [workload.build(encoding).float() for encoding in ("adapted-other", "stock")]
+    with torch.no_grad():
+        adapted, stock = (workload.loss(m, *workload.inputs(m, 2, torch.device("cpu"))) for m in models)
+    torch.testing.assert_close(adapted, stock, rtol=1e-4, atol=1e-6)
+    with pytest.raises(FileNotFoundError, match="checkout"):
+        import_checkout(tmp_path)
+    done = CliRunner().invoke(app, ["training", "--models", "llama", "--encodings", "adapted-other"])
+    assert done.exit_code == 2
+    assert "--other" in done.output
 
 
 def test_the_command_and_its_table(monkeypatch, tmp_path):

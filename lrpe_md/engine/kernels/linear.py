@@ -547,11 +547,12 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     k_own = load_side(k_side, b, g, g, V=V)
     S, Z = sum_keys(k, v, gate, (k_side, k_own), (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
-    tables, _ = load_query_side(q_side, k_own, b, g, g, V=V)
+    Q: tl.constexpr = V if V.queries is None else V.queries
+    tables, _ = load_query_side(q_side, k_own, b, g, g, V=Q)
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
-        write_outputs(q, o, side, S, Z, (b, h, 0, N), eps, V=V)
+        write_outputs(q, o, side, S, Z, (b, h, 0, N), eps, V=Q)
 
 
 @kernel
@@ -571,16 +572,17 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     k_side = (k_side, k_own)
     S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
-    grads = (empty_sums(V=V), empty_total(V=V))
-    tables, _ = load_query_side(q_side, k_own, b, g, g, V=V)
+    Q: tl.constexpr = V if V.queries is None else V.queries
+    grads = (empty_sums(V=Q), empty_total(V=Q))
+    tables, _ = load_query_side(q_side, k_own, b, g, g, V=Q)
     batch = tl.num_programs(0) // G
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
         dZ, total = grads
-        own = (dZ, total, empty_weight_sums(V=V))
-        dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), own, (b, h, 0, N), eps, V=V)
-        store_weight_sums(side, h * batch + b, dweights, V=V)
+        own = (dZ, total, empty_weight_sums(V=Q))
+        dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), own, (b, h, 0, N), eps, V=Q)
+        store_weight_sums(side, h * batch + b, dweights, V=Q)
         grads = (dZ, total)
     dZ, total = grads
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -590,7 +592,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
-        dS, _none = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=V)
+        dS, _none = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=Q)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)
     store_weight_sums(k_side, g * batch + b, dweights, V=V)
@@ -782,7 +784,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         if V.causal:
             if (before_slot != slot) & (sequence >= 0):  # below 0: there is no such piece
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
-        before_slot = slot
+        before_slot = tl.where(sequence >= 0, slot, -2)
         state = p - skipped
         there = o < tl.where((state >= 0) & (state < num_states), SIZE, 0)
         for r in range(R):
