@@ -1,4 +1,4 @@
-"""The console command ``lrpe-md``: ``lrpe-md train | ablate | bench | visualize``, each with options of its own.
+"""The console command ``lrpe-md``: ``lrpe-md train | ablate | bench | fuzz | visualize``, each with options of its own.
 
 It loads nothing but the program that is asked for, and says what to install where a package of the extra is missing.
 """
@@ -16,6 +16,7 @@ PROGRAMS = {
     "train": "train a model on digits, images, videos, captioned images or text",
     "ablate": "train a model with each encoding, and compare them",
     "bench": "measure the operators, and whole training steps",
+    "fuzz": "compare random configurations with the formula",
     "visualize": "draw what an encoding does",
 }
 

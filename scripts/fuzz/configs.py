@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from lrpe_md import Coordinates, Grid
 from torch import Tensor
+
+from lrpe_md import Coordinates, Grid
 
 PADDING = 16  # elements of NaN in front of each input and behind it; keeps addresses multiples of 16 bytes
 
@@ -31,6 +32,7 @@ class Place(_Small):
     suffix: int = 0
     scale: tuple[float, ...] | None = None
     shift: tuple[float, ...] | None = None
+    as_tensors: bool = False  # scale and shift
     start: int = 0
     length: int | None = None
     origin: bool = False
@@ -54,6 +56,7 @@ class NormConfig(_Small):
     bias: bool = False
     pair: bool = False  # weights of q and of k
     offset: float = 0.0
+    eps: float = 1e-6
     dtype: str = "float32"
 
 
@@ -79,6 +82,7 @@ class Config(_Small):
     norm: NormConfig | None = None
     layout: str = "dense"  # of inputs in memory: see arrange()
     grad_layout: str = "dense"
+    zeros: bool = False  # some tokens are 0
     frozen: tuple[str, ...] = ()  # tensors that need no gradient
     again: bool = False  # a call of the same sizes with other values came before
     seed: int = 0
@@ -183,7 +187,9 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
     size = (batch,) if place.by_sample else ()
     if place.kind in ("grid", "none"):
         steps = [math.prod(place.shape[j + 1 :]) for j in range(axes)]
-        cells = torch.stack([inside // step % n for step, n in zip(steps, place.shape, strict=True)], -1)
+        cells = torch.stack(
+            [inside // max(step, 1) % max(n, 1) for step, n in zip(steps, place.shape, strict=True)], -1
+        )
         origin = torch.randint(-int(place.far), int(place.far) + 1, (*size, axes), generator=generator)
         at = cells + origin[..., None, :] if place.origin else cells
         scale, shift = (
@@ -193,8 +199,9 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
         coords = at.double() * scale + shift
         positions: Any = None
         if place.kind == "grid":
+            rules = (scale.to(device), shift.to(device)) if place.as_tensors else (place.scale, place.shift)
             positions = Grid(
-                place.shape, place.prefix, place.suffix, place.scale, place.shift, place.start, place.length,
+                place.shape, place.prefix, place.suffix, *rules, place.start, place.length,
                 pad(origin).to(device) if place.origin else None,
             )  # fmt: skip
     else:
@@ -224,7 +231,7 @@ def join(samples: list[Where]) -> Where:
 
 def pad(values: Tensor) -> Tensor:
     """The values in the middle of other memory, NaN or a large number: what reads beyond them shows."""
-    fill = float("nan") if values.is_floating_point() else 1 << 20
+    fill = float("nan") if values.is_floating_point() else values.dtype == torch.bool or 1 << 20
     memory = values.new_full((values.numel() + 2 * PADDING,), fill)
     view = memory[PADDING : PADDING + values.numel()].view(values.shape)
     view.copy_(values)
@@ -250,7 +257,7 @@ def arrange(values: Tensor, layout: str) -> Tensor:
     if layout == "expanded":  # one sample for all
         return pad(values[:1]).expand(values.shape)
     if layout == "same tokens":
-        return pad(values[:, :, :1]).expand(values.shape) if n else values
+        return pad(values[:, :, :1]).expand(values.shape)
     return pad(values)
 
 
@@ -268,8 +275,15 @@ class Draws:
         return torch.rand(size, generator=self.generator)
 
     def row(self, *size: int, layout: str | None = None) -> Tensor:
-        values = self.normal(*size).to(self.device, getattr(torch, self.config.dtype))
-        return arrange(values, layout or self.config.layout)
+        values = self.normal(*size)
+        if self.config.zeros:
+            values = torch.where(self.uniform(*size[:3])[..., None] < 0.2, 0, values)
+        return arrange(values.to(self.device, getattr(torch, self.config.dtype)), layout or self.config.layout)
+
+    def table(self, values: Tensor) -> Tensor:
+        """Another tensor, which is not contiguous in the layout "odd"."""
+        values = values.to(self.device)
+        return pad(values.mT).mT if self.config.layout == "odd" and values.ndim > 1 else pad(values)
 
     def locate(self, place: Place | None, num_tokens: int) -> Where:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
@@ -290,7 +304,7 @@ class Draws:
         if c.amplitude != "none":
             forms = {"number": (), "channels": (channels,), "heads": (heads, channels)}
             found["amplitude"] = 1.5 + 0.5 * self.normal(*forms[c.amplitude])
-        return {name: pad(t).to(self.device) for name, t in found.items()}
+        return {name: self.table(t) for name, t in found.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
         """weight_q, weight_k, bias_q and bias_k: those that there are."""
@@ -303,5 +317,5 @@ class Draws:
                 size = (c.norm.groups, *(size if c.norm.weight == "heads" else (1, c.head_dim)))
             for name in ("weight", "bias")[: 1 + c.norm.bias]:
                 values = self.normal(*size) * 0.5 + (name == "weight")
-                found[f"{name}_{side}"] = pad(values.to(getattr(torch, c.norm.dtype))).to(self.device)
+                found[f"{name}_{side}"] = self.table(values.to(getattr(torch, c.norm.dtype)))
         return found

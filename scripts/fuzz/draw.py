@@ -21,6 +21,7 @@ class Limits(NamedTuple):
     tokens: int = 40
     long: int = 150  # of one configuration in ten
     repeat: int = 1  # so many configurations in a row share what is compiled into kernels
+    copies: int = 3  # samples, and key heads, at most
     compiled: bool = False  # for a GPU: no products in float64, states that fit it
 
 
@@ -55,21 +56,25 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
     shape = tuple(f.randint(1, most) for _ in range(axes))
     while math.prod(shape) > d.limits.long:
         shape = tuple(max(1, n // 2) for n in shape)
+    if f.random() < 0.02:
+        shape = (0, *shape[1:])
     place = Place(kind, shape, far=mostly(f, 20.0, 1000.0, 1e6, share=0.8))
     by_sample = v.random() < 0.4
     if kind != "tensor" and v.random() < 0.6:
-        place = replace(place, prefix=f.randint(0, 3), suffix=v.random() < 0.5 and f.randint(0, 2) or 0)
+        place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(0, 2) * v.randint(0, 1))
     if kind != "grid":
-        dtype = v.choice(("float32", "float32", "float64", "int64"))
+        dtype = v.choice(("float32", "float32", "float64", "int64", "int32"))
         masked = kind == "coordinates" and v.random() < 0.6
         return replace(place, dtype=dtype, masked=masked, by_sample=by_sample and not packed)
     if v.random() < 0.4:
         place = replace(place, scale=tuple(f.choice((0.25, 1 / 3, 2.5, -1.0)) for _ in shape))
     if v.random() < 0.3:
         place = replace(place, shift=tuple(f.uniform(-3, 3) for _ in shape))
+    if v.random() < 0.2 and (place.scale or place.shift):
+        place = replace(place, as_tensors=not packed)
     if v.random() < 0.4 and not packed:
         place = replace(place, origin=True, by_sample=by_sample)
-    if not whole and v.random() < 0.3:
+    if not whole and place.num_tokens and v.random() < 0.3:
         begin = f.randint(0, place.num_tokens - 1)
         place = replace(place, start=begin, length=f.randint(1, place.num_tokens - begin))
     return place
@@ -103,7 +108,7 @@ def draw_norm(d: Dice, places: tuple[Place | None, ...], same_heads: bool, dtype
     return NormConfig(
         "layer" if bias or v.random() < 0.3 else "rms", over, weight, groups, bias,
         pair=two and (v.random() < 0.5 or not same_heads), offset=float(weight != "none" and v.random() < 0.2),
-        dtype=v.choice(("float32", "float32", dtype)),
+        eps=mostly(v, 1e-6, 0.01, share=0.8), dtype=v.choice(("float32", "float32", dtype)),
     )  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int)
         "omega_heads": encoded and f.random() < 0.4, "omega_dtype": mostly(v, "float32", "float64", share=0.8),
         "phase": mostly(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
         "amplitude": mostly(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
-        "frozen": frozen, "again": f.random() < 0.2, "seed": seed,
+        "frozen": frozen, "again": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
         "layout": mostly(f, *DENSE, "expanded", "same tokens", share=0.4),
         "grad_layout": mostly(f, *DENSE, "expanded", "same tokens", share=0.5),
     }  # fmt: skip
@@ -152,10 +157,10 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
         common["rotary_dim"] = None
     axes = v.choices((1, 2, 3, 4, 5), (4, 4, 3, 1, 1))[0]
     places, num_tokens = draw_linear_places(d, map, axes, (mask, cross, packed or over_tokens))
-    heads = f.randint(1, 3), v.choice((1, 1, 2, 3))
+    key_heads, repeats, batch = f.randint(1, d.limits.copies), v.choice((1, 1, 2, 3)), f.randint(1, d.limits.copies)
     c = LinearConfig(
         **common, dtype=dtype, act=act, dim=None if act != "softmax" else -2 if over_tokens else -1, places=places,
-        num_tokens=num_tokens, heads=(heads[0] * heads[1], heads[0]), batch=1 if packed else f.randint(1, 3),
+        num_tokens=num_tokens, heads=(key_heads * repeats, key_heads), batch=1 if packed else batch,
         v_dim=mostly(v, common["head_dim"], *wide), normalizer=normalizer, mask=mask, eps=mostly(f, 1e-6, 1e-3),
         cut=f.choice(("own", "two passes", "pieces", "parts")),
     )  # fmt: skip
@@ -166,7 +171,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
     if over_tokens:
         return c
     if v.random() < 0.4:
-        c = replace(c, norm=draw_norm(d, places, heads[1] == 1, dtype, True))
+        c = replace(c, norm=draw_norm(d, places, repeats == 1, dtype, True))
     if v.random() < 0.5:
         c = replace(
             c, gate=v.choice(("float", "zeros", "nan", "bool", "closed")), gate_heads=f.random() < 0.5,
@@ -185,7 +190,7 @@ def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool
     whole = whole or mask == "block"
     num = d.tokens()
     if map is None and d.variant.random() < 0.6:
-        return (None,), (num, d.tokens() if cross else num)
+        return (None,), (num, mostly(d.free, d.tokens(), 0, share=0.97) if cross else num)
     first = draw_place(d, axes, whole=whole)
     return ((first, draw_place(d, axes, whole=whole)) if cross else (first,)), (num, num)
 
@@ -201,7 +206,7 @@ def draw_blocks(d: Dice, c: LinearConfig) -> LinearConfig:
     """A divisor of the tokens on the grid, and perhaps a shard that cuts no block."""
     f, place = d.free, c.place_q
     rows = math.prod(place.shape) if place else c.num_tokens[0]
-    block = f.choice([n for n in range(1, rows + 1) if rows % n == 0])
+    block = f.choice([n for n in range(1, max(rows, 1) + 1) if rows % n == 0])
     if place and place.kind == "grid" and f.random() < 0.3:
         end = place.prefix + rows
         edges = sorted({0, *range(place.prefix, end + 1, block), end + place.suffix})
@@ -229,17 +234,17 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
     kept = {"whole": over_tokens, "packed": packed}
     places = [draw_place(d, axes, **kept) for _ in range(1 + pair)]
     if pair and form == "qkv":  # as many tokens each
-        places[1] = replace(places[0], kind="grid", start=0, length=None, shape=(places[0].num_tokens,) + (1,) * (axes - 1),
-                            prefix=0, suffix=0, masked=False)  # fmt: skip
+        shape = (places[0].num_tokens,) + (1,) * (axes - 1)
+        places[1] = replace(places[0], kind="grid", shape=shape, prefix=0, suffix=0, start=0, length=None, masked=False)
     samples = tuple(draw_place(d, axes, whole=True, packed=True) for _ in range(f.randint(1, 4))) if packed else ()
     if form == "one" and common["phase"] != "none":
         common["phase"] = "shared"
-    key_heads = f.randint(1, 3)
+    key_heads = f.randint(1, d.limits.copies)
     repeats = 1 if form == "qkv" else f.choice((1, 1, 2, 3))
     c = MapConfig(
         **common, dtype=dtype, act=act, dim=None if act != "softmax" else -2 if over_tokens else -1,
         places=tuple(places), samples=samples, flat=packed and f.random() < 0.5, form=form,
-        heads=(key_heads * repeats, key_heads), batch=1 if packed else f.randint(1, 3),
+        heads=(key_heads * repeats, key_heads), batch=1 if packed else f.randint(1, d.limits.copies),
         groups=v.randint(2, 3) if map == "cosine" and common["phase"] != "none" and v.random() < 0.3 else 1,
         inverse=map == "rotate" and v.random() < 0.2,
     )  # fmt: skip

@@ -10,6 +10,8 @@ which steps an implementation may round; with levels above 0 these steps err at 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,26 +20,32 @@ from torch import Tensor
 from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
+def _errors(x: Tensor) -> Tensor:
+    """Random numbers, of which tokens (the last dimension but one) have a part in common, as equal tokens have."""
+    own = torch.randn_like(x)
+    return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
+
+
 class _Err(torch.autograd.Function):
     """x with a random relative error, and likewise its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, level: float, backward: float) -> Tensor:
         ctx.level = backward
-        return x * (1 + level * torch.randn_like(x))
+        return x * (1 + level * _errors(x)) if level else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        return grad * (1 + ctx.level * torch.randn_like(grad)), None, None
+        return grad * (1 + ctx.level * _errors(grad)) if ctx.level else grad, None, None
 
 
 class Rounding(NamedTuple):
-    """Relative errors of single steps; all 0: exact."""
+    """Relative errors of single steps, one standard deviation; all 0: exact."""
 
     arithmetic: float = 0.0
     operand: float = 0.0  # of matrix products
     result: float = 0.0  # stored between two launches
-    stored: dict[str, float] = {}  # of a tensor's gradients, which several launches may leave
+    stored: Mapping[str, float] = MappingProxyType({})  # of the parts of a tensor's gradient, one of each launch
 
     def err(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
         if not self.arithmetic:
@@ -61,6 +69,9 @@ class Rounding(NamedTuple):
         return 0.0
 
 
+EXACT = Rounding()
+
+
 def share(t: Tensor, heads: int) -> Tensor:
     """(.., H or 1, N, C) → (.., heads, N, C): head h takes the one numbered h // (heads / H)."""
     return t.repeat_interleave(heads // t.shape[-3], dim=-3)
@@ -69,11 +80,11 @@ def share(t: Tensor, heads: int) -> Tensor:
 # --- the maps -------------------------------------------------------------------------------------------------------
 
 
-def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, eps: float, r: Rounding) -> Tensor:
+def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, r: Rounding) -> Tensor:
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
         x = x - r.err(x.mean(over, keepdim=True))
-    x = r.err(x * r.err((x.square().mean(over, keepdim=True) + eps).rsqrt()))
+    x = r.err(x * r.err((x.square().mean(over, keepdim=True) + norm.eps).rsqrt()))
 
     def by_token(t: Tensor) -> Tensor:
         if t.ndim == 3:
@@ -85,14 +96,15 @@ def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor,
     return x if bias is None else r.err(x + by_token(bias))
 
 
-def activate(x: Tensor, act: str, dim: int | None) -> Tensor:
-    if act == "softmax":
+def activate(x: Tensor, act: str, dim: int | None, r: Rounding) -> Tensor:
+    if act == "softmax" and x.numel():
         assert dim is not None
-        return torch.softmax(x, dim)
-    return {
-        "none": lambda: x, "relu": lambda: x * (x > 0), "sigmoid": lambda: 1 / (1 + torch.exp(-x)),
-        "silu": lambda: x / (1 + torch.exp(-x)), "softplus": lambda: torch.logaddexp(x, torch.zeros_like(x)),
-    }[act]()  # fmt: skip
+        e = r.err(torch.exp(x - x.detach().amax(dim, keepdim=True)))
+        return e / r.err(e.sum(dim, keepdim=True))
+    if act in ("sigmoid", "silu"):
+        s = r.err(1 / (1 + torch.exp(-x)))
+        return x * s if act == "silu" else s
+    return {"none": x, "softmax": x, "relu": x * (x > 0), "softplus": torch.logaddexp(x, torch.zeros_like(x))}[act]
 
 
 def turns(where: Where, omega: Tensor, phase: Any, amplitude: Any, heads: int, r: Rounding) -> tuple[Tensor, Tensor]:
@@ -145,10 +157,10 @@ def encode(c: Config, x: Tensor, where: Where, t: dict[str, Tensor], side: str, 
     """x̄ and x̂ of q or k, (B, H, N, D) and (B, H, N, Ê)."""
     if c.norm is not None:
         own = side if c.norm.pair else "q"
-        x = normalise(x, c.norm, r.use(t, f"weight_{own}"), r.use(t, f"bias_{own}"), where.part, 1e-6, r)
+        x = normalise(x, c.norm, r.use(t, f"weight_{own}"), r.use(t, f"bias_{own}"), where.part, r)
     if c.dim == -2 or (c.norm is not None and c.norm.over == "heads"):
         x = r.err(x, "result")
-    x_bar = r.err(activate(x, c.act, c.dim))
+    x_bar = r.err(activate(x, c.act, c.dim, r))
     if c.map is None:
         return x_bar, x_bar
     if isinstance(c, LinearConfig) and c.dim == -2:
@@ -186,23 +198,27 @@ def sees(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
     """o, with a normaliser z, and the state behind the last token, S and sums."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
-    heads, key_heads = q.shape[1], k.shape[1]
+    heads = q.shape[1]
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
     if gate is not None:  # 0 takes a token out, whatever it holds, and has no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
     q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
     k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
-    q_hat, k_hat, v = r.err(q_hat, "operand"), r.err(beta * k_hat, "operand"), r.err(v, "operand")
-    feature_q, feature_k = (q_bar, beta * k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
-    feature_k = r.err(feature_k)
-
+    k_bar, k_hat = beta * k_bar, beta * k_hat
+    # Two uses each, whose gradients may be rounded before they are added up.
+    feature_q, feature_k = (q_bar, k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
+    feature_q, feature_k = r.err(feature_q), r.err(feature_k)
+    q_hat, k_hat, v = r.err(q_hat, "operand"), r.err(k_hat, "operand"), r.err(v, "operand")
     packed = c.lengths is not None
     lengths = torch.tensor(c.lengths or (k.shape[2],), device=q.device)
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
     member = torch.nn.functional.one_hot(sequence, len(lengths)).to(q.dtype).T  # (sequences, N_k)
     own_S = torch.einsum("bhne,bhnv,sn->sbhev", k_hat, v, member)
     own_sums = torch.einsum("bhne,sn->sbhe", feature_k, member)
-    S, sums = (t[n].unsqueeze(int(packed)) if n in t else torch.zeros_like(own) for n, own in (("S", own_S), ("sums", own_sums)))
+    S, sums = (
+        t[n].unsqueeze(int(packed)) if n in t else torch.zeros_like(own)
+        for n, own in (("S", own_S), ("sums", own_sums))
+    )
 
     def read(queries: Tensor, states: Tensor) -> Tensor:
         """What each query finds in the state of its sequence."""
@@ -212,7 +228,11 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
 
     mask = sees(c, *wheres, sequence)
     weights = r.err(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
-    rows = r.err(weights @ share(v, heads) + read(q_hat, r.err(S, "operand")), "exact", "operand")
+    rows = weights @ share(v, heads) + read(q_hat, r.err(S, "operand"))
+    if r.arithmetic:  # an implementation may form a state of the keys that a query sees
+        seen = mask.sum(-1, keepdim=True) / max(mask.shape[1], 1)
+        rows = rows + seen * read(q_hat, r.err(own_S, "operand") - own_S)
+    rows = r.err(rows, "exact", "operand")
     after_S, after_sums = (r.err(x + own).squeeze(int(packed)) for x, own in ((S, own_S), (sums, own_sums)))
     if c.normalizer == "none":
         return {"o": r.err(rows), "S": after_S}

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+
 from lrpe_md import Norm, cosine, linear_attention, pack, rotate
 from lrpe_md.engine import linear_launch, linear_plan
 from lrpe_md.engine.call import remembered
-from torch import Tensor
 
 from .configs import Config, Draws, LinearConfig, MapConfig, Where, arrange, join, pad
-from .formula import Rounding, attend, encode_all
+from .formula import EXACT, Rounding, attend, encode_all
 
 Named = dict[str, Tensor]
 
@@ -50,21 +51,21 @@ def make_linear(c: LinearConfig, device: Any) -> Inputs:
             out = (gate == 0).to(device)[..., None].expand(-1, key_heads, -1, -1)
             t["k"], t["v"] = (arrange(torch.where(out, float("nan"), x), c.layout) for x in (k, v))
         gate = gate > 0 if c.gate == "bool" else gate.to(getattr(torch, c.gate_dtype))
-        t["gate"] = gate.to(device) if c.gate == "bool" else pad(gate).to(device)
+        t["gate"] = draws.table(gate)
     batch, wide = len(c.lengths) if c.lengths else c.batch, torch.float64 if c.dtype == "float64" else torch.float32
-    sizes = {"S": (batch, key_heads, c.features, c.v_dim)}
+    sizes: dict[str, tuple[int, ...]] = {"S": (batch, key_heads, c.features, c.v_dim)}
     if c.normalizer != "none":
         sizes["sums"] = (batch, key_heads, c.head_dim if c.normalizer == "unrotated" else c.features)
     if c.state:
         state = {name: draws.normal(*size) * 3 for name, size in sizes.items()}
         if c.normalizer == "unrotated":
             state["sums"] = state["sums"].abs()
-        t |= {name: pad(x.to(wide)).to(device) for name, x in state.items()}
+        t |= {name: draws.table(x.to(wide)) for name, x in state.items()}
     grads = {}
     if c.gradient_of != "state":
         grads["o"] = draws.row(c.batch, heads, num_q, c.v_dim, layout=c.grad_layout)
     if c.return_state and c.gradient_of != "o":
-        grads |= {name: pad(draws.normal(*size).to(wide)).to(device) for name, size in sizes.items()}
+        grads |= {name: draws.table(draws.normal(*size).to(wide)) for name, size in sizes.items()}
     return Inputs(t, wheres, grads, positions)
 
 
@@ -119,7 +120,7 @@ def common_options(c: Config, t: Named) -> dict[str, Any]:
     norm = None
     if c.norm is not None:
         weight, bias = (pair(n, c.norm.pair and f"{n}_q" in t) for n in ("weight", "bias"))
-        norm = Norm(c.norm.kind, weight, bias, 1e-6, c.norm.over, c.norm.offset)  # pyright: ignore
+        norm = Norm(c.norm.kind, weight, bias, c.norm.eps, c.norm.over, c.norm.offset)  # pyright: ignore
     gain: Any = t.get("amplitude")
     options = {
         "omega": t.get("omega"), "act": c.act, "dim": c.dim, "phase": pair("phase", c.phase in ("pair", "q", "k")),
@@ -241,7 +242,7 @@ def run_library(c: Config, inputs: Inputs, impl: str) -> Named:
         )
 
 
-def run_formula(c: Config, inputs: Inputs, rounding: Rounding = Rounding()) -> Named:
+def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
     """In float64, whatever the inputs' dtypes."""
     state: Any = state_linear if isinstance(c, LinearConfig) else state_maps
     wide = {n: x.double() if x.is_floating_point() else x for n, x in inputs.tensors.items()}

@@ -1,0 +1,163 @@
+"""``python -m scripts.fuzz``: random configurations against the formula; exits with 1 if one of them disagrees."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+app = typer.Typer(add_completion=False)
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
+SHRUNK = 3  # failures of a process that are made smaller
+
+
+class Job(NamedTuple):
+    """Seeds for one process, all of one kind."""
+
+    kind: str
+    seeds: range
+    impl: str
+    device: str
+    repeat: int
+
+
+class Result(NamedTuple):
+    """What a job found."""
+
+    job: Job
+    done: int
+    reports: list[str]
+    largest: float
+    mean: float
+
+
+@app.command()
+def main(
+    count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one.")] = 0,
+    impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
+    only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
+    seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0: no limit.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=0, help="Seeds in a row that share a compiled variant; 0: 20 on a GPU, else 1.")
+    ] = 0,
+) -> None:
+    """Compare outputs and gradients of random configurations with the formula, and print those that disagree."""
+    from ..common.devices import choose_device
+    from ..common.options import choose
+
+    choose("--impl", [impl], ("reference", "triton"))
+    choose("--only", [only], tuple(KINDS))
+    kind = choose_device(device).type
+    interpreting = impl == "triton" and kind == "cpu"
+    if interpreting and not (TESTS / "interpreting.py").is_file():
+        raise typer.BadParameter("--impl triton: Triton's interpreter needs a checkout of the repository, or a GPU")
+    if interpreting:
+        os.environ["TRITON_INTERPRET"] = "1"  # of the processes, before they import triton
+    repeat = repeat or (20 if kind == "cuda" else 1)
+    size = -(-max(repeat, 10) // repeat) * repeat
+    starts = range(seed // repeat * repeat, seed + count, size)
+    jobs = [
+        Job(each, range(max(seed, n), min(n + size, seed + count))[i :: len(KINDS[only])], impl, kind, repeat)
+        for n in starts
+        for i, each in enumerate(KINDS[only])
+    ]
+    begun = time.monotonic()
+    results = run_jobs([job for job in jobs if job.seeds], processes, begun + seconds if seconds else None)
+    done, failed = sum(r.done for r in results), sum(len(r.reports) for r in results)
+    print(
+        f"{done} configurations, {failed} mismatches, {time.monotonic() - begun:.0f} s. Largest error "
+        f"{max((r.largest for r in results), default=0):.2f}, RMS {max((r.mean for r in results), default=0):.2f} "
+        "times what rounding explains"
+    )
+    if failed or not done:
+        raise typer.Exit(1)
+
+
+def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
+    """In new processes, which an error of memory may end; reports are printed as they come."""
+    results: list[Result] = []
+    waiting = iter(jobs)
+    running: dict[Future[Result], Job] = {}
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=prepare) as pool:
+        while True:
+            while len(running) < 2 * processes and (end is None or time.monotonic() < end):
+                job = next(waiting, None)
+                if job is None:
+                    break
+                running[pool.submit(run_job, job, end)] = job
+            if not running:
+                return results
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    seeds = [f"{each.kind} {each.seeds}" for each in (job, *running.values())]
+                    print(f"A process died while it ran one of these seeds: {'; '.join(seeds)}")
+                    return [*results, Result(job, 0, ["died"], 0.0, 0.0)]
+                results.append(result)
+                print(*result.reports, sep="\n", end="\n" if result.reports else "", flush=True)
+
+
+def prepare() -> None:
+    """Of a process, before it runs a job."""
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*(deterministic|CuBLAS).*")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("pytest"):
+        sys.path.append(str(TESTS))
+        import pytest
+        from interpreting import quicken  # pyright: ignore[reportMissingImports]
+
+        quicken(pytest.MonkeyPatch())
+
+
+def run_job(job: Job, end: float | None) -> Result:
+    from .check import check, shrink
+    from .draw import Limits, draw
+
+    limits = Limits(300, 2500, job.repeat, compiled=True) if job.device == "cuda" else Limits(repeat=job.repeat)
+    reports: list[str] = []
+    done, largest, mean = 0, 0.0, 0.0
+    for seed in job.seeds:
+        if end is not None and time.monotonic() > end:
+            break
+        config, done = draw(seed, job.kind, limits), done + 1
+        try:
+            verdict = check(config, job.impl, job.device)
+        except Exception as error:
+            if "CUDA error" in str(error):  # nothing works after it
+                raise
+            reports.append(f"seed {seed}: {config!r}\n    {describe(error)}")
+            continue
+        if not verdict.mismatches:
+            largest, mean = max(largest, verdict.largest), max(mean, verdict.mean)
+            continue
+        smaller: Any = shrink(config, job.impl, job.device) if len(reports) < SHRUNK else config
+        lines = [f"seed {seed}: {config!r}", *(f"    {m}" for m in verdict.mismatches)]
+        reports.append("\n".join([*lines, f"    smaller: {smaller!r}"] if smaller != config else lines))
+    return Result(job, done, reports, largest, mean)
+
+
+def describe(error: BaseException) -> str:
+    """The first error of a chain, and where it was raised."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {str(error)[:500]}"

@@ -1,0 +1,322 @@
+"""The fuzzer: a sample of what it runs, its formula against loops in long double, and errors that it must find."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from lrpe_md.scripts.fuzz import check, run
+from lrpe_md.scripts.fuzz.app import Job, app, run_job
+from lrpe_md.scripts.fuzz.configs import LinearConfig, MapConfig, NormConfig, Place, arrange
+from lrpe_md.scripts.fuzz.draw import Limits, draw
+from typer.testing import CliRunner
+
+from lrpe_md.engine import linear_launch
+from lrpe_md.engine.call import remembered
+from lrpe_md.engine.dispatch import INTERPRETING
+
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+
+
+@pytest.mark.parametrize("kind", ["linear", "maps"])
+def test_the_reference_agrees(kind):
+    for seed in range(10_000, 10_050):
+        assert_agrees(draw(seed, kind, Limits()), "reference")
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["linear", "maps"])
+def test_the_kernels_agree(kind):
+    for seed in range(20_000, 20_016):
+        assert_agrees(draw(seed, kind, Limits(16, 16, copies=2)), "triton")
+
+
+def assert_agrees(config, impl):
+    found = check.check(config, impl)
+    assert not found.mismatches, f"{config!r}: {'; '.join(map(str, found.mismatches))}"
+
+
+# --- the formula ----------------------------------------------------------------------------------------------------
+
+
+def loop_positions(place, where, sample, n):
+    """Position of a token, and whether it is on the grid; random tables are taken as they are."""
+    index = n + place.start - place.prefix
+    cell, left = [], index
+    for size in reversed(place.shape):
+        left, i = divmod(left, size)
+        cell.insert(0, i)
+    on_grid = left == 0 <= index
+    if place.kind == "grid":
+        if place.origin:
+            origin = where.positions.origin[sample] if place.by_sample else where.positions.origin
+            cell = [i + int(o) for i, o in zip(cell, origin, strict=True)]
+        scale, shift = place.scale or (1,) * len(cell), place.shift or (0,) * len(cell)
+        return [i * np.longdouble(a) + np.longdouble(b) for i, a, b in zip(cell, scale, shift, strict=True)], on_grid
+    table = where.positions if place.kind == "tensor" else where.positions.coords
+    if not on_grid:
+        return [0] * len(place.shape), False
+    if place.masked:
+        rotated = where.positions.rotated
+        on_grid = bool((rotated[sample] if place.by_sample else rotated)[index])
+    return [np.longdouble(x.item()) for x in (table[sample] if place.by_sample else table)[index]], on_grid
+
+
+def loop_encode(c, t, place, where, sample, head, n, row):
+    """x̄ and x̂ of one row, of acts that stand for all, without a norm."""
+    act = {"none": lambda x: x, "relu": lambda x: max(x, 0), "softplus": lambda x: np.log1p(np.exp(x))}[c.act]
+    bar = [act(np.longdouble(x.item())) for x in row]
+    if c.map is None:
+        return bar, bar
+    s, on_grid = loop_positions(place, where, sample, n)
+    angles = []
+    for channel in range(c.channels):
+        omega = t["omega"][head % len(t["omega"]) if len(t["omega"]) > 1 else 0, channel]
+        theta = sum(a * np.longdouble(w.item()) for a, w in zip(s, omega, strict=True))
+        if "phase_q" in t:
+            theta = theta + np.longdouble(t["phase_q"][head if len(t["phase_q"]) > 1 else 0, channel].item())
+        gain = np.longdouble(t["amplitude"][channel].item()) if "amplitude" in t and on_grid else np.longdouble(1)
+        theta = theta if on_grid else np.longdouble(0)
+        angles.append((gain * np.cos(theta), gain * np.sin(theta)))
+    if c.map == "cosine":
+        return bar, [x * cos for x, (cos, _) in zip(bar, angles, strict=True)] + [
+            x * sin for x, (_, sin) in zip(bar, angles, strict=True)
+        ]
+    hat, half = list(bar), len(angles)
+    for p, (cos, sin) in enumerate(angles):
+        a, b = (2 * p, 2 * p + 1) if c.pairs == "interleaved" else (p, p + half)
+        hat[a], hat[b] = bar[a] * cos - bar[b] * sin, bar[a] * sin + bar[b] * cos
+    return bar, hat
+
+
+def loop_attention(c, inputs):
+    """o (B, H, N, D_v), from key to key."""
+    t, (q_where, k_where) = inputs.tensors, inputs.wheres
+    q, k, v = t["q"], t["k"], t["v"]
+    ends = np.cumsum([0, *(c.lengths or (k.shape[2],))])
+    sequence = np.searchsorted(ends, range(k.shape[2]), side="right")
+    o = np.zeros((*q.shape[:3], c.v_dim), dtype=np.longdouble)
+    for b, h, n in itertools.product(*map(range, q.shape[:3])):
+        own = h // (q.shape[1] // k.shape[1])
+        q_bar, q_hat = loop_encode(c, t, c.place_q, q_where, b, own, n, q[b, h, n])
+        rows, z = np.zeros(c.v_dim, dtype=np.longdouble), np.longdouble(0)
+        for m in range(k.shape[2]):
+            beta = np.longdouble(t["gate"][b, own if c.gate_heads else 0, m].item()) if "gate" in t else 1
+            seen = c.lengths is None or sequence[n] == sequence[m]
+            if c.mask == "causal":
+                seen = seen and m <= n
+            if not seen or beta == 0:
+                continue
+            k_bar, k_hat = loop_encode(c, t, c.place_k, k_where, b, own, m, k[b, own, m])
+            rows += beta * np.dot(q_hat, k_hat) * np.array([x.item() for x in v[b, own, m]], dtype=np.longdouble)
+            z += beta * (np.dot(q_bar, k_bar) if c.normalizer == "unrotated" else np.dot(q_hat, k_hat))
+        if c.normalizer == "none":
+            o[b, h, n] = rows
+        elif c.normalizer == "unrotated":
+            o[b, h, n] = rows / max(z, c.eps)
+        else:
+            o[b, h, n] = rows / z if abs(z) >= c.eps else 0
+    return o
+
+
+LOOPED = [
+    LinearConfig(places=(Place(shape=(2, 3), prefix=1, suffix=2),), heads=(2, 1), gate="zeros", mask="causal"),
+    LinearConfig("cosine", places=(Place(shape=(2, 2), scale=(2.5, -1.0), origin=True, by_sample=True),
+                                   Place("coordinates", (5, 1), 2, by_sample=True, masked=True)), batch=2),
+    LinearConfig("rotate", heads=(4, 2), act="softplus", omega_heads=True, phase="shared", amplitude="channels",
+                 places=(Place("tensor", (3, 2), dtype="float64", by_sample=True),), pairs="interleaved",
+                 lengths=(2, 0, 4)),
+    LinearConfig("cosine", act="softplus", normalizer="encoded", heads=(2, 2), lengths=(5,), mask="causal", gate="nan",
+                 gate_heads=True, places=(Place(shape=(2, 3), start=1, length=5, shift=(0.5, -2.0)),)),
+    LinearConfig(None, places=(None,), num_tokens=(3, 4), act="none", normalizer="none", v_dim=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", LOOPED, ids=repr)
+def test_the_formula_equals_loops_in_long_double(config):
+    config = replace(config, dtype="float64", omega_dtype="float64")
+    inputs = run.make_inputs(config, "cpu")
+    exact = torch.from_numpy(loop_attention(config, inputs).astype(np.float64))
+    torch.testing.assert_close(run.run_formula(config, inputs)["o"].detach(), exact, rtol=1e-12, atol=1e-13)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "maps"])
+def test_a_seed_is_a_configuration_which_can_be_pasted(kind):
+    names = {each.__name__: each for each in (LinearConfig, MapConfig, NormConfig, Place)}
+    for seed in range(40):
+        config = draw(seed, kind, Limits())
+        assert config == draw(seed, kind, Limits())
+        assert eval(repr(config), names) == config
+    assert draw(0, kind, Limits()) != draw(1, kind, Limits())
+
+
+def test_seeds_in_a_row_share_a_variant():
+    limits = Limits(300, 2500, repeat=10, compiled=True)
+    for kind in ("linear", "maps"):
+        configs = [draw(seed, kind, limits) for seed in range(20)]
+        of = [(c.map, c.dtype, c.head_dim, c.act, c.pairs, c.norm, c.num_axes) for c in configs]
+        assert len(set(of[:10])) == 1
+        assert len(set(of)) == 2
+        assert len({c.tokens for c in configs}) > 10
+
+
+def test_every_kind_of_call_is_drawn():
+    """What is compared as it is drawn, by a few hundred seeds."""
+    linear, maps = ([draw(seed, kind, Limits()) for seed in range(600)] for kind in ("linear", "maps"))
+    assert {(c.map, c.normalizer, c.mask) for c in linear} == set(
+        itertools.product(("cosine", "rotate", None), ("unrotated", "encoded", "none"), ("full", "causal", "block"))
+    )
+    pairs = {(c.place_q.kind, c.place_k.kind) for c in linear if len(c.places) == 2}
+    assert pairs == set(itertools.product(("grid", "tensor", "coordinates"), repeat=2))
+    assert {c.gate for c in linear} == {"none", "float", "zeros", "nan", "bool", "closed"}
+    assert {len(c.lengths) for c in linear if c.lengths} > {1, 2, 3}
+    assert any(0 in c.lengths for c in linear if c.lengths)
+    assert {c.form for c in maps} == {"one", "two", "qkv", "stacked"}
+    assert {c.out for c in maps} == {"none", "slice", "start", "starts", "first"}
+    assert any(c.groups > 1 for c in maps)
+    assert any(c.samples for c in maps)
+
+
+@pytest.mark.parametrize("layout", ["dense", "tokens first", "packed", "channels first", "odd"])
+def test_inputs_lie_in_memory_that_is_nan(layout):
+    values = torch.randn(2, 3, 4, 5)
+    found = arrange(values, layout)
+    assert found.equal(values)
+    assert torch.empty(0).set_(found.untyped_storage()).isnan().any()
+
+
+# --- errors that it must find ---------------------------------------------------------------------------------------
+
+CROSS = LinearConfig(
+    places=(Place(shape=(4, 5), scale=(0.25, 0.25)), Place("tensor", (3, 7))), num_tokens=(20, 21), act="softplus"
+)
+
+
+class Spoil(torch.autograd.Function):
+    """Passes a tensor on; its gradient goes through a function."""
+
+    @staticmethod
+    def forward(ctx, x, spoil):
+        ctx.spoil = spoil
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.spoil(grad), None
+
+
+def negate_last(grad):
+    grad = grad.clone()
+    grad[0, 0, -1, -1] *= -1
+    return grad
+
+
+def leave_last_unwritten(grad):
+    out = torch.empty_like(grad)
+    out[:, :, :-1] = grad[:, :, :-1]
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("spoil", [negate_last, leave_last_unwritten], ids=lambda f: f.__name__)
+def test_a_wrong_element_of_a_gradient_is_found(spoil, dtype, monkeypatch):
+    exact = run.linear_attention
+    monkeypatch.setattr(run, "linear_attention", lambda q, k, v, **o: exact(q, Spoil.apply(k, spoil), v, **o))
+    found = check.check(replace(CROSS, dtype=dtype), "reference").mismatches
+    assert [m.name for m in found] == ["dk"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_at_a_wrong_position_is_found(dtype, monkeypatch):
+    exact = run.rotate
+
+    def wrong(x, *, positions, **options):
+        rows = positions.clone()
+        rows[7] = rows[8]
+        return exact(x, positions=rows, **options)
+
+    monkeypatch.setattr(run, "rotate", wrong)
+    config = MapConfig(dtype=dtype, places=(Place("tensor", (20,)),), heads=(2, 1))
+    found = check.check(config, "reference").mismatches
+    assert {m.name: m.index[2] for m in found if m.name != "domega"} == {"q": 7, "dq": 7}
+
+
+def test_positions_of_the_other_side_are_found(monkeypatch):
+    exact = run.linear_attention
+    monkeypatch.setattr(
+        run, "linear_attention", lambda *x, positions, **o: exact(*x, positions=(positions[0], positions[0]), **o)
+    )
+    config = replace(CROSS, places=(Place(shape=(20,)), Place("tensor", (20,))))
+    assert {m.name for m in check.check(config, "reference").mismatches} == {"o", "dq", "dk", "dv", "domega"}
+
+
+def test_a_row_beside_the_output_is_found(monkeypatch):
+    exact = run.rotate
+
+    def wrong(x, *, out, out_start, **options):
+        found = exact(x, out=out, out_start=out_start, **options)
+        out[:, :, int(out_start) - 1] = 0
+        return found
+
+    monkeypatch.setattr(run, "rotate", wrong)
+    config = MapConfig(places=(Place(shape=(6,)),), out="start", length=4, seed=1)
+    assert int(run.make_inputs(config, "cpu").tensors["start"]) > 0
+    assert [m.name for m in check.check(config, "reference").mismatches] == ["q"]
+
+
+def test_scratch_memory_is_nan():
+    with check.nan_filled():
+        made = (
+            torch.empty(3),
+            torch.empty_like(torch.ones(3)),
+            torch.ones(1).new_empty(2),
+            torch.empty_strided((2,), (3,)),
+        )
+        assert all(t.isnan().all() for t in made)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@interpreted
+def test_one_description_of_two_kinds_of_positions_is_found(monkeypatch):
+    """Of issue 39: linear attention read q's positions by the variant of k's."""
+    config = replace(CROSS, places=(CROSS.place_q, Place(shape=(3, 7))))
+    assert not check.check(config).mismatches
+    monkeypatch.setattr(
+        linear_launch.Work, "describe_both",
+        lambda self, stage, outs, **changes: self.describe(stage, self.k_side, outs, **changes),
+    )  # fmt: skip
+    remembered.clear()
+    assert {m.name for m in check.check(config).mismatches} == {"o", "dq", "dk", "dv", "domega"}
+    remembered.clear()
+
+
+def test_what_fails_is_made_smaller_and_reported(monkeypatch):
+    exact = run.linear_attention
+    monkeypatch.setattr(run, "linear_attention", lambda q, k, v, **o: exact(q, k, -v if o["is_causal"] else v, **o))
+    config = LinearConfig(
+        "cosine", heads=(4, 2), batch=2, mask="causal", gate="float", places=(Place(shape=(3, 5), prefix=2),),
+        normalizer="none",
+    )  # fmt: skip
+    smaller = check.shrink(config, "reference", "cpu")
+    assert (smaller.mask, smaller.heads, smaller.batch, smaller.gate) == ("causal", (1, 1), 1, "none")
+    assert smaller.place_q.num_tokens <= 3
+    result = run_job(Job("linear", range(30), "reference", "cpu", 1), None)
+    causal = [seed for seed in range(30) if draw(seed, "linear", Limits()).mask == "causal"]
+    assert result.done == 30
+    assert len(result.reports) == len(causal) > 0
+    assert f"seed {causal[0]}: LinearConfig(" in result.reports[0]
+    assert "smaller: LinearConfig(" in result.reports[0]
+
+
+def test_the_command(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app, ["--count", "6", "--seed", "5", "--impl", "reference", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "6 configurations, 0 mismatches" in done.output
+    refused = CliRunner().invoke(app, ["--only", "everything"])
+    assert refused.exit_code == 2
+    assert "unknown 'everything'" in refused.output
