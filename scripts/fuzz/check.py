@@ -31,7 +31,7 @@ class Mismatch(NamedTuple):
     """A result beyond its bounds."""
 
     name: str
-    index: tuple[int, ...]  # of the element that is off most
+    place: tuple[int, ...]  # of the element that is off most
     actual: float
     expected: float
     times: float  # what rounding can do
@@ -39,7 +39,7 @@ class Mismatch(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.name}{list(self.index)} is {self.actual:g}, expected {self.expected:g}: {self.times:.3g} times "
+            f"{self.name}{list(self.place)} is {self.actual:g}, expected {self.expected:g}: {self.times:.3g} times "
             f"what rounding explains (RMS of all elements {self.mean:.3g})"
         )
 
@@ -56,7 +56,7 @@ def nan_filled() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -76,11 +76,11 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
     torch.manual_seed(c.seed)  # of the random errors
     inputs = make_inputs(c, device)
     rounding = levels(c, inputs.tensors, impl)
-    unsure = None
+    unsure: dict[str, Tensor] = {}
     if isinstance(c, LinearConfig):
-        unsure = find_unsure_rows(c, inputs, rounding)
-        if "o" in inputs.grads and unsure.any():
-            inputs.grads["o"] = torch.where(unsure, 0, inputs.grads["o"])
+        unsure["o"] = find_unsure_rows(c, inputs, rounding)
+        if "o" in inputs.grads and unsure["o"].any():
+            inputs.grads["o"] = torch.where(unsure["o"], 0, inputs.grads["o"])
     exact = run_formula(c, inputs)
     total = {name: torch.zeros_like(x) for name, x in exact.items()}
     for _ in range(SAMPLES):
@@ -90,7 +90,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
         if c.again:
             run_library(c, make_inputs(replace(c, seed=c.seed + 1), device), impl)
         actual = run_library(c, inputs, impl)  # last: outputs that are given it writes
-    found = [judge(name, y, exact[name], total[name], unsure if name == "o" else None) for name, y in actual.items()]
+    found = [judge(name, y, exact[name], total[name], unsure.get(name)) for name, y in actual.items()]
     bad = [m for m in found if not (m.times <= LARGEST and m.mean <= MEAN)]  # NaN is
     return Verdict(bad, max((m.times for m in found), default=0.0), max((m.mean for m in found), default=0.0))
 
@@ -100,18 +100,16 @@ def find_unsure_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> Ten
     from."""
     no_grads = inputs._replace(grads={})
     exact = run_formula(c, no_grads)
-    unsure = (
-        exact["o"].abs().amax(-1, keepdim=True) > 100
-        if c.dtype == "float16"
-        else exact["o"][..., :1] != exact["o"][..., :1]
-    )
+    unsure = torch.zeros_like(exact["o"][..., :1], dtype=torch.bool)
+    if c.dtype == "float16":  # which gradients of such rows leave
+        unsure = exact["o"].abs().amax(-1, keepdim=True) > 100
     if c.normalizer == "none":
         return unsure
-    z = exact["z"]
+    bounds = (-c.eps, 0.0, c.eps) if c.normalizer == "encoded" else (c.eps,)
     for _ in range(SAMPLES):
-        other = run_formula(c, no_grads, rounding)["z"]
-        for bound in (-c.eps, 0.0, c.eps) if c.normalizer == "encoded" else (c.eps,):
-            unsure = unsure | ((z - bound).abs() < 8 * (other - z).abs())
+        z = run_formula(c, no_grads, rounding)["z"]
+        for bound in bounds:
+            unsure = unsure | ((exact["z"] - bound).abs() < 8 * (z - exact["z"]).abs())
     return unsure
 
 
@@ -127,9 +125,9 @@ def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, unsure: Te
     skipped = exact.abs() + LARGEST * deviation > limits.max / 2
     times = torch.where(skipped if unsure is None else skipped | unsure, 0, times)
     worst = times.nan_to_num(torch.inf).flatten().argmax()
-    index = tuple(int(i) for i in torch.unravel_index(worst, times.shape))
-    values = (t.flatten()[worst].item() for t in (actual, exact, times))
-    return Mismatch(name, index, *values, times.square().mean().sqrt().item())
+    place = tuple(int(i) for i in torch.unravel_index(worst, times.shape))
+    actual, exact, largest = (t.flatten()[worst] for t in (actual, exact, times))
+    return Mismatch(name, place, actual.item(), exact.item(), largest.item(), times.square().mean().sqrt().item())
 
 
 def shrink(c: Config, impl: str, device: Any, attempts: int = 80) -> Config:
@@ -163,7 +161,9 @@ def simpler(c: Config) -> Iterator[Config]:
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
             yield replace(c, **{f.name: value // 2})
     for i, place in enumerate(c.places):
-        for f in fields(place) if place else ():
+        if place is None:
+            continue
+        for f in fields(place):
             value = getattr(place, f.name)
             smaller = [f.default] if value != f.default else []
             if f.name == "shape":

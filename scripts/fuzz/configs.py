@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid
 
+SHARED = {  # what takes the place of all others
+    "one sample": (slice(1),), "one head": (slice(None), slice(1)), "one number": (slice(1),) * 4,
+}  # fmt: skip
 PADDING = 16  # elements of NaN in front of each input and behind it; keeps addresses multiples of 16 bytes
 
 
@@ -254,10 +257,8 @@ def arrange(values: Tensor, layout: str) -> Tensor:
         view = memory[1:, :, :, :, 1].permute(1, 3, 0, 2)
         view.copy_(values)
         return view
-    if layout == "expanded":  # one sample for all
-        return pad(values[:1]).expand(values.shape)
-    if layout == "same tokens":
-        return pad(values[:, :, :1]).expand(values.shape)
+    if layout in SHARED:
+        return pad(values[SHARED[layout]]).expand(values.shape)
     return pad(values)
 
 

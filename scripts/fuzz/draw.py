@@ -127,8 +127,8 @@ def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int)
         "phase": mostly(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
         "amplitude": mostly(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
         "frozen": frozen, "again": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
-        "layout": mostly(f, *DENSE, "expanded", "same tokens", share=0.4),
-        "grad_layout": mostly(f, *DENSE, "expanded", "same tokens", share=0.5),
+        "layout": mostly(f, *DENSE, "one sample", "one head", share=0.4),
+        "grad_layout": mostly(f, *DENSE, "one sample", "one number", share=0.5),
     }  # fmt: skip
 
 

@@ -138,12 +138,13 @@ def call_linear(c: LinearConfig, inputs: Inputs, t: Named, impl: str) -> Named:
     if c.lengths is not None:
         ends = torch.tensor([0, *c.lengths]).cumsum(0)
         cu_seqlens = pad(ends.to(getattr(torch, c.cu_dtype))).to(t["q"].device)
-    found: Any = linear_attention(
+    function: Any = linear_attention
+    found: Any = function(
         t["q"], t["k"], t["v"], map=c.map, positions=inputs.positions, normalizer=c.normalizer, gate=t.get("gate"),
         is_causal=c.mask == "causal", block=c.block if c.mask == "block" else None, cu_seqlens=cu_seqlens,
         state=(t["S"], t.get("sums")) if c.state else None, return_state=c.return_state, eps=c.eps, impl=impl,
         **common_options(c, t),
-    )  # fmt: skip  # pyright: ignore
+    )  # fmt: skip
     if not c.return_state:
         return {"o": found}
     o, (S, sums) = found
@@ -169,8 +170,8 @@ def call_maps(c: MapConfig, inputs: Inputs, t: Named, impl: str) -> Named:
             outs = [o if o is None else o[:, :, start : start + n] for o, n in zip(outs, c.tokens, strict=False)]
         else:
             options["out_start"] = t["start"]
-        given = [None if o is None else order(o) for o in outs]
-        options["out"] = given[0] if c.form == "one" else tuple(given)
+        views = [None if o is None else order(o) for o in outs]
+        options["out"] = views[0] if c.form == "one" else tuple(views)
     if heads_last:
         qkv = t["qkv"][0] if c.flat else t["qkv"]
         if c.form == "qkv":
@@ -179,10 +180,11 @@ def call_maps(c: MapConfig, inputs: Inputs, t: Named, impl: str) -> Named:
             found = function(qkv=qkv, num_key_heads=c.heads[1], **options)
     else:
         found = function(*(order(t[name]) for name in names), **options)
-    ys = found if isinstance(found, tuple) else (found,)
-    ys = [(y[None] if c.flat else y) for y in ys]
+    ys: Any = found if isinstance(found, tuple) else (found,)
+    ys = [y[None] if c.flat else y for y in ys]
     ys = [y.transpose(1, 2) if heads_last or c.flat else y for y in ys]
-    return {name: t.get(f"out_{name}", y) for name, y in zip(names, ys, strict=True)}
+    given = {name: t[f"out_{name}"] for name in names if f"out_{name}" in t}  # the whole caches
+    return {**dict(zip(names, ys, strict=True)), **given}
 
 
 # --- the formula ----------------------------------------------------------------------------------------------------
