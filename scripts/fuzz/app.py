@@ -18,7 +18,7 @@ import typer
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
-SHRUNK = 3  # failures of a process that are made smaller
+SHRUNK = 1  # failures of a job that are made smaller
 
 
 class Job(NamedTuple):
@@ -132,7 +132,7 @@ def run_job(job: Job, end: float | None) -> Result:
     from .check import check, shrink
     from .draw import Limits, draw
 
-    limits = Limits(300, 2500, job.repeat, compiled=True) if job.device == "cuda" else Limits(repeat=job.repeat)
+    limits = Limits(300, 1500, job.repeat, compiled=True) if job.device == "cuda" else Limits(repeat=job.repeat)
     reports: list[str] = []
     done, largest, mean = 0, 0.0, 0.0
     for seed in job.seeds:

@@ -130,7 +130,7 @@ def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, unsure: Te
     return Mismatch(name, place, actual.item(), exact.item(), largest.item(), times.square().mean().sqrt().item())
 
 
-def shrink(c: Config, impl: str, device: Any, attempts: int = 80) -> Config:
+def shrink(c: Config, impl: str, device: Any, attempts: int = 60) -> Config:
     """A smaller configuration that fails, too: fields are set to their defaults one by one, sizes made smaller."""
 
     def fails(candidate: Config) -> bool:

@@ -205,13 +205,13 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
             rules = (scale.to(device), shift.to(device)) if place.as_tensors else (place.scale, place.shift)
             positions = Grid(
                 place.shape, place.prefix, place.suffix, *rules, place.start, place.length,
-                pad(origin).to(device) if place.origin else None,
+                pad(origin.to(device)) if place.origin else None,
             )  # fmt: skip
     else:
         table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.far)
         table = table.to(getattr(torch, place.dtype))
         rotated = torch.rand(*size, rows, generator=generator) < 0.6 if place.masked else None
-        positions = pad(table).to(device)
+        positions = pad(table.to(device))
         if place.kind == "coordinates":
             mask = None if rotated is None else rotated.to(device)
             positions = Coordinates(positions, place.prefix, place.suffix, mask)

@@ -21,6 +21,7 @@ class Limits(NamedTuple):
     tokens: int = 40
     long: int = 150  # of one configuration in ten
     repeat: int = 1  # so many configurations in a row share what is compiled into kernels
+    pairs: int = 10**7  # of tokens, for which the formula has numbers
     copies: int = 3  # samples, and key heads, at most
     compiled: bool = False  # for a GPU: no products in float64, states that fit it
 
@@ -164,6 +165,8 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
         v_dim=mostly(v, common["head_dim"], *wide), normalizer=normalizer, mask=mask, eps=mostly(f, 1e-6, 1e-3),
         cut=f.choice(("own", "two passes", "pieces", "parts")),
     )  # fmt: skip
+    if c.batch * c.heads[0] * math.prod(c.tokens) > d.limits.pairs:
+        c = replace(c, batch=1, heads=(repeats, 1))
     if packed:
         c = replace(c, lengths=draw_lengths(f, c.tokens[0]), cu_dtype=f.choice(("int32", "int64")))
     if mask == "block":

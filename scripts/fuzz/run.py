@@ -137,7 +137,7 @@ def call_linear(c: LinearConfig, inputs: Inputs, t: Named, impl: str) -> Named:
     cu_seqlens = None
     if c.lengths is not None:
         ends = torch.tensor([0, *c.lengths]).cumsum(0)
-        cu_seqlens = pad(ends.to(getattr(torch, c.cu_dtype))).to(t["q"].device)
+        cu_seqlens = pad(ends.to(t["q"].device, getattr(torch, c.cu_dtype)))
     function: Any = linear_attention
     found: Any = function(
         t["q"], t["k"], t["v"], map=c.map, positions=inputs.positions, normalizer=c.normalizer, gate=t.get("gate"),

@@ -155,7 +155,7 @@ def test_a_seed_is_a_configuration_which_can_be_pasted(kind):
 
 
 def test_seeds_in_a_row_share_a_variant():
-    limits = Limits(300, 2500, repeat=10, compiled=True)
+    limits = Limits(300, 1500, repeat=10, compiled=True)
     for kind in ("linear", "maps"):
         configs = [draw(seed, kind, limits) for seed in range(20)]
         of = [(c.map, c.dtype, c.head_dim, c.act, c.pairs, c.norm, c.num_axes) for c in configs]
