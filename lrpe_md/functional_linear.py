@@ -92,7 +92,9 @@ def linear_attention(
         map: "cosine" (:func:`lrpe_md.cosine`), "rotate" (:func:`lrpe_md.rotate`) or None: no positions.
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
             of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are
-            not needed; with ``block`` a grid's prefix and suffix count.
+            not needed; with ``block`` a grid's prefix and suffix count. ``pairs`` belongs to "rotate", ``order`` to
+            "cosine", and without a map there is neither of them, nor a ``rotary_dim``: anything but the default is an
+            error there.
         norm: a :class:`Norm` of q and k: over a head's channels in the same pass, over all heads' in one before it,
             whose result has q's dtype. Not with softmax over the sequence.
         normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the

@@ -14,7 +14,7 @@ from ..reference_linear import Attention
 from .call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .norms import check_weights
-from .validate import check_act, check_impl, check_input, locate, validate
+from .validate import check_act, check_impl, check_input, check_unused, locate, validate
 
 __all__ = [
     "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",
@@ -294,7 +294,8 @@ def no_frequencies(q: Tensor) -> Tensor:
 
 
 def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
-    """Of a grid the prefix and suffix matter, for the blocks."""
+    """Return both sides without angles: of a grid only the prefix and the suffix matter, for the blocks."""
+    check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")

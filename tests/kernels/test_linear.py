@@ -255,6 +255,26 @@ def test_arguments(changes, cut):
     holds(LinearCase(**{"return_state": "k_shape" not in changes and cut != "one pass", **changes}))
 
 
+PARTS_OF_THE_COSINE_MAP = [
+    {"rotary_dim": 5}, {"rotary_dim": slice(3, 14), "order": "sin_cos"}, {"rotary_dim": slice(4, 16), "phase": "k"},
+    {"rotary_dim": 4, "act": "softmax", "dim": -1, "head_dim": 24},
+    {"rotary_dim": slice(20, 24), "norm": "layer", "norm_groups": 2, "head_dim": 24},
+    {"rotary_dim": 16, "head_dim": 72, "dtype": torch.bfloat16, "batch": 1, "heads": (2, 1)},
+]  # fmt: skip
+
+
+@spread(
+    "changes normalizer mask cut", PARTS_OF_THE_COSINE_MAP, ["unrotated", "encoded", "none"],
+    ["full", "causal", "block"], CUTS, fixtures=["cut"],
+)  # fmt: skip
+def test_cosine_map_of_some_channels(changes, normalizer, mask, cut):
+    """Values, states in the documented order of channels, and all gradients."""
+    case = LinearCase(mask=mask, block=5, act="softplus", gate="float", normalizer=normalizer, base=1e8)
+    with_state = mask != "full" or cut != "one pass"
+    steady = normalizer != "encoded"  # a random state would bring its denominator close to 0
+    holds(replace(case, state=with_state and steady, return_state=with_state, **changes))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("name", ["cosine", "rotate"])

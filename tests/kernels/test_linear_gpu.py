@@ -65,6 +65,8 @@ def test_features_as_they_lie_in_memory(mask, head_dim):
         {"layout": "packed", "v_dim": None}, {"layout": "odd", "grad_layout": "expanded"}, {"v_dim": 48},
         {"coords": "by_sample", "masked": True}, {"origin": "by_sample"}, {"k_shape": (30, 30)},
         {"map": "rotate", "rotary_dim": slice(8, 40), "pairs": "interleaved"}, {"map": "rotate", "pairs": (10, 22)},
+        {"rotary_dim": slice(8, 40), "state": True, "return_state": True, "gate": "float"},
+        {"rotary_dim": 20, "mask": "causal", "act": "softplus", "norm": "layer", "state": True, "return_state": True},
         {"cu_seqlens": (700, 0, 31, 170), "shape": (30, 30), "batch": 1, "state": True, "return_state": True},
         {"state": True, "return_state": True, "shape": (40, 60), "order": "sin_cos"},
         {"mask": "causal", "cu_seqlens": (700, 0, 31, 170), "shape": (30, 30), "batch": 1, "act": "softplus"},

@@ -53,6 +53,28 @@ ERRORS = {
     r"act: expected one of \('none', 'relu', .*, got 'gelu'": {"act": "gelu"},
     r"dim: softmax needs -1 \(features\) or -2 \(sequence\), got None": {"act": "softmax"},
     r"order: expected one of .*, got 'sin'": {"order": "sin"},
+    r"rotary_dim: expected a width from 1 to head_dim = 8, got 999": {"rotary_dim": 999},
+    r"rotary_dim: expected a number of channels, a slice or None, got 'x'": {"rotary_dim": "x"},
+    r"rotary_dim: expected a number of channels, a slice or None, got True": {"rotary_dim": True},
+    r"rotary_dim: expected a number of channels, a slice or None, got 4.0": {"rotary_dim": 4.0},
+    r"omega: expected shape .* = \(H or 1, 5, 2\), got \(1, 8, 2\)": {"rotary_dim": 5},
+    r"state: expected \(S, Σ\) of shapes \[\(2, 2, 12, 8\), \(2, 2, 8\)\], .*, got": {
+        "rotary_dim": 4, "omega": OMEGA[:, :4], "state": (S, SUMS),
+    },
+    # options without a meaning
+    r"pairs: expected 'half', the default, with map='cosine', .*, got 'interleaved'; leave it out": {
+        "pairs": "interleaved",
+    },
+    r"pairs: expected 'half', the default, with map='cosine', .*, got \(8,\)": {"pairs": (8,)},
+    r"order: expected 'cos_sin', the default, with map='rotate', .*, got 'sin_cos'": {
+        "map": "rotate", "omega": OMEGA[:, :4], "order": "sin_cos",
+    },
+    **{
+        rf"{name}: expected .*, the default, with map=None, .*, got {value!r}": {
+            "map": None, "omega": None, name: value,
+        }
+        for name, value in (("pairs", "third"), ("order", "sin_cos"), ("rotary_dim", 8), ("rotary_dim", "x"))
+    },
     # what is divided by
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
     r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},

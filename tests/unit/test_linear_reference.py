@@ -53,8 +53,10 @@ def encoded(case, x, shape, omega, phase, amplitude):
                 gain = gain if of[2] is None else of[2]
             cos, sin, t = angle.cos() * gain, angle.sin() * gain, bar[:, h, n]
             if case.map == "cosine":
-                parts = [t * cos, t * sin]
-                rows.append(torch.cat(parts if case.order == "cos_sin" else parts[::-1], -1))
+                mapped = t[..., first : first + channels]
+                parts = [mapped * cos, mapped * sin]
+                parts = parts if case.order == "cos_sin" else parts[::-1]
+                rows.append(torch.cat([t[..., :first], *parts, t[..., first + channels :]], -1))
                 continue
             columns = [*t.unbind(-1)]
             for c in range(channels):
@@ -212,6 +214,8 @@ def test_tables(map, phase, amplitude_heads):
     [
         {"map": "rotate", "pairs": "interleaved"},
         {"map": "rotate", "rotary_dim": slice(2, 6)},
+        {"rotary_dim": 3},
+        {"rotary_dim": slice(3, 6), "order": "sin_cos", "normalizer": "encoded", "mask": "causal", "state": True},
         {"order": "sin_cos"},
         {"heads": (3, 3), "v_dim": 5},
         {"heads": (6, 1), "v_dim": 11},
