@@ -106,7 +106,10 @@ def linear_attention(
         block: token n sees all blocks of so many tokens up to its own, which it sees whole (the frames of a video).
             Prefix tokens are a block of their own that all see, suffix tokens one that sees all.
         cu_seqlens: where each of the sequences in q (1, H, N, D) starts, and where the last ends: (num_seqs + 1,)
-            int32 or int64, from 0 to N. A sequence sees itself alone, and may be empty.
+            int32 or int64, from 0 to N. A sequence sees itself alone, and may be empty. On a CPU the values are
+            checked. On a GPU they are not read, which would wait for it. The kernels then take an offset beyond 0 to N
+            for that bound, and one that falls for the largest before it, and leave outputs and gradients of tokens that
+            are in no sequence unwritten, possibly NaN; the reference fails with an assertion of the device.
         state: what was summed before: (S, Σ), as ``return_state`` gives it: S (B, H_k, Ê, D_v), Ê the width of k̂, and
             Σ (B, H_k, D) of "unrotated", (B, H_k, Ê) of "encoded", None of "none"; float32, float64 where q is; with
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the

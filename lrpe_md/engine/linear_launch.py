@@ -175,7 +175,9 @@ def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> 
 
     What lies outside the tokens nobody has checked: the caller has cut it off.
     """
-    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    # Offsets that fall would make more pieces than there is room for.
+    cu_seqlens = cu_seqlens.long().cummax(0).values
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
     parts = lengths // cut.length * cut.parts + (lengths % cut.length + cut.part - 1) // cut.part
     last = parts.clamp_(min=1).cumsum(0)

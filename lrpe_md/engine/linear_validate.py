@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import check_dense, check_offsets
 from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
@@ -174,7 +174,8 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
         raise ValueError("block: expected None with cu_seqlens, got both; give each sequence a call")
     if apart:
         raise ValueError("positions: expected one for q and k with cu_seqlens, whose sequences they share, got a pair")
-    return cu_seqlens.to(torch.int32)
+    check_offsets(cu_seqlens, q.shape[2])
+    return cu_seqlens
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:

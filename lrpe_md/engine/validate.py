@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense
+from ..checks import as_integer, check_dense, fleeting
 from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid, fleeting
+from ..positions.grid import Grid
 from ..reference import ACTIVATIONS, MAPS
 from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
 from .linear_call import LinearOptions

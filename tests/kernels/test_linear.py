@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lrpe_md import Grid, linear_attention
+from lrpe_md import Grid, checks, linear_attention
 from lrpe_md.engine import linear_launch, linear_plan
 from lrpe_md.engine.call import remembered
 from lrpe_md.engine.dispatch import INTERPRETING
@@ -97,7 +97,7 @@ def in_parts(monkeypatch):
     "changes",
     [
         {}, {"gate": "nan", "gate_heads": 2}, {"shape": (31,), "heads": (4, 2)},
-        {"cu_seqlens": (9, 0, 14, 1, 26), "batch": 1},
+        {"cu_seqlens": (9, 0, 14, 1, 13), "batch": 1},
         {"shape": (5, 7), "normalizer": "none"}, {"dtype": torch.bfloat16, "map": "rotate", "shape": (4, 12)},
     ],
     ids=str,
@@ -310,12 +310,21 @@ def test_packed_sequences(normalizer, cut):
     holds(LinearCase(shape=(31,), cu_seqlens=lengths, batch=1, state=True, return_state=True, normalizer=normalizer))
 
 
-def test_wrong_lengths_stay_in_bounds():
-    """Their values are on the GPU, where a check would be a wait: kernels go no further than the tokens."""
+@pytest.mark.parametrize("cu_seqlens", [[0, 4, 100], [0, 4, 2**32], [-(2**33), 4, 6], [0, 4, 2, 6]], ids=str)
+def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
+    """As on a GPU, where a check would be a wait: kernels go no further than the tokens, and 64 bits don't wrap."""
+    monkeypatch.setattr(checks, "can_read", lambda t: False)
     q = torch.ones(1, 1, 6, 16)
-    cu_seqlens = torch.tensor([0, 4, 100], dtype=torch.int32)
-    o = linear_attention(q, q, q, map=None, cu_seqlens=cu_seqlens, impl="triton")
+    o = linear_attention(q, q, q, map=None, cu_seqlens=torch.tensor(cu_seqlens), impl="triton")
     torch.testing.assert_close(o, q)
+
+
+def test_falling_offsets_make_no_more_pieces_than_there_is_room_for():
+    """Pieces of 100 tokens in parts of 50: 10 + 3 slots, where sequences that overlap would take 17."""
+    table = linear_launch._cut_sequences(torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.Cut(100, 50), True)
+    begin, end, slot, _ = table.unbind(1)
+    assert slot.max() < 13
+    assert (end - begin).sum() == 1000
 
 
 @pytest.mark.parametrize("number", [-40, -1, 0, 1, 2, 16, 197, 2**20, 2**29 - 1, 2**32])
