@@ -98,8 +98,10 @@ def linear_attention(
         norm: a :class:`Norm` of q and k: over a head's channels in the same pass, over all heads' in one before it,
             whose result has q's dtype. Not with softmax over the sequence.
         normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the
-            activation must be; no gradient passes the bound. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps.
-            "none": 1; put a norm behind it.
+            activation must be; no gradient passes the bound. With the cosine map no output is larger than the largest
+            value that it sees. With a rotation it can be: by up to 1 / eps with relu, if q̄ shares no channel with the
+            few keys that it sees. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps; z can be close to 0.
+            "none": 1; put a norm behind it. How large outputs get: docs/linear-attention.md.
         gate: β, (B, H_k or 1, N_k), floats or bools: factors of the keys. 0 takes a token out, whatever it holds, NaN
             included, and has no gradient itself.
         is_causal: token n sees tokens up to n.
@@ -115,7 +117,7 @@ def linear_attention(
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
             whole: give each its positions (``Grid(start=, length=)``, or an origin).
         return_state: return (o, state) with the sums behind the last token.
-        eps: of the normalizer.
+        eps: of the normalizer, absolute.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:
