@@ -240,7 +240,8 @@ def test_other_calls(changes):
 @pytest.mark.parametrize(
     ("map", "act", "tokens", "least", "most"),
     [
-        ("cosine", "relu", 2, 0.99, 1 + 1e-9), ("cosine", "softplus", 2, 0.9, 1 + 1e-9), ("rotate", "relu", 2, 1e5, 1e7),
+        ("cosine", "relu", 2, 0.99, 1 + 1e-9), ("cosine", "softplus", 2, 0.9, 1 + 1e-9),
+        ("rotate", "relu", 2, 1e5, 1e7),
         ("rotate", "relu", 64, 0, 1), ("rotate", "softplus", 2, 1, 3), ("rotate", "sigmoid", 2, 1, 3),
     ],
 )  # fmt: skip
