@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_integer", "check_at_least", "check_dense"]
+__all__ = ["as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting"]
 
 
 def as_integer(value: Any) -> Any:
@@ -19,6 +19,38 @@ def as_integer(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def fleeting() -> bool:
+    """Tensors made now must not outlive this call: a dispatch mode, a function transform or a trace is active."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    )
+
+
+def can_read(t: Tensor) -> bool:
+    """Return whether the values are known here, without waiting for a GPU and outside of traces and transforms."""
+    if torch.compiler.is_compiling() or fleeting():
+        return False
+    return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
+
+
+def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
+    """Check where packed sequences begin, if the values can be read.
+
+    to_the_end: False if tokens may follow the last sequence.
+    """
+    if not can_read(cu_seqlens):
+        return
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    ends_right = last == num_tokens if to_the_end else last <= num_tokens
+    if first == 0 and ends_right and not (cu_seqlens[1:] < cu_seqlens[:-1]).any():
+        return
+    shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
+    raise ValueError(
+        f"cu_seqlens: expected offsets that begin at 0, never fall and end at {'' if to_the_end else 'most at '}"
+        f"{num_tokens}, the number of tokens, got [{shown}]; the lengths' cumsum with a 0 in front is that"
+    )
 
 
 def check_dense(name: str, value: Any, form: str) -> None:

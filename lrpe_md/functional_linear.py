@@ -92,25 +92,32 @@ def linear_attention(
         map: "cosine" (:func:`lrpe_md.cosine`), "rotate" (:func:`lrpe_md.rotate`) or None: no positions.
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
             of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are
-            not needed; with ``block`` a grid's prefix and suffix count.
+            not needed; with ``block`` a grid's prefix and suffix count. ``pairs`` belongs to "rotate", ``order`` to
+            "cosine", and without a map there is neither of them, nor a ``rotary_dim``: anything but the default is an
+            error there.
         norm: a :class:`Norm` of q and k: over a head's channels in the same pass, over all heads' in one before it,
             whose result has q's dtype. Not with softmax over the sequence.
         normalizer: z of a row. "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), a sum of what is never negative, which the
-            activation must be; no gradient passes the bound. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps.
-            "none": 1; put a norm behind it.
+            activation must be; no gradient passes the bound. With the cosine map no output is larger than the largest
+            value that it sees. With a rotation it can be: by up to 1 / eps with relu, if q̄ shares no channel with the
+            few keys that it sees. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps; z can be close to 0.
+            "none": 1; put a norm behind it. How large outputs get: docs/linear-attention.md.
         gate: β, (B, H_k or 1, N_k), floats or bools: factors of the keys. 0 takes a token out, whatever it holds, NaN
             included, and has no gradient itself.
         is_causal: token n sees tokens up to n.
         block: token n sees all blocks of so many tokens up to its own, which it sees whole (the frames of a video).
             Prefix tokens are a block of their own that all see, suffix tokens one that sees all.
         cu_seqlens: where each of the sequences in q (1, H, N, D) starts, and where the last ends: (num_seqs + 1,)
-            int32 or int64, from 0 to N. A sequence sees itself alone, and may be empty.
+            int32 or int64, from 0 to N. A sequence sees itself alone, and may be empty. On a CPU the values are
+            checked. On a GPU they are not read, which would wait for it. The kernels then take an offset beyond 0 to N
+            for that bound, and one that falls for the largest before it, and leave outputs and gradients of tokens that
+            are in no sequence unwritten, possibly NaN; the reference fails with an assertion of the device.
         state: what was summed before: (S, Σ), as ``return_state`` gives it: S (B, H_k, Ê, D_v), Ê the width of k̂, and
             Σ (B, H_k, D) of "unrotated", (B, H_k, Ê) of "encoded", None of "none"; float32, float64 where q is; with
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
             whole: give each its positions (``Grid(start=, length=)``, or an origin).
         return_state: return (o, state) with the sums behind the last token.
-        eps: of the normalizer.
+        eps: of the normalizer, absolute.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:

@@ -351,9 +351,11 @@ class PresetMd(FrequencyModule):
         learnable = scheme.learned if learnable is None else learnable
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
-        self.pairs: Pairs = preset.pairs
+        if scheme.map == "rotate":
+            self.pairs: Pairs = preset.pairs
+        else:
+            self.order: Order = scheme.order
         self.rotary_dim = preset.rotary_dim
-        self.order: Order = scheme.order
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
         super().__init__(

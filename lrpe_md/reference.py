@@ -4,6 +4,7 @@
     x̄ = act(x), or act(norm(x))
     cosine   y = [x̄ ⊙ cos Θ, x̄ ⊙ sin Θ]                                d -> 2d
     rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
+    Channels beside the mapped ones pass as x̄.
     An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens.
 
 Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
@@ -39,8 +40,8 @@ class Spec(NamedTuple):
     act: Act = "none"
     dim: int = 0  # softmax over -1 (features) or -2 (sequence); 0 otherwise
     pairs: str = "half"  # | "interleaved" | "blocks"
-    rotary_start: int = 0  # the first channel that is turned
-    num_channels: int = 0  # C: head_dim for cosine, pairs for rotate
+    rotary_start: int = 0  # the first channel that is mapped
+    num_channels: int = 0  # C: mapped channels for cosine, pairs for rotate
     sections: tuple[int, ...] = ()  # pairs a block, for pairs "blocks"
     order: str = "cos_sin"  # | "sin_cos"
     norm: str = "none"  # | one of NORMS
@@ -49,10 +50,10 @@ class Spec(NamedTuple):
     norm_offset: float = 0.0  # of the weight
 
     def out_dim(self, head_dim: int) -> int:
-        return MAPS[self.map].out_dim(head_dim)
+        return MAPS[self.map].out_dim(head_dim, self.num_channels)
 
     def head_dim(self, out_dim: int) -> int:
-        return MAPS[self.map].head_dim(out_dim)
+        return MAPS[self.map].head_dim(out_dim, self.num_channels)
 
 
 def widen(omega: Tensor) -> Tensor:
@@ -223,9 +224,12 @@ def normalise_backward(
     return dx * scale, scales.sum_like(dy * normed, scales.weight), scales.sum_like(dy, scales.bias)
 
 
-def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin") -> Tensor:
-    """[x cos Θ, x sin Θ], or the other order: (B, H, N, D) -> (B, H, N, 2D)."""
-    return torch.cat([x * cos, x * sin] if order == "cos_sin" else [x * sin, x * cos], dim=-1)
+def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: int = 0) -> Tensor:
+    """Map the C channels from ``start`` on to [x cos Θ, x sin Θ], or the other order: (.., D) -> (.., D + C)."""
+    width = cos.shape[-1]
+    before, mapped, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
+    first, second = (cos, sin) if order == "cos_sin" else (sin, cos)
+    return torch.cat([before, mapped * first, mapped * second, after], dim=-1)
 
 
 def rotate(
@@ -261,17 +265,20 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 class Map(NamedTuple):
     """x̄ → y. The kernels have a branch for each entry, in ``engine/kernels/encode.py``."""
 
-    channels: Callable[[int], int]  # C: angles of a head, from the channels that are turned
-    out_dim: Callable[[int], int]  # of a head of y, from head_dim
-    head_dim: Callable[[int], int]  # and back
+    channels: Callable[[int], int]  # C: angles of a head, from the channels that are mapped
+    out_dim: Callable[[int, int], int]  # of a head of y, from head_dim and C
+    head_dim: Callable[[int, int], int]  # of a head of x, from the width of y and C
     apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Spec], tuple[Tensor, Tensor]]  # dx̄ and dΘ from dy and these
 
 
 def _cosine_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    first, second = dy.chunk(2, dim=-1)
+    start, width = spec.rotary_start, cos.shape[-1]
+    before, first, second, after = dy.split([start, width, width, dy.shape[-1] - start - 2 * width], dim=-1)
     dy_cos, dy_sin = (first, second) if spec.order == "cos_sin" else (second, first)
-    return dy_cos * cos + dy_sin * sin, x_bar * (dy_sin * cos - dy_cos * sin)
+    mapped = x_bar[..., start : start + width]
+    dx_bar = torch.cat([before, dy_cos * cos + dy_sin * sin, after], dim=-1)
+    return dx_bar, mapped * (dy_sin * cos - dy_cos * sin)
 
 
 def _rotate_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -288,22 +295,22 @@ def _rotate_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: 
 MAPS: dict[str, Map] = {
     "cosine": Map(
         channels=lambda width: width,
-        out_dim=lambda head_dim: 2 * head_dim,
-        head_dim=lambda out_dim: out_dim // 2,
-        apply=lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order),
+        out_dim=lambda head_dim, channels: head_dim + channels,
+        head_dim=lambda out_dim, channels: out_dim - channels,
+        apply=lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order, spec.rotary_start),
         backward=_cosine_backward,
     ),
     "rotate": Map(
         channels=lambda width: width // 2,
-        out_dim=lambda head_dim: head_dim,
-        head_dim=lambda out_dim: out_dim,
+        out_dim=lambda head_dim, channels: head_dim,
+        head_dim=lambda out_dim, channels: out_dim,
         apply=lambda x_bar, cos, sin, spec: rotate(x_bar, cos, sin, spec.pairs, spec.rotary_start, spec.sections),
         backward=_rotate_backward,
     ),
     "none": Map(  # of linear attention alone: there are no angles
         channels=lambda width: 0,
-        out_dim=lambda head_dim: head_dim,
-        head_dim=lambda out_dim: out_dim,
+        out_dim=lambda head_dim, channels: head_dim,
+        head_dim=lambda out_dim, channels: out_dim,
         apply=lambda x_bar, cos, sin, spec: x_bar,
         backward=lambda dy, x_bar, cos, sin, spec: (dy, torch.zeros_like(cos)),
     ),

@@ -85,14 +85,14 @@ class Case:
 
     @property
     def channels(self) -> int:
-        if self.map == "cosine":
-            return self.head_dim
+        """Angles of a head."""
         cut = self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)
-        return len(range(self.head_dim)[cut]) // 2
+        width = len(range(self.head_dim)[cut])
+        return width if self.map == "cosine" else width // 2
 
     @property
     def out_dim(self) -> int:
-        return 2 * self.head_dim if self.map == "cosine" else self.head_dim
+        return self.head_dim + self.channels if self.map == "cosine" else self.head_dim
 
     def __str__(self) -> str:
         default = Case()
@@ -506,7 +506,7 @@ class LinearCase:
     @property
     def out_dim(self) -> int:
         """Of a head of q̂ and k̂."""
-        return 2 * self.head_dim if self.map == "cosine" else self.head_dim
+        return self.encoding.out_dim if self.map == "cosine" else self.head_dim
 
     def __str__(self) -> str:
         default = LinearCase()

@@ -93,7 +93,7 @@ class LinearCall(NamedTuple):
     k_layout: Layout  # equal to q's in self-attention
     q_tables: Tables
     k_tables: Tables  # q's itself in self-attention without a phase of its own
-    cu_seqlens: Tensor | None = None  # (num_seqs + 1,) int32
+    cu_seqlens: Tensor | None = None  # (num_seqs + 1,) int32 or int64
     # What was prepared for calls of the same sizes, dtypes and devices.
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_offsets
 from ..norm import Norm
 from ..positions.grid import Grid
 from ..reference import activate, no_autocast
@@ -52,6 +53,8 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
             known = remember(key, LinearKnown(call.attention, call.spec, call.q_layout, {}))
             call = call._replace(launches=known.launches)
     else:
+        if cu_seqlens is not None:  # whose values are no part of the key
+            check_offsets(cu_seqlens, q.shape[2])
         attention, spec, layout, launches = known
         origin = None if positions is None or positions.origin is None else positions.origin_row
         omega = no_frequencies(q) if omega is None else omega
@@ -208,8 +211,6 @@ def _call_key(options: LinearOptions, given: Given, sides: Sides) -> tuple | Non
     if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
     q, k, v, gate, cu_seqlens, state, weights = given
-    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-        return None
     shapes = []
     for t in (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *weights, *state):
         if t is None:

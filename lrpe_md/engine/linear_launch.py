@@ -175,7 +175,9 @@ def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> 
 
     What lies outside the tokens nobody has checked: the caller has cut it off.
     """
-    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    # Offsets that fall would make more pieces than there is room for.
+    cu_seqlens = cu_seqlens.long().cummax(0).values
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
     parts = lengths // cut.length * cut.parts + (lengths % cut.length + cut.part - 1) // cut.part
     last = parts.clamp_(min=1).cumsum(0)
@@ -465,15 +467,14 @@ def _cut_channels(spec: Spec, head_dim: int) -> Tiles:
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         return Tiles(16, 0, (0,), (head_dim,), (block(head_dim),))
-    if spec.map == "cosine":
-        return Tiles(block(channels), 1, (0,), (channels,), (block(channels),))
-    head, tail = spec.rotary_start, spec.rotary_start + 2 * channels
-    begins, widths = [head, head + channels], [channels, channels]
+    num_turned = 1 if spec.map == "cosine" else 2
+    head, tail = spec.rotary_start, spec.rotary_start + num_turned * channels
+    begins, widths = [head, head + channels][:num_turned], [channels] * num_turned
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
             begins.append(begin)
             widths.append(end - begin)
-    return Tiles(block(channels), 2, tuple(begins), tuple(widths), tuple(map(block, widths)))
+    return Tiles(block(channels), num_turned, tuple(begins), tuple(widths), tuple(map(block, widths)))
 
 
 @cache
@@ -714,18 +715,15 @@ def choose_run(spec: Spec, causal: bool, alone: bool = False) -> int:
 
 
 def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
-    """The channels of q̂ in the order of the kernels' tiles."""
+    """List the channels of q̂ in the order of the kernels' tiles: what the map makes, then what passes."""
     if spec.map == "none":
         return list(range(head_dim))
-    if spec.map == "cosine":
-        cos, sin = range(head_dim), range(head_dim, 2 * head_dim)
-        if spec.order == "sin_cos":
-            cos, sin = sin, cos
-        return _take_in_turns(cos, sin, run)
     width = 2 * spec.num_channels
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
+    if spec.order == "sin_cos":
+        first, second = second, first
     turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
-    return turned + [c for c in range(head_dim) if not 0 <= c - spec.rotary_start < width]
+    return turned + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
 
 
 def _take_in_turns(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:

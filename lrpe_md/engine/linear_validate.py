@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import check_dense, check_offsets
 from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
 from .call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
 from .norms import check_weights
-from .validate import check_act, check_impl, check_input, locate, validate
+from .validate import check_act, check_impl, check_input, check_unused, locate, validate
 
 __all__ = [
     "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",
@@ -174,7 +174,8 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
         raise ValueError("block: expected None with cu_seqlens, got both; give each sequence a call")
     if apart:
         raise ValueError("positions: expected one for q and k with cu_seqlens, whose sequences they share, got a pair")
-    return cu_seqlens.to(torch.int32)
+    check_offsets(cu_seqlens, q.shape[2])
+    return cu_seqlens
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
@@ -294,7 +295,8 @@ def no_frequencies(q: Tensor) -> Tensor:
 
 
 def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
-    """Of a grid the prefix and suffix matter, for the blocks."""
+    """Return both sides without angles: of a grid only the prefix and the suffix matter, for the blocks."""
+    check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import as_integer, check_dense, fleeting
 from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid, fleeting
+from ..positions.grid import Grid
 from ..reference import ACTIVATIONS, MAPS
 from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
+from .linear_call import LinearOptions
 from .norms import check_weights
 
 __all__ = [
     "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
-    "check_pairs", "locate", "rotary_slice", "validate",
+    "check_pairs", "check_unused", "locate", "rotary_slice", "validate",
 ]  # fmt: skip
 
 IMPLS, ORDERS = get_args(Impl), get_args(Order)
@@ -83,18 +84,32 @@ def _specify(options: Options, head_dim: int) -> Spec:
     check_act(options.act, options.dim)
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
-    pairs, sections = "half", ()
-    if options.map == "cosine":
-        if head_dim < 1:
-            raise ValueError(f"x: expected head_dim of at least 1, got {head_dim}")
-        start, width = 0, head_dim
-    else:
-        start, width = rotary_slice(options.rotary_dim, head_dim)
+    if head_dim < 1 and options.map == "cosine":
+        raise ValueError(f"x: expected head_dim of at least 1, got {head_dim}")
+    start, width = rotary_slice(options.rotary_dim, head_dim, even=options.map != "cosine")
     channels = MAPS[options.map].channels(width)
-    if options.map != "cosine":
+    if options.map == "cosine":
+        check_unused(options, "pairs")
+        pairs, sections = "half", ()
+    else:
+        check_unused(options, "order")
         pairs, sections = check_pairs(options.pairs, channels)
     norm: Any = () if options.norm is None else options.norm
     return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
+
+
+_UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # options of some maps alone, and their defaults
+
+
+def check_unused(options: Options | LinearOptions, *names: str) -> None:
+    """Refuse options that the map has no use for."""
+    for name in names:
+        value, default = getattr(options, name), _UNUSED[name]
+        if not (value is default or (isinstance(value, str) and value == default)):
+            raise ValueError(
+                f"{name}: expected {default!r}, the default, with map={options.map!r}, which has no use for it, got "
+                f"{value!r}; leave it out"
+            )
 
 
 def check_act(act: Any, dim: Any) -> None:
@@ -197,7 +212,9 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
             raise ValueError(f"rotary_dim: expected a slice of step 1, got {rotary_dim}")
         start, stop, _ = rotary_dim.indices(head_dim)
     else:
-        start, stop = 0, rotary_dim
+        start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
+        if stop is None:
+            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {rotary_dim!r}")
     if not even and not 0 <= start < stop <= head_dim:
         raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {rotary_dim!r}")
     if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):

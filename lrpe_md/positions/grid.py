@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense
+from ..checks import as_integer, check_at_least, check_dense, fleeting
 from .coordinates import (
     Bound,
     Coordinates,
@@ -477,13 +477,6 @@ def _check_origin(origin: Any, num_axes: int) -> None:
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; shift takes fractions")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
         raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
-
-
-def fleeting() -> bool:
-    """Tensors made now must not outlive this call: a dispatch mode, a function transform or a trace is active."""
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
-    )
 
 
 def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:

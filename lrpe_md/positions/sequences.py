@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least
+from ..checks import check_at_least, check_offsets
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -195,12 +195,17 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
 
     Args:
         cu_seqlens: where each sequence starts, and where the last one ends: (S + 1,) int32 or int64, from 0 on, on x's
-            device. An empty sequence is two equal entries; tokens behind the last entry count on.
+            device. An empty sequence is two equal entries; tokens behind the last entry count on. On a CPU the values
+            are checked. On a GPU they are not read: with offsets that don't begin at 0 or that fall, tokens count from
+            another sequence's start.
         num_tokens: N.
         offset: position of the first token of each sequence, or integers (), (1,) or (S,).
 
     Returns:
         coordinates (N, 1), int64.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
@@ -209,6 +214,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
             f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
     check_at_least(0, num_tokens=num_tokens)
+    check_offsets(cu_seqlens, num_tokens, to_the_end=False)
     num, device = len(cu_seqlens) - 1, cu_seqlens.device
     index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
     sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)

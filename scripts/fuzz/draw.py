@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from .configs import Config, LinearConfig, MapConfig, NormConfig, Place
 
-COSINE_PART = False  # whether linear_attention takes rotary_dim with the cosine map
 NEVER_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
 ACTS = (*NEVER_NEGATIVE, "none", "silu")
 DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
@@ -154,8 +153,6 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
     small = (2, 3, 5, 8, 10, 16, 20, 33) if not d.limits.compiled else (5, 8, 16, 20, 32, 40, 48, 64)
     wide = (*small, 72, 96, 128) if d.limits.compiled and dtype != "float32" else (1, *small)
     common = draw_common(d, map, wide, seed)
-    if map == "cosine" and not COSINE_PART:
-        common["rotary_dim"] = None
     axes = v.choices((1, 2, 3, 4, 5), (4, 4, 3, 1, 1))[0]
     places, num_tokens = draw_linear_places(d, map, axes, (mask, cross, packed or over_tokens))
     key_heads, repeats, batch = f.randint(1, d.limits.copies), v.choice((1, 1, 2, 3)), f.randint(1, d.limits.copies)

@@ -239,7 +239,7 @@ def counted():
 
 
 COMPILED = [*product(MASKS, [True], ["triton"]), *product([FULL, CAUSAL, PACKED], [True], ["auto"])]
-COMPILED += [(FULL, False, "triton"), (CAUSAL, False, "auto")]
+COMPILED += [(FULL, False, "triton"), (CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
 
 
 @pytest.mark.parametrize(("changes", "dynamic", "impl"), COMPILED, ids=str)
@@ -349,7 +349,7 @@ def operator_call(case, device):
     inputs = make_linear_inputs(case, device)
     phase = (None, inputs.phase) if case.phase == "k" else inputs.phase
     options = LinearOptions(
-        case.map, case.act, normalizer=case.normalizer, is_causal=case.mask == "causal",
+        case.map, case.act, rotary_dim=case.rotary_dim, normalizer=case.normalizer, is_causal=case.mask == "causal",
         block=case.block if case.mask == "block" else None,
     )  # fmt: skip
     given = Given(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state)
@@ -361,6 +361,7 @@ OPERATOR_CASES = [
     LinearCase("rotate", mask="block", block=5, phase="k", normalizer="encoded", return_state=True),
     LinearCase(None, batch=1, mask="causal", cu_seqlens=(3, 0, 13), normalizer="none", state=True, return_state=True),
     LinearCase("rotate", k_shape=(2, 2), gate="bool", normalizer="none", act="silu"),
+    LinearCase(rotary_dim=6, normalizer="encoded", act="softplus", state=True, return_state=True),
 ]
 
 
@@ -536,7 +537,8 @@ def test_calls_of_other_options_are_other_calls(device):
         {"phase": omega[..., 0]}, {"map": None, "omega": None}, {"act": "softmax", "dim": -1},
         {"act": "softmax", "dim": -2}, {"map": "rotate", "omega": omega[:, :2]},
         {"map": "rotate", "omega": omega[:, :2], "pairs": "interleaved"},
-        {"map": "rotate", "omega": omega[:, :1], "rotary_dim": 2},
+        {"map": "rotate", "omega": omega[:, :1], "rotary_dim": 2}, {"omega": omega[:, :2], "rotary_dim": 2},
+        {"omega": omega[:, :2], "rotary_dim": slice(1, 3)},
     ]  # fmt: skip
     plain = {"omega": omega, "positions": Grid((6,))}
 

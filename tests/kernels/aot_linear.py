@@ -53,6 +53,8 @@ CASES = [
     ),
     LinearCase("rotate", norm="layer", norm_dtype=HALF, rotary_dim=10, norm_groups=3, suffix=1, mask="block", block=5),
     LinearCase(None, dtype=HALF, head_dim=72, norm="rms", norm_weight="none", act="softmax", dim=-1, mask="causal"),
+    LinearCase(dtype=BF16, head_dim=72, rotary_dim=slice(8, 40), norm="layer", act="softmax", dim=-1, mask="causal"),
+    LinearCase(dtype=BF16, head_dim=64, rotary_dim=32, normalizer="encoded", gate="float", state=True),
 ]
 
 

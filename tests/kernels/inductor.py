@@ -234,6 +234,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm backward weights without limits": {"norm": "rms", "run": "backward weights", "limits": False},
     "linear, one pass": {"linear": {}},
     "linear, one pass, backward omega": {"linear": {}, "run": "backward omega"},
+    "linear, half of the channels, backward omega": {"linear": {"rotary_dim": 32}, "run": "backward omega"},
     "linear norm backward weights": {
         "linear": {"map": "rotate"},
         "norm": "rms",
@@ -340,7 +341,7 @@ def take_weights(options: Any, case: SimpleNamespace, weights: Sequence[Tensor])
 
 def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weights: Sequence[Tensor]) -> list[Tensor]:
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-    if case.linear.get("map", "cosine") == "cosine":
+    if case.linear.get("map", "cosine") == "cosine" and "rotary_dim" not in case.linear:
         sides = sides._replace(omega=torch.cat([sides.omega, sides.omega], 1))
     options, given = take_weights(LinearOptions(**case.linear), case, weights)
     call = validate_linear(options, Given(q, k, v, None, None, (), given), sides)

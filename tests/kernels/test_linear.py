@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lrpe_md import Grid, linear_attention
+from lrpe_md import Grid, checks, linear_attention
 from lrpe_md.engine import linear_launch, linear_plan
 from lrpe_md.engine.call import remembered
 from lrpe_md.engine.dispatch import INTERPRETING
@@ -102,7 +102,7 @@ def in_parts(monkeypatch):
     "changes",
     [
         {}, {"gate": "nan", "gate_heads": 2}, {"shape": (31,), "heads": (4, 2)},
-        {"cu_seqlens": (9, 0, 14, 1, 26), "batch": 1},
+        {"cu_seqlens": (9, 0, 14, 1, 13), "batch": 1},
         {"shape": (5, 7), "normalizer": "none"}, {"dtype": torch.bfloat16, "map": "rotate", "shape": (4, 12)},
     ],
     ids=str,
@@ -281,6 +281,26 @@ def test_two_kinds_of_positions_beside_other_options(changes, cut):
     holds(LinearCase(**{"map": "rotate", **changes}, scale=(2.5, 0.5), k_shape=(2, 5), k_positions=k_positions))
 
 
+PARTS_OF_THE_COSINE_MAP = [
+    {"rotary_dim": 5}, {"rotary_dim": slice(3, 14), "order": "sin_cos"}, {"rotary_dim": slice(4, 16), "phase": "k"},
+    {"rotary_dim": 4, "act": "softmax", "dim": -1, "head_dim": 24},
+    {"rotary_dim": slice(20, 24), "norm": "layer", "norm_groups": 2, "head_dim": 24},
+    {"rotary_dim": 16, "head_dim": 72, "dtype": torch.bfloat16, "batch": 1, "heads": (2, 1)},
+]  # fmt: skip
+
+
+@spread(
+    "changes normalizer mask cut", PARTS_OF_THE_COSINE_MAP, ["unrotated", "encoded", "none"],
+    ["full", "causal", "block"], CUTS, fixtures=["cut"],
+)  # fmt: skip
+def test_cosine_map_of_some_channels(changes, normalizer, mask, cut):
+    """Values, states in the documented order of channels, and all gradients."""
+    case = LinearCase(mask=mask, block=5, act="softplus", gate="float", normalizer=normalizer, base=1e8)
+    with_state = mask != "full" or cut != "one pass"
+    steady = normalizer != "encoded"  # a random state would bring its denominator close to 0
+    holds(replace(case, state=with_state and steady, return_state=with_state, **changes))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
@@ -325,12 +345,21 @@ def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
     holds(replace(case, **{"act": "softplus", **options}))
 
 
-def test_wrong_lengths_stay_in_bounds():
-    """Their values are on the GPU, where a check would be a wait: kernels go no further than the tokens."""
+@pytest.mark.parametrize("cu_seqlens", [[0, 4, 100], [0, 4, 2**32], [-(2**33), 4, 6], [0, 4, 2, 6]], ids=str)
+def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
+    """As on a GPU, where a check would be a wait: kernels go no further than the tokens, and 64 bits don't wrap."""
+    monkeypatch.setattr(checks, "can_read", lambda t: False)
     q = torch.ones(1, 1, 6, 16)
-    cu_seqlens = torch.tensor([0, 4, 100], dtype=torch.int32)
-    o = linear_attention(q, q, q, map=None, cu_seqlens=cu_seqlens, impl="triton")
+    o = linear_attention(q, q, q, map=None, cu_seqlens=torch.tensor(cu_seqlens), impl="triton")
     torch.testing.assert_close(o, q)
+
+
+def test_falling_offsets_make_no_more_pieces_than_there_is_room_for():
+    """Pieces of 100 tokens in parts of 50: 10 + 3 slots, where sequences that overlap would take 17."""
+    table = linear_launch._cut_sequences(torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.Cut(100, 50), True)
+    begin, end, slot, _ = table.unbind(1)
+    assert slot.max() < 13
+    assert (end - begin).sum() == 1000
 
 
 @pytest.mark.parametrize("number", [-40, -1, 0, 1, 2, 16, 197, 2**20, 2**29 - 1, 2**32])

@@ -96,6 +96,7 @@ CHANGES = [
     {"coords": "by_sample", "masked": True, "norm_groups": 2},
     {"phase": "k", "map": "rotate", "omega_heads": 2, "heads": (4, 2)},
     {"map": "rotate", "rotary_dim": slice(4, 14), "pairs": "interleaved"},
+    {"rotary_dim": slice(3, 14)},
     {"map": "rotate", "pairs": (3, 5)},
     {"shape": (67,), "prefix": 0, "heads": (3, 3)},
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Coordinates, Grid, linear_attention
 from lrpe_md.engine import linear_boundary
@@ -53,6 +54,28 @@ ERRORS = {
     r"act: expected one of \('none', 'relu', .*, got 'gelu'": {"act": "gelu"},
     r"dim: softmax needs -1 \(features\) or -2 \(sequence\), got None": {"act": "softmax"},
     r"order: expected one of .*, got 'sin'": {"order": "sin"},
+    r"rotary_dim: expected a width from 1 to head_dim = 8, got 999": {"rotary_dim": 999},
+    r"rotary_dim: expected a number of channels, a slice or None, got 'x'": {"rotary_dim": "x"},
+    r"rotary_dim: expected a number of channels, a slice or None, got True": {"rotary_dim": True},
+    r"rotary_dim: expected a number of channels, a slice or None, got 4.0": {"rotary_dim": 4.0},
+    r"omega: expected shape .* = \(H or 1, 5, 2\), got \(1, 8, 2\)": {"rotary_dim": 5},
+    r"state: expected \(S, Σ\) of shapes \[\(2, 2, 12, 8\), \(2, 2, 8\)\], .*, got": {
+        "rotary_dim": 4, "omega": OMEGA[:, :4], "state": (S, SUMS),
+    },
+    # options without a meaning
+    r"pairs: expected 'half', the default, with map='cosine', .*, got 'interleaved'; leave it out": {
+        "pairs": "interleaved",
+    },
+    r"pairs: expected 'half', the default, with map='cosine', .*, got \(8,\)": {"pairs": (8,)},
+    r"order: expected 'cos_sin', the default, with map='rotate', .*, got 'sin_cos'": {
+        "map": "rotate", "omega": OMEGA[:, :4], "order": "sin_cos",
+    },
+    **{
+        rf"{name}: expected .*, the default, with map=None, .*, got {value!r}": {
+            "map": None, "omega": None, name: value,
+        }
+        for name, value in (("pairs", "third"), ("order", "sin_cos"), ("rotary_dim", 8), ("rotary_dim", "x"))
+    },
     # what is divided by
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
     r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
@@ -113,6 +136,16 @@ ERRORS = {
     r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected it on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
+    **{
+        rf"cu_seqlens: expected offsets that begin at 0, never fall and end at 7, .*, got \[{shown}\]": {
+            **ONE, "cu_seqlens": torch.tensor(values),
+        }
+        for shown, values in (
+            ("0, 5", [0, 5]), ("0, 9", [0, 9]), ("0, 4, 2, 7", [0, 4, 2, 7]), ("1, 7", [1, 7]), ("7, 0", [7, 0]),
+            ("-1, 7", [-1, 7]), (f"0, {2**32 + 7}", [0, 2**32 + 7]), (f"{2**32}, 7", [2**32, 7]),
+            ("0, 1, 2, 3, 4, 5, 6, 7, ..", [0, 1, 2, 3, 4, 5, 6, 7, 7, 8]),
+        )
+    },
     r"block: expected None with cu_seqlens, got both": {**ONE, "cu_seqlens": CU, "block": 3},
     r"positions: expected one for q and k with cu_seqlens, .*, got a pair": {
         **ONE, "cu_seqlens": CU, "positions": (GRID, GRID),
@@ -171,6 +204,22 @@ def test_what_is_allowed():
     assert call(normalizer="none", state=[S, None], return_state=True)[1][1] is None
     assert call(act="softmax", dim=-2).shape == Q.shape
     assert call(**ONE, cu_seqlens=CU.int()).shape == (1, 4, 7, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_values_are_checked_at_every_call(dtype):
+    """Also where a call of these sizes was checked before, and not where values are unknown."""
+    options = {**ONE, "impl": "auto"}
+    expected = call(**options, cu_seqlens=CU.to(dtype))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected offsets .*, got \[1, 3, 7\]"):
+            call(**options, cu_seqlens=torch.tensor([1, 3, 7], dtype=dtype))
+    assert torch.equal(call(**options, cu_seqlens=CU.to(dtype)), expected)
+    with FakeTensorMode() as mode:
+        given = {name: mode.from_tensor(t) for name, t in {**ONE, "omega": OMEGA, "cu_seqlens": CU}.items()}
+        assert call(**given).shape == (1, 4, 7, 8)
+    compiled = torch.compile(lambda cu_seqlens: call(**ONE, cu_seqlens=cu_seqlens), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(CU), expected)
 
 
 def test_triton_says_where_it_cannot_run(monkeypatch):

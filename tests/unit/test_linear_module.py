@@ -35,6 +35,8 @@ ENCODINGS = {
     "cosine": lambda: CosineMd(8, 2, act="relu", learnable=True),
     "cosine with phase": lambda: CosineMd(8, 2, act="softplus", phase=True, num_heads=2, learnable=True),
     "phase on keys": lambda: CosineMd(8, 2, act="softmax", dim=-1, phase="k"),
+    "cosine of some channels": lambda: CosineMd(8, 2, act="relu", rotary_dim=slice(2, 7), learnable=True),
+    "softmax and cosine of some channels": lambda: CosineMd(8, 2, act="softmax", dim=-1, rotary_dim=3),
     "rotate": lambda: RotateMd(8, 2, act="relu", pairs="interleaved", rotary_dim=4, amplitude=1.5, learnable=True),
     "mixed": lambda: RotateMd(8, 2, act="sigmoid", frequencies="mixed", base=10.0, num_heads=2, learnable=True),
     "preset": lambda: PresetMd("pope", head_dim=8),

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lrpe_md import Coordinates, Grid, linear_attention, reference_linear, testing
+from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_linear, testing
 from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {
@@ -53,8 +53,10 @@ def encoded(case, x, shape, omega, phase, amplitude):
                 gain = gain if of[2] is None else of[2]
             cos, sin, t = angle.cos() * gain, angle.sin() * gain, bar[:, h, n]
             if case.map == "cosine":
-                parts = [t * cos, t * sin]
-                rows.append(torch.cat(parts if case.order == "cos_sin" else parts[::-1], -1))
+                mapped = t[..., first : first + channels]
+                parts = [mapped * cos, mapped * sin]
+                parts = parts if case.order == "cos_sin" else parts[::-1]
+                rows.append(torch.cat([t[..., :first], *parts, t[..., first + channels :]], -1))
                 continue
             columns = [*t.unbind(-1)]
             for c in range(channels):
@@ -212,6 +214,8 @@ def test_tables(map, phase, amplitude_heads):
     [
         {"map": "rotate", "pairs": "interleaved"},
         {"map": "rotate", "rotary_dim": slice(2, 6)},
+        {"rotary_dim": 3},
+        {"rotary_dim": slice(3, 6), "order": "sin_cos", "normalizer": "encoded", "mask": "causal", "state": True},
         {"order": "sin_cos"},
         {"heads": (3, 3), "v_dim": 5},
         {"heads": (6, 1), "v_dim": 11},
@@ -231,6 +235,24 @@ def test_tables(map, phase, amplitude_heads):
 )
 def test_other_calls(changes):
     compared(LinearCase(**{"head_dim": 8, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("map", "act", "tokens", "least", "most"),
+    [
+        ("cosine", "relu", 2, 0.99, 1 + 1e-9), ("cosine", "softplus", 2, 0.9, 1 + 1e-9),
+        ("rotate", "relu", 2, 1e5, 1e7),
+        ("rotate", "relu", 64, 0, 1), ("rotate", "softplus", 2, 1, 3), ("rotate", "sigmoid", 2, 1, 3),
+    ],
+)  # fmt: skip
+def test_how_large_outputs_get(map, act, tokens, least, most):
+    """What docs/linear-attention.md says of denominators, at head_dim 8: multiples of the largest value."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 20000 // tokens, 1, tokens, 8, dtype=torch.float64).unbind()
+    omega = geometric_theta(8 if map == "cosine" else 4).view(1, -1, 1)
+    o = linear_attention(q, k, v, map=map, omega=omega, positions=Grid((tokens,)), act=act)
+    largest = (o.abs().amax((1, 2, 3)) / v.abs().amax((1, 2, 3))).max()
+    assert least <= largest <= most
 
 
 def test_the_comparison_can_fail():

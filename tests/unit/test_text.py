@@ -419,6 +419,19 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: packed_positions([0, 5], 5), TypeError, "cu_seqlens: expected a tensor.*list"),
         (lambda: packed_positions(torch.zeros(2), 5), ValueError, "cu_seqlens: .*float32"),
         (
+            lambda: packed_positions(torch.tensor([1, 5]), 5), ValueError,
+            r"cu_seqlens: expected offsets that begin at 0, never fall and end at most at 5, .*, got \[1, 5\]",
+        ),
+        (lambda: packed_positions(torch.tensor([0, 4, 2]), 5), ValueError, r"cu_seqlens: .*, got \[0, 4, 2\]"),
+        (
+            lambda: Rotate1d(8)(X[:1], cu_seqlens=torch.tensor([0, 6])), ValueError,
+            r"cu_seqlens: .* at most at 5, .*, got \[0, 6\]",
+        ),
+        (
+            lambda: lrpe_rotate_1d(X[:1], torch.rand(4), cu_seqlens=torch.tensor([0, 2**32 + 5])), ValueError,
+            r"cu_seqlens: .*, got \[0, 4294967301\]",
+        ),
+        (
             lambda: packed_positions(torch.tensor([0, 5]), 5, torch.tensor([1, 2])), ValueError,
             r"offset: .*\(1,\), got torch.int64 \(2,\)",
         ),

@@ -108,7 +108,7 @@ def find_halves(V: tl.constexpr):
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
     """Of a row of x what the map turns, as two tiles or twice the same."""
     if V.map == "cosine":
-        x = load(row, o_n, m_n, c0, 0, V)
+        x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
     else:
         return load_pairs(row, o_n, m_n, c0, V)
@@ -151,7 +151,7 @@ def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
 def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
     """The inverse of :func:`load_inputs`."""
     if V.map == "cosine":
-        store(row, turned[0], o_n, m_n, c0, 0, V)
+        store(row, turned[0], o_n, m_n, c0, V.rotary_start, V)
     else:
         store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
 
@@ -176,7 +176,7 @@ def activate_row(x, stat, V: tl.constexpr):
 def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
     """dx of a row's tiles; with softmax over the sequence dx̄, of which another pass makes dx."""
     if V.dim == -1:
-        return softmax_features_backward(x_bar, dx_bar)
+        return softmax_features_backward(x_bar, dx_bar, V)
     elif V.act == "none":
         return dx_bar
     else:

@@ -147,10 +147,11 @@ def to_tiles(loaded, V: tl.constexpr):
     """x of what :func:`load_row` has loaded: a tile for what the map turns as one, or two, then what passes."""
     if V.num_turned == 0:
         return loaded
-    elif V.map == "cosine":
-        return (upcast(loaded[0], V=V),)
     else:
-        x = split_pairs(upcast(loaded[0], V=V), upcast(loaded[1], V=V), V=V)
+        if V.map == "cosine":
+            x = (upcast(loaded[0], V=V),)
+        else:
+            x = split_pairs(upcast(loaded[0], V=V), upcast(loaded[1], V=V), V=V)
         for i in tl.static_range(2, len(loaded)):
             x += (loaded[i],)
         return x

@@ -135,12 +135,12 @@ def measure(fetched, H, share, V: tl.constexpr):
         total = to_tiles(fetched[0], V=V)
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
-        mean = round_product(sum_row(total, AXIS=None), share)
+        mean = round_product(sum_row(total, V=V, AXIS=None), share)
     squares = ()
     for i in tl.static_range(len(fetched)):
         x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
         squares = add_row_products(squares, x, x)
-    return mean, take_root(sum_row(squares, AXIS=None) * share, V=V)
+    return mean, take_root(sum_row(squares, V=V, AXIS=None) * share, V=V)
 
 
 @triton.jit
@@ -267,9 +267,9 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
         g = apply_weight(dy, own[i], V=V)
         dots = add_row_products(() if i == 0 else dots, g, x_hat)
         total = g if i == 0 else add_rows(total, g)
-    dot = sum_row(dots, AXIS=None) * share
+    dot = sum_row(dots, V=V, AXIS=None) * share
     if V.norm == "layer":
-        return dot, round_product(sum_row(total, AXIS=None), share)
+        return dot, round_product(sum_row(total, V=V, AXIS=None), share)
     else:
         return dot, dot
 

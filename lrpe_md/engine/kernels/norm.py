@@ -45,10 +45,10 @@ def normalise_row(x, V: tl.constexpr):
     """x̂ of a row's tiles, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
-        centred = subtract_mean(x, round_multiple(sum_row(x), SHARE)[:, None], V=V)
+        centred = subtract_mean(x, round_multiple(sum_row(x, V=V), SHARE)[:, None], V=V)
     else:
         centred = x
-    scale = take_root(sum_row_products(centred, centred) * SHARE, V=V)[:, None]
+    scale = take_root(sum_row_products(centred, centred, V=V) * SHARE, V=V)[:, None]
     return scale_row(centred, scale), scale
 
 
@@ -57,10 +57,10 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
     """dx = r (g - x̂ mean(g x̂)), for "layer" less mean(g), g = γ dy."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     g = apply_weight(dy, weights, V=V)
-    dot = (sum_row_products(g, x_hat) * SHARE)[:, None]
+    dot = (sum_row_products(g, x_hat, V=V) * SHARE)[:, None]
     mean = dot * 0.0
     if V.norm == "layer":
-        mean = round_multiple(sum_row(g), SHARE)[:, None]
+        mean = round_multiple(sum_row(g, V=V), SHARE)[:, None]
     return combine_gradient(g, x_hat, scale, dot, mean, V=V)
 
 

@@ -44,26 +44,28 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 
 @triton.jit
-def sum_row(tiles, AXIS: tl.constexpr = 1):
+def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
     """Σ over all channels of a row, with AXIS None of all rows of the tiles; the halves of pairs, of one shape, add up
     before they go across threads."""
+    FIRST: tl.constexpr = 2 if V.num_turned == 2 else 1
     first = tiles[0]
-    if len(tiles) > 1:
+    if FIRST == 2:
         first = first + tiles[1]
     total = tl.sum(first, axis=AXIS)
-    for i in tl.static_range(2, len(tiles)):
+    for i in tl.static_range(FIRST, len(tiles)):
         total += tl.sum(tiles[i], axis=AXIS)
     return total
 
 
 @triton.jit
-def sum_row_products(x, y):
+def sum_row_products(x, y, V: tl.constexpr):
     """Σ x y over all channels of a row, in the order of :func:`sum_row`."""
+    FIRST: tl.constexpr = 2 if V.num_turned == 2 else 1
     first = round_product(x[0], y[0])
-    if len(x) > 1:
+    if FIRST == 2:
         first = add_product(first, x[1], y[1])
     total = tl.sum(first, axis=1)
-    for i in tl.static_range(2, len(x)):
+    for i in tl.static_range(FIRST, len(x)):
         total += tl.sum(round_product(x[i], y[i]), axis=1)
     return total
 

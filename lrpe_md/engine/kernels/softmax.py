@@ -18,13 +18,13 @@ def softmax_features(x, V: tl.constexpr):
     exps = ()
     for i in tl.static_range(len(x)):
         exps += (mask_rest(exp(x[i] - top[:, None], V), i, 0.0, V),)
-    return scale_row(exps, reciprocal(sum_row(exps), V)[:, None])
+    return scale_row(exps, reciprocal(sum_row(exps, V=V), V)[:, None])
 
 
 @triton.jit
-def softmax_features_backward(x_bar, dx_bar):
+def softmax_features_backward(x_bar, dx_bar, V: tl.constexpr):
     """dx = x̄ (dx̄ - Σ x̄ dx̄) of a row's tiles."""
-    dot = sum_row_products(x_bar, dx_bar)[:, None]
+    dot = sum_row_products(x_bar, dx_bar, V=V)[:, None]
     dx = ()
     for i in tl.static_range(len(x_bar)):
         dx += (round_product(x_bar[i], dx_bar[i] - dot),)
