@@ -42,7 +42,7 @@ class Place(_Small):
     by_sample: bool = False  # origin or coordinates
     masked: bool = False  # some rows of coordinates are not rotated
     far: float = 20.0  # largest coordinate or origin
-    dtype: str = "float32"  # of coordinates
+    dtype: str = "float32"  # of coordinates; of an origin int32 or int64
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +194,7 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
             [inside // max(step, 1) % max(n, 1) for step, n in zip(steps, place.shape, strict=True)], -1
         )
         origin = torch.randint(-int(place.far), int(place.far) + 1, (*size, axes), generator=generator)
+        origin = origin.int() if place.dtype == "int32" else origin
         at = cells + origin[..., None, :] if place.origin else cells
         scale, shift = (
             torch.tensor(given or (default,) * axes, dtype=torch.float64)

@@ -61,11 +61,11 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
     place = Place(kind, shape, far=mostly(f, 20.0, 1000.0, 1e6, share=0.8))
     by_sample = v.random() < 0.4
     if kind != "tensor" and v.random() < 0.6:
-        place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(0, 2) * v.randint(0, 1))
+        place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(1, 2) * v.randint(0, 1))
+    place = replace(place, dtype=v.choice(("float32", "float32", "float64", "int64", "int32")))
     if kind != "grid":
-        dtype = v.choice(("float32", "float32", "float64", "int64", "int32"))
         masked = kind == "coordinates" and v.random() < 0.6
-        return replace(place, dtype=dtype, masked=masked, by_sample=by_sample and not packed)
+        return replace(place, masked=masked, by_sample=by_sample and not packed)
     if v.random() < 0.4:
         place = replace(place, scale=tuple(f.choice((0.25, 1 / 3, 2.5, -1.0)) for _ in shape))
     if v.random() < 0.3:
@@ -74,7 +74,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
         place = replace(place, as_tensors=not packed)
     if v.random() < 0.4 and not packed:
         place = replace(place, origin=True, by_sample=by_sample)
-    if not whole and place.num_tokens and v.random() < 0.3:
+    if v.random() < 0.3 and not whole and place.num_tokens:
         begin = f.randint(0, place.num_tokens - 1)
         place = replace(place, start=begin, length=f.randint(1, place.num_tokens - begin))
     return place
@@ -101,13 +101,13 @@ def draw_norm(d: Dice, places: tuple[Place | None, ...], same_heads: bool, dtype
     v = d.variant
     over = v.choice(("head", "head", "heads"))
     weight = v.choice(("none", "heads")) if over == "heads" else v.choice(("none", "shared", "heads"))
-    bias = weight != "none" and v.random() < 0.5
-    groups = 1
-    if weight != "none" and all(places) and v.random() < 0.3:
-        groups = 3 if any(place and place.suffix for place in places) else v.choice((2, 3))
+    weighted, groups = weight != "none", mostly(v, 1, 2, 3, share=0.7)
+    if groups > 1:
+        groups = 1 if not (weighted and all(places)) else 3 if any(p and p.suffix for p in places) else groups
+    bias, layer, pair, offset = (v.random() < p for p in (0.5, 0.3, 0.5, 0.2))
     return NormConfig(
-        "layer" if bias or v.random() < 0.3 else "rms", over, weight, groups, bias,
-        pair=two and (v.random() < 0.5 or not same_heads), offset=float(weight != "none" and v.random() < 0.2),
+        "layer" if (weighted and bias) or layer else "rms", over, weight, groups, weighted and bias,
+        pair=two and (pair or not same_heads), offset=float(weighted and offset),
         eps=mostly(v, 1e-6, 0.01, share=0.8), dtype=v.choice(("float32", "float32", dtype)),
     )  # fmt: skip
 
@@ -236,7 +236,8 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
     if pair and form == "qkv":  # as many tokens each
         shape = (places[0].num_tokens,) + (1,) * (axes - 1)
         places[1] = replace(places[0], kind="grid", shape=shape, prefix=0, suffix=0, start=0, length=None, masked=False)
-    samples = tuple(draw_place(d, axes, whole=True, packed=True) for _ in range(f.randint(1, 4))) if packed else ()
+    own = d._replace(variant=Random(v.random()))  # packed positions are a table, whatever they are made of
+    samples = tuple(draw_place(own, axes, whole=True, packed=True) for _ in range(f.randint(1, 4) * packed))
     if form == "one" and common["phase"] != "none":
         common["phase"] = "shared"
     key_heads = f.randint(1, d.limits.copies)
