@@ -130,9 +130,10 @@ def prepare() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("pytest"):
         sys.path.append(str(TESTS))
         import pytest
-        from interpreting import quicken  # pyright: ignore[reportMissingImports]
+        from interpreting import check_bounds, quicken  # pyright: ignore[reportMissingImports]
 
         quicken(pytest.MonkeyPatch())
+        check_bounds(pytest.MonkeyPatch())
 
 
 def run_job(job: Job, end: float | None) -> Result:
