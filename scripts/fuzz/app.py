@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -123,9 +124,8 @@ def prepare() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("pytest"):
         sys.path.append(str(TESTS))
         import pytest
-        from interpreting import quicken  # pyright: ignore[reportMissingImports]
 
-        quicken(pytest.MonkeyPatch())
+        importlib.import_module("interpreting").quicken(pytest.MonkeyPatch())
 
 
 def run_job(job: Job, end: float | None) -> Result:

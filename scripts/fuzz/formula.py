@@ -83,7 +83,7 @@ def share(t: Tensor, heads: int) -> Tensor:
 def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, r: Rounding) -> Tensor:
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
-        x = x - r.err(x.mean(over, keepdim=True))
+        x = x - r.err(r.err(x).mean(over, keepdim=True))
     x = r.err(x * r.err((x.square().mean(over, keepdim=True) + norm.eps).rsqrt()))
 
     def by_token(t: Tensor) -> Tensor:
