@@ -22,6 +22,10 @@ KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
 SHRUNK = 1  # failures of a job that are made smaller
 
 
+class GPUError(RuntimeError):
+    """An error that ends a process's use of the GPU; names the seed, or one soon after it."""
+
+
 class Job(NamedTuple):
     """Seeds for one process, all of one kind."""
 
@@ -109,6 +113,9 @@ def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]
                     seeds = [f"{each.kind} {each.seeds}" for each in (job, *running.values())]
                     print(f"A process died while it ran one of these seeds: {'; '.join(seeds)}")
                     return [*results, Result(job, 0, ["died"], 0.0, 0.0)]
+                except GPUError as error:
+                    print(error, flush=True)
+                    return [*results, Result(job, 0, ["GPU error"], 0.0, 0.0)]
                 results.append(result)
                 print(*result.reports, sep="\n", end="\n" if result.reports else "", flush=True)
 
@@ -143,7 +150,7 @@ def run_job(job: Job, end: float | None) -> Result:
             verdict = check(config, job.impl, job.device)
         except Exception as error:
             if "CUDA error" in str(error):  # nothing works after it
-                raise
+                raise GPUError(f"seed {seed}: {config!r}\n    {describe(error)}") from None
             reports.append(f"seed {seed}: {config!r}\n    {describe(error)}")
             continue
         if not verdict.mismatches:

@@ -73,7 +73,7 @@ def make_maps(c: MapConfig, device: Any) -> Inputs:
     draws, (heads, key_heads), (num_q, num_k) = Draws(c, device), c.heads, c.tokens
     places = c.samples or c.places
     wheres = [draws.locate(place, place.num_tokens) for place in places if place]
-    positions = pack([w.positions for w in wheres]) if c.samples else tuple(w.positions for w in wheres)
+    positions = pack([w.positions for w in wheres], device=device) if c.samples else tuple(w.positions for w in wheres)
     if c.samples:
         wheres = [join(wheres)]
     elif len(places) == 1:
