@@ -1,7 +1,8 @@
-"""``python -m scripts.fuzz``: random configurations against the formula; exits with 1 if one of them disagrees."""
+"""``python -m scripts.fuzz``: compare random configurations with the formula; exits with 1 if one disagrees."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,7 +19,7 @@ import typer
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
-SHRUNK = 1  # failures of a job that are made smaller
+SHRUNK = 1  # failures of a job that are reduced to a smaller configuration
 
 
 class GPUError(RuntimeError):
@@ -36,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a job found."""
+    """The outcome of a job."""
 
     job: Job
     done: int
@@ -69,7 +70,7 @@ def main(
     if interpreting and not (TESTS / "interpreting.py").is_file():
         raise typer.BadParameter("--impl triton: Triton's interpreter needs a checkout of the repository, or a GPU")
     if interpreting:
-        os.environ["TRITON_INTERPRET"] = "1"  # of the processes, before they import triton
+        os.environ["TRITON_INTERPRET"] = "1"  # for the new processes, before they import triton
     repeat = repeat or (20 if kind == "cuda" else 1)
     size = -(-max(repeat, 10) // repeat) * repeat
     starts = range(seed // repeat * repeat, seed + count, size)
@@ -91,7 +92,7 @@ def main(
 
 
 def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
-    """In new processes, which an error of memory may end; reports are printed as they come."""
+    """Run jobs in new processes, and print their reports as they come."""
     results: list[Result] = []
     waiting = iter(jobs)
     running: dict[Future[Result], Job] = {}
@@ -120,7 +121,7 @@ def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]
 
 
 def prepare() -> None:
-    """Of a process, before it runs a job."""
+    """Set up a new process."""
     import warnings
 
     import torch
@@ -130,13 +131,14 @@ def prepare() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("pytest"):
         sys.path.append(str(TESTS))
         import pytest
-        from interpreting import check_bounds, quicken  # pyright: ignore[reportMissingImports]
 
-        quicken(pytest.MonkeyPatch())
-        check_bounds(pytest.MonkeyPatch())
+        interpreting = importlib.import_module("interpreting")
+        interpreting.quicken(pytest.MonkeyPatch())
+        interpreting.check_bounds(pytest.MonkeyPatch())
 
 
 def run_job(job: Job, end: float | None) -> Result:
+    """Check each seed of a job."""
     from .check import check, shrink
     from .draw import Limits, draw
 
@@ -164,7 +166,7 @@ def run_job(job: Job, end: float | None) -> Result:
 
 
 def describe(error: BaseException) -> str:
-    """The first error of a chain, and where it was raised."""
+    """Return the first error of a chain, and where it was raised."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,4 +1,4 @@
-"""Configurations: what one call is made of, as values that print small and can be pasted into a test."""
+"""Configurations: everything that one call depends on, as values whose repr can be pasted into a test."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid
 
-SHARED = {  # what takes the place of all others
+SHARED = {  # layouts with strides of 0: the part that all others share
     "one sample": (slice(1),), "one head": (slice(None), slice(1)), "one number": (slice(1),) * 4,
 }  # fmt: skip
-PADDING = 16  # elements of NaN in front of each input and behind it; keeps addresses multiples of 16 bytes
+PADDING = 16  # elements of NaN before and after each input; keeps addresses multiples of 16 bytes
 
 
 class _Small:
-    """Prints the fields that differ from their defaults."""
+    """A value whose repr names only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # pyright: ignore
@@ -52,6 +52,8 @@ class Place(_Small):
 
 @dataclass(frozen=True, repr=False)
 class NormConfig(_Small):
+    """A norm of q and k."""
+
     kind: str = "rms"
     over: str = "head"
     weight: str = "none"  # | "shared" by the heads | "heads"
@@ -65,7 +67,7 @@ class NormConfig(_Small):
 
 @dataclass(frozen=True, repr=False)
 class Config(_Small):
-    """What a map and linear attention have in common."""
+    """The fields that calls of a map and of linear attention share."""
 
     map: str | None = "rotate"
     dtype: str = "float32"
@@ -78,16 +80,16 @@ class Config(_Small):
     pairs: Any = "half"
     rotary_dim: Any = None
     order: str = "cos_sin"
-    omega_heads: bool = False  # frequencies, phases and amplitudes of their own for each key head
+    omega_heads: bool = False  # each key head has its own frequencies, phases and amplitudes
     omega_dtype: str = "float32"
     phase: str = "none"  # | "shared" | "pair" | "q" | "k"
     amplitude: str = "none"  # | "number" | "channels" | "heads"
     norm: NormConfig | None = None
     layout: str = "dense"  # of inputs in memory: see arrange()
     grad_layout: str = "dense"
-    zeros: bool = False  # some tokens are 0
-    frozen: tuple[str, ...] = ()  # tensors that need no gradient
-    again: bool = False  # a call of the same sizes with other values came before
+    zeros: bool = False  # some tokens are zero
+    frozen: tuple[str, ...] = ()  # tensors that require no gradient
+    again: bool = False  # the second call of these sizes, after one with other values
     seed: int = 0
 
     @property
@@ -100,7 +102,7 @@ class Config(_Small):
 
     @property
     def part(self) -> tuple[int, int]:
-        """First mapped channel and how many there are."""
+        """Return the first mapped channel and the number of mapped channels."""
         start, stop, _ = (self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)).indices(
             self.head_dim
         )
@@ -117,13 +119,15 @@ class Config(_Small):
 
 @dataclass(frozen=True, repr=False)
 class LinearConfig(Config):
+    """One call of :func:`lrpe_md.linear_attention`."""
+
     v_dim: int = 4
     act: str = "relu"
     num_tokens: tuple[int, int] = (3, 3)  # without positions
     normalizer: str = "unrotated"
     mask: str = "full"
     block: int = 1
-    gate: str = "none"  # | "float" | "zeros" among them | "nan" in such keys and values | "bool" | "closed": all zero
+    gate: str = "none"  # | "float" | "zeros": some | "nan": k and v are, at zeros | "bool" | "closed": all zeros
     gate_heads: bool = False
     gate_dtype: str = "float32"
     lengths: tuple[int, ...] | None = None  # of packed sequences
@@ -132,7 +136,7 @@ class LinearConfig(Config):
     return_state: bool = False
     gradient_of: str = "both"  # | "o" | "state"
     eps: float = 1e-6
-    cut: str = "own"  # how tokens are cut into programs: see cuts() in check.py
+    cut: str = "own"  # how tokens are cut into programs: see patch_cuts() in run.py
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -141,19 +145,21 @@ class LinearConfig(Config):
 
     @property
     def features(self) -> int:
-        """Channels of q̂."""
+        """Return the width of q̂."""
         return self.head_dim + (self.part[1] if self.map == "cosine" else 0)
 
 
 @dataclass(frozen=True, repr=False)
 class MapConfig(Config):
+    """One call of :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
+
     form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
     samples: tuple[Place, ...] = ()  # packed end to end, instead of places
     flat: bool = False  # packed tokens come without a batch
     groups: int = 1  # of phases
     inverse: bool = False
     out: str = "none"  # | "slice" | "start" | "starts" | "first": of q alone
-    length: int = 0  # tokens of the cache beyond the call's
+    length: int = 0  # by how many tokens the cache is longer
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -170,7 +176,7 @@ class MapConfig(Config):
 
 @dataclass(frozen=True)
 class Where:
-    """Positions as the library takes them, and as the formula does."""
+    """Positions as the library and as the formula take them."""
 
     positions: Any
     coords: Tensor  # (B or 1, N, K) float64
@@ -180,7 +186,7 @@ class Where:
 
 
 def locate(place: Place | None, num_tokens: int, batch: int, device: Any, generator: torch.Generator) -> Where:
-    """Build positions, and compute them from their arguments."""
+    """Build a positions object, and compute its positions from its arguments."""
     place = place or Place("none", (num_tokens,))
     rows, axes = math.prod(place.shape), len(place.shape)
     index = torch.arange(place.num_tokens) + place.start - place.prefix
@@ -224,7 +230,7 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
 
 
 def join(samples: list[Where]) -> Where:
-    """Samples end to end."""
+    """Concatenate samples along the tokens."""
     first, *_ = samples
     tables = [torch.cat([getattr(s, name) for s in samples], -1) for name in ("on_grid", "part", "index")]
     return Where(first.positions, torch.cat([s.coords for s in samples], 1), *tables)
@@ -234,7 +240,7 @@ def join(samples: list[Where]) -> Where:
 
 
 def pad(values: Tensor) -> Tensor:
-    """The values in the middle of other memory, NaN or a large number: what reads beyond them shows."""
+    """Copy values into the middle of NaN (or a large number), so that a read out of bounds shows."""
     fill = float("nan") if values.is_floating_point() else values.dtype == torch.bool or 1 << 20
     memory = values.new_full((values.numel() + 2 * PADDING,), fill)
     view = memory[PADDING : PADDING + values.numel()].view(values.shape)
@@ -243,7 +249,7 @@ def pad(values: Tensor) -> Tensor:
 
 
 def arrange(values: Tensor, layout: str) -> Tensor:
-    """The values (B, H, N, D) in a chosen place in memory; what lies between is NaN."""
+    """Lay values (B, H, N, D) out in memory; gaps between them are NaN."""
     b, h, n, d = values.shape
     if layout == "tokens first":
         return pad(values.transpose(1, 2)).transpose(1, 2)
@@ -264,7 +270,7 @@ def arrange(values: Tensor, layout: str) -> Tensor:
 
 
 class Draws:
-    """Random tensors of a configuration, the same on every device."""
+    """The random tensors of a configuration, the same on every device."""
 
     def __init__(self, config: Config, device: Any) -> None:
         self.config, self.device = config, device
@@ -276,14 +282,15 @@ class Draws:
     def uniform(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self.generator)
 
-    def row(self, *size: int, layout: str | None = None) -> Tensor:
+    def rows(self, *size: int, layout: str | None = None) -> Tensor:
+        """Draw q, k, v, an output's gradient or a cache: (B, H, N, D)."""
         values = self.normal(*size)
         if self.config.zeros:
             values = torch.where(self.uniform(*size[:3])[..., None] < 0.2, 0, values)
         return arrange(values.to(self.device, getattr(torch, self.config.dtype)), layout or self.config.layout)
 
     def table(self, values: Tensor) -> Tensor:
-        """Another tensor, which is not contiguous in the layout "odd"."""
+        """Lay out any other tensor; it is not contiguous in the layout "odd"."""
         values = values.to(self.device)
         return pad(values.mT).mT if self.config.layout == "odd" and values.ndim > 1 else pad(values)
 
@@ -291,26 +298,26 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """omega, phase_q, phase_k and amplitude: those that there are."""
+        """Draw omega, phase_q, phase_k and amplitude, as far as the configuration has them."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
             return {}
         decay = 100.0 ** -(torch.arange(channels) / max(channels, 1))
         omega = self.normal(heads, channels, c.num_axes) * decay[:, None]
-        found = {"omega": omega.to(getattr(torch, c.omega_dtype))}
+        tensors = {"omega": omega.to(getattr(torch, c.omega_dtype))}
         size = (heads, channels) if groups == 1 else (groups, heads, channels)
         names = {"none": (), "shared": ("phase_q",), "pair": ("phase_q", "phase_k"), "q": ("phase_q",)}
         for name in names.get(c.phase, ("phase_k",)):
-            found[name] = self.normal(*size) * 2
+            tensors[name] = self.normal(*size) * 2
         if c.amplitude != "none":
             forms = {"number": (), "channels": (channels,), "heads": (heads, channels)}
-            found["amplitude"] = 1.5 + 0.5 * self.normal(*forms[c.amplitude])
-        return {name: self.table(t) for name, t in found.items()}
+            tensors["amplitude"] = 1.5 + 0.5 * self.normal(*forms[c.amplitude])
+        return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """weight_q, weight_k, bias_q and bias_k: those that there are."""
-        c, found = self.config, {}
+        """Draw weight_q, weight_k, bias_q and bias_k, as far as the configuration has them."""
+        c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}
         for side, heads in zip("qk" if c.norm.pair else "q", c.heads, strict=False):
@@ -319,5 +326,5 @@ class Draws:
                 size = (c.norm.groups, *(size if c.norm.weight == "heads" else (1, c.head_dim)))
             for name in ("weight", "bias")[: 1 + c.norm.bias]:
                 values = self.normal(*size) * 0.5 + (name == "weight")
-                found[f"{name}_{side}"] = self.table(values.to(getattr(torch, c.norm.dtype)))
-        return found
+                tensors[f"{name}_{side}"] = self.table(values.to(getattr(torch, c.norm.dtype)))
+        return tensors

@@ -1,4 +1,4 @@
-"""Random configurations, each from one integer."""
+"""Draw random configurations, each from one seed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
 
 
 class Limits(NamedTuple):
-    """What a device can do in a short time."""
+    """Sizes that a device can run in a short time."""
 
     tokens: int = 40
     long: int = 150  # of one configuration in ten
-    repeat: int = 1  # so many configurations in a row share what is compiled into kernels
-    pairs: int = 10**7  # of tokens, for which the formula has numbers
+    repeat: int = 1  # number of seeds in a row that share their compiled kernels
+    pairs: int = 10**7  # of tokens and heads, which the formula stores
     copies: int = 3  # samples, and key heads, at most
-    compiled: bool = False  # for a GPU: no products in float64, states that fit it
+    compiled: bool = False  # on a GPU: no linear attention in float64, states that fit the kernels
 
 
 class Dice(NamedTuple):
-    """variant: for what chooses a compiled kernel, the same for ``Limits.repeat`` seeds; free: for all else."""
+    """Random numbers. variant: for fields that choose a compiled kernel; free: for all other fields."""
 
     variant: Random
     free: Random
@@ -42,11 +42,12 @@ def draw(seed: int, kind: str, limits: Limits) -> Config:
     return (draw_linear if kind == "linear" else draw_maps)(dice, seed)
 
 
-def mostly(rng: Random, first: Any, *others: Any, share: float = 0.6) -> Any:
+def pick(rng: Random, first: Any, *others: Any, share: float = 0.6) -> Any:
+    """Return the first value with a probability of ``share``, else one of the others."""
     return first if rng.random() < share else rng.choice(others)
 
 
-# --- what both have -------------------------------------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------------------------
 
 
 def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False) -> Place:
@@ -58,7 +59,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
         shape = tuple(max(1, n // 2) for n in shape)
     if f.random() < 0.02:
         shape = (0, *shape[1:])
-    place = Place(kind, shape, far=mostly(f, 20.0, 1000.0, 1e6, share=0.8))
+    place = Place(kind, shape, far=pick(f, 20.0, 1000.0, 1e6, share=0.8))
     by_sample = v.random() < 0.4
     if kind != "tensor" and v.random() < 0.6:
         place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(1, 2) * v.randint(0, 1))
@@ -81,7 +82,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
 
 
 def draw_part(d: Dice, map: str | None, head_dim: int) -> Any:
-    """rotary_dim, and the pairs of a rotation."""
+    """Draw rotary_dim, and the pairs of a rotation."""
     v = d.variant
     step = 2 if map == "rotate" else 1
     width = head_dim // step * step
@@ -101,19 +102,19 @@ def draw_norm(d: Dice, places: tuple[Place | None, ...], same_heads: bool, dtype
     v = d.variant
     over = v.choice(("head", "head", "heads"))
     weight = v.choice(("none", "heads")) if over == "heads" else v.choice(("none", "shared", "heads"))
-    weighted, groups = weight != "none", mostly(v, 1, 2, 3, share=0.7)
+    weighted, groups = weight != "none", pick(v, 1, 2, 3, share=0.7)
     if groups > 1:
         groups = 1 if not (weighted and all(places)) else 3 if any(p and p.suffix for p in places) else groups
     bias, layer, pair, offset = (v.random() < p for p in (0.5, 0.3, 0.5, 0.2))
     return NormConfig(
         "layer" if (weighted and bias) or layer else "rms", over, weight, groups, weighted and bias,
         pair=two and (pair or not same_heads), offset=float(weighted and offset),
-        eps=mostly(v, 1e-6, 0.01, share=0.8), dtype=v.choice(("float32", "float32", dtype)),
+        eps=pick(v, 1e-6, 0.01, share=0.8), dtype=v.choice(("float32", "float32", dtype)),
     )  # fmt: skip
 
 
 def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """Fields of :class:`Config` that hang on nothing else."""
+    """Draw the fields of :class:`Config` that depend on no other."""
     v, f = d.variant, d.free
     head_dim = v.choice([n for n in head_dims if n > 1 or map != "rotate"])
     part, pairs = draw_part(d, map, head_dim)
@@ -122,13 +123,13 @@ def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int)
     encoded = map is not None
     return {
         "map": map, "head_dim": head_dim, "rotary_dim": part, "pairs": pairs if map == "rotate" else "half",
-        "order": mostly(v, "cos_sin", "sin_cos") if map == "cosine" else "cos_sin",
-        "omega_heads": encoded and f.random() < 0.4, "omega_dtype": mostly(v, "float32", "float64", share=0.8),
-        "phase": mostly(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
-        "amplitude": mostly(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
+        "order": pick(v, "cos_sin", "sin_cos") if map == "cosine" else "cos_sin",
+        "omega_heads": encoded and f.random() < 0.4, "omega_dtype": pick(v, "float32", "float64", share=0.8),
+        "phase": pick(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
+        "amplitude": pick(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
         "frozen": frozen, "again": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
-        "layout": mostly(f, *DENSE, "one sample", "one head", share=0.4),
-        "grad_layout": mostly(f, *DENSE, "one sample", "one number", share=0.5),
+        "layout": pick(f, *DENSE, "one sample", "one head", share=0.4),
+        "grad_layout": pick(f, *DENSE, "one sample", "one number", share=0.5),
     }  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
     c = LinearConfig(
         **common, dtype=dtype, act=act, dim=None if act != "softmax" else -2 if over_tokens else -1, places=places,
         num_tokens=num_tokens, heads=(key_heads * repeats, key_heads), batch=1 if packed else batch,
-        v_dim=mostly(v, common["head_dim"], *wide), normalizer=normalizer, mask=mask, eps=mostly(f, 1e-6, 1e-3),
+        v_dim=pick(v, common["head_dim"], *wide), normalizer=normalizer, mask=mask, eps=pick(f, 1e-6, 1e-3),
         cut=f.choice(("own", "two passes", "pieces", "parts")),
     )  # fmt: skip
     if c.batch * c.heads[0] * math.prod(c.tokens) > d.limits.pairs:
@@ -181,29 +182,29 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
         c = replace(c, layout="dense")
     state = f.random() < 0.35
     kept = f.random() < 0.35
-    return replace(c, state=state, return_state=kept, gradient_of=mostly(f, "both", "o", "state") if kept else "both")
+    return replace(c, state=state, return_state=kept, gradient_of=pick(f, "both", "o", "state") if kept else "both")
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Places of q and k, and how many tokens there are where no place says so."""
+    """Draw the places of q and k, and the numbers of tokens, which count where there is no place."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()
     if map is None and d.variant.random() < 0.6:
-        return (None,), (num, mostly(d.free, d.tokens(), 0, share=0.97) if cross else num)
+        return (None,), (num, pick(d.free, d.tokens(), 0, share=0.97) if cross else num)
     first = draw_place(d, axes, whole=whole)
     return ((first, draw_place(d, axes, whole=whole)) if cross else (first,)), (num, num)
 
 
 def draw_lengths(f: Random, num_tokens: int) -> tuple[int, ...]:
-    """One sequence, a few, or many; where they end at random, some are empty."""
+    """Draw one sequence, a few or many, of random lengths, some of which are 0."""
     num = f.choice((1, 1, 2, 3, 5, num_tokens + 2))
     ends = sorted(f.randint(0, num_tokens) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_tokens], strict=True))
 
 
 def draw_blocks(d: Dice, c: LinearConfig) -> LinearConfig:
-    """A divisor of the tokens on the grid, and perhaps a shard that cuts no block."""
+    """Draw a block, a divisor of the tokens on the grid, and sometimes a shard of whole blocks."""
     f, place = d.free, c.place_q
     rows = math.prod(place.shape) if place else c.num_tokens[0]
     block = f.choice([n for n in range(1, max(rows, 1) + 1) if rows % n == 0])

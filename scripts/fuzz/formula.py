@@ -1,11 +1,11 @@
-"""The formula, stated a second time: float64, every pair of tokens, nothing imported but torch.
+"""The formula, stated a second time: in float64, from pair to pair of tokens, with nothing but torch.
 
     Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c] on the grid, 0 for prefix and suffix        x̄ = act(norm(x))
     cosine   [x̄ cos Θ, x̄ sin Θ]           rotate   (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ)
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
 
-Written from the documentation, not from the reference, and differentiated by autograd. A :class:`Rounding` says after
-which steps an implementation may round; with levels above 0 these steps err at random, which the judge measures.
+It is written from the documentation, not from the reference, and differentiated by autograd. A :class:`Rounding` adds
+random errors to the steps after which an implementation may round; check.py measures what they do.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from torch import Tensor
 from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
-def _errors(x: Tensor) -> Tensor:
-    """Random numbers, of which tokens (the last dimension but one) have a part in common, as equal tokens have."""
+def _draw_errors(x: Tensor) -> Tensor:
+    """Draw errors, a part of which all tokens share, since equal tokens are rounded alike."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
 
-class _Err(torch.autograd.Function):
-    """x with a random relative error, and likewise its gradient."""
+class _Perturb(torch.autograd.Function):
+    """Add random relative errors to a tensor and to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, level: float, backward: float) -> Tensor:
         ctx.level = backward
-        return x * (1 + level * _errors(x)) if level else x.view_as(x)
+        return x * (1 + level * _draw_errors(x)) if level else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        return grad * (1 + ctx.level * _errors(grad)) if ctx.level else grad, None, None
+        return grad * (1 + ctx.level * _draw_errors(grad)) if ctx.level else grad, None, None
 
 
 class Rounding(NamedTuple):
-    """Relative errors of single steps, one standard deviation; all 0: exact."""
+    """Relative errors of single steps, as standard deviations; all 0 is exact."""
 
     arithmetic: float = 0.0
     operand: float = 0.0  # of matrix products
     result: float = 0.0  # stored between two launches
-    stored: Mapping[str, float] = MappingProxyType({})  # of the parts of a tensor's gradient, one of each launch
+    parameters: Mapping[str, float] = MappingProxyType({})  # name: of the gradient that one launch leaves
 
-    def err(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
+    def perturb(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
         if not self.arithmetic:
             return x
-        return _Err.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
+        return _Perturb.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
 
-    def use(self, t: dict[str, Tensor], name: str) -> Any:
-        """A tensor, as one launch reads it: its gradient is rounded by each."""
+    def read(self, t: dict[str, Tensor], name: str) -> Any:
+        """Return a parameter as one launch reads it, whose share of the gradient is rounded."""
         x = t.get(name)
-        return x if x is None or not self.arithmetic else _Err.apply(x, 0.0, self.stored[name])
+        return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
-    def err_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """An angle is as exact as float32 at one turn, and as float64 where it is large."""
+    def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
+        """Add errors as of float32 within one turn, and as of float64 in a large angle."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)
-        return self.err(theta + noise * (theta != 0), "exact", "arithmetic")
+        return self.perturb(theta + noise * (theta != 0), "exact", "arithmetic")
 
     @property
     def exact(self) -> float:
@@ -73,7 +73,7 @@ EXACT = Rounding()
 
 
 def share(t: Tensor, heads: int) -> Tensor:
-    """(.., H or 1, N, C) → (.., heads, N, C): head h takes the one numbered h // (heads / H)."""
+    """Repeat (.., H or 1, N, C) to (.., heads, N, C): head h takes the one numbered h // (heads / H)."""
     return t.repeat_interleave(heads // t.shape[-3], dim=-3)
 
 
@@ -81,10 +81,11 @@ def share(t: Tensor, heads: int) -> Tensor:
 
 
 def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, r: Rounding) -> Tensor:
+    """Apply the norm over each head, or over all heads."""
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
-        x = x - r.err(x.mean(over, keepdim=True))
-    x = r.err(x * r.err((x.square().mean(over, keepdim=True) + norm.eps).rsqrt()))
+        x = x - r.perturb(r.perturb(x).mean(over, keepdim=True))
+    x = r.perturb(x * r.perturb((x.square().mean(over, keepdim=True) + norm.eps).rsqrt()))
 
     def by_token(t: Tensor) -> Tensor:
         if t.ndim == 3:
@@ -92,38 +93,41 @@ def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor,
         return t[:, None] if t.ndim == 2 else t
 
     if weight is not None:
-        x = r.err(x * (by_token(weight) + norm.offset))
-    return x if bias is None else r.err(x + by_token(bias))
+        x = r.perturb(x * (by_token(weight) + norm.offset))
+    return x if bias is None else r.perturb(x + by_token(bias))
 
 
 def activate(x: Tensor, act: str, dim: int | None, r: Rounding) -> Tensor:
+    """Apply the activation."""
     if act == "softmax" and x.numel():
         assert dim is not None
-        e = r.err(torch.exp(x - x.detach().amax(dim, keepdim=True)))
-        return e / r.err(e.sum(dim, keepdim=True))
+        e = r.perturb(torch.exp(x - x.detach().amax(dim, keepdim=True)))
+        return e / r.perturb(e.sum(dim, keepdim=True))
     if act in ("sigmoid", "silu"):
-        s = r.err(1 / (1 + torch.exp(-x)))
+        s = r.perturb(1 / (1 + torch.exp(-x)))
         return x * s if act == "silu" else s
     return {"none": x, "softmax": x, "relu": x * (x > 0), "softplus": torch.logaddexp(x, torch.zeros_like(x))}[act]
 
 
-def turns(where: Where, omega: Tensor, phase: Any, amplitude: Any, heads: int, r: Rounding) -> tuple[Tensor, Tensor]:
-    """Cos Θ and sin Θ, times the amplitude: (B or 1, heads, N, C)."""
+def form_cos_sin(
+    where: Where, omega: Tensor, phase: Any, amplitude: Any, heads: int, r: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Return cos Θ and sin Θ times the amplitude, (B or 1, heads, N, C) each."""
     on_grid = where.on_grid[:, None, :, None]
     theta = torch.einsum("bnk,hck->bhnc", where.coords, omega)
     reach = torch.einsum("bnk,hck->bhnc", where.coords.abs(), omega.abs())
     if phase is not None:
         theta = theta + phase[:, None]
-    theta = r.err_angle(torch.where(on_grid, theta, 0), reach)
+    theta = r.perturb_angle(torch.where(on_grid, theta, 0), reach)
     gain = torch.ones((), dtype=theta.dtype, device=theta.device) if amplitude is None else amplitude
     gain = gain[:, None] if gain.ndim == 2 else gain
     gain = torch.where(on_grid, gain, 1)
-    cos, sin = r.err(theta.cos()), r.err(theta.sin())
+    cos, sin = r.perturb(theta.cos()), r.perturb(theta.sin())
     return share(cos * gain, heads), share(sin * gain, heads)
 
 
 def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], list[int]]:
-    """The first and the second channel of each pair."""
+    """Return the first and the second channel of each pair."""
     if pairs == "interleaved":
         return [start + 2 * p for p in range(channels)], [start + 2 * p + 1 for p in range(channels)]
     first, second, begin = [], [], start
@@ -135,14 +139,14 @@ def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], lis
 
 
 def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Rounding) -> Tensor:
-    """x̂ from x̄; of the cosine map one for each group of phases, side by side."""
+    """Map x̄ to x̂; the cosine map puts the groups of phases side by side."""
     start, width = c.part
     if c.map == "cosine":
         middle = []
         for cos, sin in angles:
-            own = r.err(x[..., start : start + width], "exact", "result")
+            own = r.perturb(x[..., start : start + width], "exact", "result")
             both = [own * cos, own * sin] if c.order == "cos_sin" else [own * sin, own * cos]
-            middle.append(r.err(torch.cat(both, -1), "exact", "result"))
+            middle.append(r.perturb(torch.cat(both, -1), "exact", "result"))
         repeats = c.groups // len(angles) if isinstance(c, MapConfig) else 1
         return torch.cat([x[..., :start], *middle * repeats, x[..., start + width :]], -1)
     if c.map is None:
@@ -154,36 +158,39 @@ def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Roun
 
 
 def encode(c: Config, x: Tensor, where: Where, t: dict[str, Tensor], side: str, r: Rounding) -> tuple[Tensor, Tensor]:
-    """x̄ and x̂ of q or k, (B, H, N, D) and (B, H, N, Ê)."""
+    """Return x̄ (B, H, N, D) and x̂ (B, H, N, Ê) of q or k."""
     if c.norm is not None:
         own = side if c.norm.pair else "q"
-        x = normalise(x, c.norm, r.use(t, f"weight_{own}"), r.use(t, f"bias_{own}"), where.part, r)
+        x = normalise(x, c.norm, r.read(t, f"weight_{own}"), r.read(t, f"bias_{own}"), where.part, r)
     if c.dim == -2 or (c.norm is not None and c.norm.over == "heads"):
-        x = r.err(x, "result")
-    x_bar = r.err(activate(x, c.act, c.dim, r))
+        x = r.perturb(x, "result")
+    x_bar = r.perturb(activate(x, c.act, c.dim, r))
     if c.map is None:
         return x_bar, x_bar
     if isinstance(c, LinearConfig) and c.dim == -2:
-        x_bar = r.err(x_bar, "result")
-    phase = r.use(t, "phase_q" if c.phase == "shared" else f"phase_{side}")
+        x_bar = r.perturb(x_bar, "result")
+    phase = r.read(t, "phase_q" if c.phase == "shared" else f"phase_{side}")
     sign = -1 if isinstance(c, MapConfig) and c.inverse else 1
     phases = list(phase.unbind()) if phase is not None and phase.ndim == 3 else [phase]
     angles = [
-        turns(where, sign * r.use(t, "omega"), None if phi is None else sign * phi, t.get("amplitude"), x.shape[1], r)
+        form_cos_sin(
+            where, sign * r.read(t, "omega"), None if phi is None else sign * phi, t.get("amplitude"), x.shape[1], r
+        )
         for phi in phases
     ]
     return x_bar, apply_map(c, x_bar, angles, r)
 
 
 def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str, Tensor], r: Rounding) -> list[Tensor]:
+    """Encode one tensor, or q and k."""
     return [encode(c, x, where, t, side, r)[1] for x, where, side in zip(xs, wheres, "qk", strict=False)]
 
 
 # --- linear attention -----------------------------------------------------------------------------------------------
 
 
-def sees(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
-    """(N_q, N_k): whether a query sees a key."""
+def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
+    """Return whether a query sees a key, (N_q, N_k)."""
     if c.mask == "block":  # prefix and suffix are blocks of their own
         number = torch.where(k.part == 1, k.index.clamp_min(0) // c.block, torch.where(k.part == 0, -1, 1 << 40))
         return number[:, None] >= number
@@ -196,7 +203,7 @@ def sees(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 
 
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
-    """o, with a normaliser z, and the state behind the last token, S and sums."""
+    """Return o, the state after the last token (S, sums) and, with a normaliser, z."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
     heads = q.shape[1]
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
@@ -207,8 +214,8 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
     k_bar, k_hat = beta * k_bar, beta * k_hat
     # Two uses each, whose gradients may be rounded before they are added up.
     feature_q, feature_k = (q_bar, k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
-    feature_q, feature_k = r.err(feature_q), r.err(feature_k)
-    q_hat, k_hat, v = r.err(q_hat, "operand"), r.err(k_hat, "operand"), r.err(v, "operand")
+    feature_q, feature_k = r.perturb(feature_q), r.perturb(feature_k)
+    q_hat, k_hat, v = r.perturb(q_hat, "operand"), r.perturb(k_hat, "operand"), r.perturb(v, "operand")
     packed = c.lengths is not None
     lengths = torch.tensor(c.lengths or (k.shape[2],), device=q.device)
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
@@ -220,27 +227,27 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
         for n, own in (("S", own_S), ("sums", own_sums))
     )
 
-    def read(queries: Tensor, states: Tensor) -> Tensor:
-        """What each query finds in the state of its sequence."""
+    def read_state(queries: Tensor, states: Tensor) -> Tensor:
+        """Multiply queries by the state of their sequence."""
         of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
-        found = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
-        return torch.stack(found).sum(0)
+        products = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
+        return torch.stack(products).sum(0)
 
-    mask = sees(c, *wheres, sequence)
-    weights = r.err(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
-    rows = weights @ share(v, heads) + read(q_hat, r.err(S, "operand"))
-    if r.arithmetic:  # an implementation may form a state of the keys that a query sees
+    mask = make_mask(c, *wheres, sequence)
+    weights = r.perturb(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
+    rows = weights @ share(v, heads) + read_state(q_hat, r.perturb(S, "operand"))
+    if r.arithmetic:  # of an implementation that sums up a state of the keys that a query sees
         seen = mask.sum(-1, keepdim=True) / max(mask.shape[1], 1)
-        rows = rows + seen * read(q_hat, r.err(own_S, "operand") - own_S)
-    rows = r.err(rows, "exact", "operand")
-    after_S, after_sums = (r.err(x + own).squeeze(int(packed)) for x, own in ((S, own_S), (sums, own_sums)))
+        rows = rows + seen * read_state(q_hat, r.perturb(own_S, "operand") - own_S)
+    rows = r.perturb(rows, "exact", "operand")
+    after_S, after_sums = (r.perturb(x + own).squeeze(int(packed)) for x, own in ((S, own_S), (sums, own_sums)))
     if c.normalizer == "none":
-        return {"o": r.err(rows), "S": after_S}
+        return {"o": r.perturb(rows), "S": after_S}
     z = torch.where(mask, feature_q @ share(feature_k, heads).mT, 0).sum(-1, keepdim=True)
-    z = r.err(z + read(feature_q, sums[..., None]))
+    z = r.perturb(z + read_state(feature_q, sums[..., None]))
     if c.normalizer == "unrotated":
         o = rows / torch.where(z > c.eps, z, c.eps)
     else:
         small = z.abs() < c.eps
         o = torch.where(small, 0, rows / torch.where(small, 1, z))
-    return {"o": r.err(o), "S": after_S, "sums": after_sums, "z": z}
+    return {"o": r.perturb(o), "S": after_S, "sums": after_sums, "z": z}

@@ -1,4 +1,4 @@
-"""One configuration, run by the library and by the formula: outputs, and the gradients of all that has one."""
+"""Run one configuration by the library and by the formula: its outputs, and the gradients of its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Named = dict[str, Tensor]
 
 
 class Inputs(NamedTuple):
-    tensors: Named  # what a call takes, by name
+    """The tensors and positions of one call, and the gradients of its outputs."""
+
+    tensors: Named  # arguments of the call, by name
     wheres: list[Where]  # of q and of k
     grads: Named  # of the outputs
     positions: Any
@@ -31,6 +33,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(c: Config, device: Any) -> Inputs:
+    """Draw the inputs of a configuration."""
     return make_linear(c, device) if isinstance(c, LinearConfig) else make_maps(c, device)  # pyright: ignore
 
 
@@ -39,8 +42,8 @@ def make_linear(c: LinearConfig, device: Any) -> Inputs:
     wheres = [draws.locate(place, num) for place, num in zip((c.place_q, c.place_k), c.tokens, strict=True)]
     wheres[1] = wheres[0] if c.places[0] and len(c.places) == 1 else wheres[1]
     positions = tuple(w.positions for w in wheres) if len(c.places) == 2 else wheres[0].positions
-    q = draws.row(c.batch, heads, num_q, c.head_dim)
-    k, v = (draws.row(c.batch, key_heads, num_k, width) for width in (c.head_dim, c.v_dim))
+    q = draws.rows(c.batch, heads, num_q, c.head_dim)
+    k, v = (draws.rows(c.batch, key_heads, num_k, width) for width in (c.head_dim, c.v_dim))
     t = {"q": q, "k": k, "v": v, **draws.frequencies(), **draws.norm_weights()}
     if c.gate != "none":
         gate = draws.uniform(c.batch, key_heads if c.gate_heads else 1, num_k) + 0.25
@@ -63,7 +66,7 @@ def make_linear(c: LinearConfig, device: Any) -> Inputs:
         t |= {name: draws.table(x.to(wide)) for name, x in state.items()}
     grads = {}
     if c.gradient_of != "state":
-        grads["o"] = draws.row(c.batch, heads, num_q, c.v_dim, layout=c.grad_layout)
+        grads["o"] = draws.rows(c.batch, heads, num_q, c.v_dim, layout=c.grad_layout)
     if c.return_state and c.gradient_of != "o":
         grads |= {name: draws.table(draws.normal(*size).to(wide)) for name, size in sizes.items()}
     return Inputs(t, wheres, grads, positions)
@@ -79,40 +82,41 @@ def make_maps(c: MapConfig, device: Any) -> Inputs:
     elif len(places) == 1:
         positions = wheres[0].positions
     if c.form == "one":
-        t = {"q": draws.row(c.batch, heads, num_q, c.head_dim)}
+        t = {"q": draws.rows(c.batch, heads, num_q, c.head_dim)}
     elif c.form == "two":
-        t = {"q": draws.row(c.batch, heads, num_q, c.head_dim), "k": draws.row(c.batch, key_heads, num_k, c.head_dim)}
+        t = {"q": draws.rows(c.batch, heads, num_q, c.head_dim), "k": draws.rows(c.batch, key_heads, num_k, c.head_dim)}
     else:
-        t = {"qkv": draws.row(c.batch, num_q, heads + 2 * key_heads, c.head_dim)}
+        t = {"qkv": draws.rows(c.batch, num_q, heads + 2 * key_heads, c.head_dim)}
     t |= {**draws.frequencies(c.groups), **draws.norm_weights()}
-    shapes = output_shapes(c)
+    shapes = get_output_shapes(c)
     if c.out == "none":
-        grads = {n: draws.row(*size, layout=c.grad_layout) for n, size in shapes.items()}
+        grads = {n: draws.rows(*size, layout=c.grad_layout) for n, size in shapes.items()}
         return Inputs(t, [wheres[0], wheres[-1]], grads, positions)
     for name, (b, h, n, d) in shapes.items():
         if name == "q" or (name == "k" and c.out != "first"):
-            t[f"out_{name}"] = draws.row(b, h, n + c.length, d, layout=c.grad_layout)
+            t[f"out_{name}"] = draws.rows(b, h, n + c.length, d, layout=c.grad_layout)
     size = (c.batch,) if c.out == "starts" else (1,)
     t["start"] = torch.randint(0, c.length + 1, size, generator=draws.generator).to(device)
     return Inputs(t, [wheres[0], wheres[-1]], {}, positions)
 
 
-def output_shapes(c: MapConfig) -> dict[str, tuple[int, int, int, int]]:
+def get_output_shapes(c: MapConfig) -> dict[str, tuple[int, int, int, int]]:
+    """Return the shapes (B, H, N, D) of a map's outputs, by name."""
     _, width = c.part
     wide = c.head_dim + (2 * c.groups - 1) * width if c.map == "cosine" else c.head_dim
-    found = {n: (c.batch, h, num, wide) for n, h, num in zip("qk", c.heads, c.tokens, strict=True)}
+    shapes = {n: (c.batch, h, num, wide) for n, h, num in zip("qk", c.heads, c.tokens, strict=True)}
     if c.form == "one":
-        del found["k"]
+        del shapes["k"]
     elif c.form != "two":
-        found["v"] = (c.batch, c.heads[1], c.tokens[1], c.head_dim)
-    return found
+        shapes["v"] = (c.batch, c.heads[1], c.tokens[1], c.head_dim)
+    return shapes
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
 
 
-def common_options(c: Config, t: Named) -> dict[str, Any]:
-    """Arguments that the public functions share."""
+def make_common_options(c: Config, t: Named) -> dict[str, Any]:
+    """Return the arguments that the public functions share."""
 
     def pair(name: str, both: bool) -> Any:
         return (t.get(f"{name}_q"), t.get(f"{name}_k")) if both else t.get(f"{name}_q")
@@ -139,27 +143,27 @@ def call_linear(c: LinearConfig, inputs: Inputs, t: Named, impl: str) -> Named:
         ends = torch.tensor([0, *c.lengths]).cumsum(0)
         cu_seqlens = pad(ends.to(t["q"].device, getattr(torch, c.cu_dtype)))
     function: Any = linear_attention
-    found: Any = function(
+    result: Any = function(
         t["q"], t["k"], t["v"], map=c.map, positions=inputs.positions, normalizer=c.normalizer, gate=t.get("gate"),
         is_causal=c.mask == "causal", block=c.block if c.mask == "block" else None, cu_seqlens=cu_seqlens,
         state=(t["S"], t.get("sums")) if c.state else None, return_state=c.return_state, eps=c.eps, impl=impl,
-        **common_options(c, t),
+        **make_common_options(c, t),
     )  # fmt: skip
     if not c.return_state:
-        return {"o": found}
-    o, (S, sums) = found
+        return {"o": result}
+    o, (S, sums) = result
     return {"o": o, "S": S, **({} if sums is None else {"sums": sums})}
 
 
 def call_maps(c: MapConfig, inputs: Inputs, t: Named, impl: str) -> Named:
-    options: dict[str, Any] = {**common_options(c, t), "positions": inputs.positions, "impl": impl}
+    options: dict[str, Any] = {**make_common_options(c, t), "positions": inputs.positions, "impl": impl}
     if c.inverse:
         options["inverse"] = True
     function: Any = cosine if c.map == "cosine" else rotate
-    names, heads_last = list(output_shapes(c)), c.form in ("qkv", "stacked")
+    names, heads_last = list(get_output_shapes(c)), c.form in ("qkv", "stacked")
 
     def order(x: Tensor) -> Tensor:
-        """(B, H, N, D) as the call has it, and back."""
+        """Turn (B, H, N, D) into the layout of the call."""
         x = x.transpose(1, 2) if heads_last or c.flat else x
         return x[0] if c.flat else x
 
@@ -175,87 +179,89 @@ def call_maps(c: MapConfig, inputs: Inputs, t: Named, impl: str) -> Named:
     if heads_last:
         qkv = t["qkv"][0] if c.flat else t["qkv"]
         if c.form == "qkv":
-            found = function(qkv=qkv.unflatten(-2, (3, c.heads[0])), **options)
+            result = function(qkv=qkv.unflatten(-2, (3, c.heads[0])), **options)
         else:
-            found = function(qkv=qkv, num_key_heads=c.heads[1], **options)
+            result = function(qkv=qkv, num_key_heads=c.heads[1], **options)
     else:
-        found = function(*(order(t[name]) for name in names), **options)
-    ys: Any = found if isinstance(found, tuple) else (found,)
+        result = function(*(order(t[name]) for name in names), **options)
+    ys: Any = result if isinstance(result, tuple) else (result,)
     ys = [y[None] if c.flat else y for y in ys]
     ys = [y.transpose(1, 2) if heads_last or c.flat else y for y in ys]
-    given = {name: t[f"out_{name}"] for name in names if f"out_{name}" in t}  # the whole caches
-    return {**dict(zip(names, ys, strict=True)), **given}
+    caches = {name: t[f"out_{name}"] for name in names if f"out_{name}" in t}
+    return {**dict(zip(names, ys, strict=True)), **caches}
 
 
 # --- the formula ----------------------------------------------------------------------------------------------------
 
 
-def state_linear(c: LinearConfig, inputs: Inputs, t: Named, rounding: Rounding) -> Named:
-    found = attend(c, t, (inputs.wheres[0], inputs.wheres[1]), rounding)
-    return found if c.return_state else {name: x for name, x in found.items() if name in ("o", "z")}
+def formula_linear(c: LinearConfig, inputs: Inputs, t: Named, rounding: Rounding) -> Named:
+    outputs = attend(c, t, (inputs.wheres[0], inputs.wheres[1]), rounding)
+    return outputs if c.return_state else {name: x for name, x in outputs.items() if name in ("o", "z")}
 
 
-def state_maps(c: MapConfig, inputs: Inputs, t: Named, rounding: Rounding) -> Named:
-    names = list(output_shapes(c))
+def formula_maps(c: MapConfig, inputs: Inputs, t: Named, rounding: Rounding) -> Named:
+    names = list(get_output_shapes(c))
     xs = [t[name] for name in names] if "qkv" not in t else None
     if xs is None:
         xs = list(t["qkv"].transpose(1, 2).split([c.heads[0], c.heads[1], c.heads[1]], 1))
     ys = encode_all(c, xs[:2], inputs.wheres, t, rounding)
-    found = dict(zip(names, [rounding.err(y, "exact") for y in ys] + xs[2:], strict=True))
+    outputs = dict(zip(names, ys + xs[2:], strict=True))
     for name in names:
         if f"out_{name}" in t:
             cache, start = t[f"out_{name}"].clone(), t["start"].expand(c.batch)
             for b, begin in enumerate(start.tolist()):
-                cache[b, :, begin : begin + found[name].shape[2]] = found[name][b]
-            found[name] = cache
-    return found
+                cache[b, :, begin : begin + outputs[name].shape[2]] = outputs[name][b]
+            outputs[name] = cache
+    return outputs
 
 
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-def wanted(c: Config, t: Named) -> list[str]:
-    """Tensors whose gradient is formed."""
+def list_learned(c: Config, t: Named) -> list[str]:
+    """Return the names of the tensors whose gradient is compared."""
     has_none = {"amplitude", "start", *c.frozen}
     return [n for n, x in t.items() if x.is_floating_point() and n not in has_none and not n.startswith("out_")]
 
 
 def differentiate(function: Callable[[Named], Named], t: Named, names: list[str], grads: Named) -> Named:
-    """Outputs, and the gradients of these tensors."""
+    """Return the outputs, and the gradients of the named tensors as "d" + name."""
     if not grads or not names:
         with torch.no_grad():
             return dict(function(t))
     leaves = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
     outputs = function(leaves)
     learned = [name for name in grads if outputs[name].requires_grad]
-    found: Any = [None] * len(names)
+    dxs: Any = [None] * len(names)
     if learned:
         outs, dys = [outputs[name] for name in learned], [grads[name] for name in learned]
-        found = torch.autograd.grad(outs, [leaves[name] for name in names], dys, allow_unused=True)
-    zeros = (torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(names, found, strict=True))
-    return {**{n: y.detach() for n, y in outputs.items()}, **{f"d{n}": g for n, g in zip(names, zeros, strict=True)}}
+        dxs = torch.autograd.grad(outs, [leaves[name] for name in names], dys, allow_unused=True)
+    results = {name: y.detach() for name, y in outputs.items()}
+    for name, dx in zip(names, dxs, strict=True):
+        results[f"d{name}"] = torch.zeros_like(leaves[name]) if dx is None else dx
+    return results
 
 
 def run_library(c: Config, inputs: Inputs, impl: str) -> Named:
     call: Any = call_linear if isinstance(c, LinearConfig) else call_maps
-    with cuts(getattr(c, "cut", "own"), inputs.tensors["q" if "q" in inputs.tensors else "qkv"].is_cuda):
+    with patch_cuts(getattr(c, "cut", "own"), inputs.tensors["q" if "q" in inputs.tensors else "qkv"].is_cuda):
         return differentiate(
-            lambda t: call(c, inputs, t, impl), inputs.tensors, wanted(c, inputs.tensors), inputs.grads
+            lambda t: call(c, inputs, t, impl), inputs.tensors, list_learned(c, inputs.tensors), inputs.grads
         )
 
 
 def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
-    """In float64, whatever the inputs' dtypes."""
-    state: Any = state_linear if isinstance(c, LinearConfig) else state_maps
+    """Evaluate the formula in float64, whatever the inputs' dtypes."""
+    formula: Any = formula_linear if isinstance(c, LinearConfig) else formula_maps
     wide = {n: x.double() if x.is_floating_point() else x for n, x in inputs.tensors.items()}
     grads = {name: g.double() for name, g in inputs.grads.items()}
-    names = wanted(c, inputs.tensors)
-    return differentiate(lambda t: state(c, inputs, t, rounding), wide, names, grads)
+    names = list_learned(c, inputs.tensors)
+    return differentiate(lambda t: formula(c, inputs, t, rounding), wide, names, grads)
 
 
 @contextmanager
-def cuts(name: str, on_gpu: bool) -> Iterator[None]:
-    """How the library cuts tokens into programs, at sizes that a test can afford."""
+def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
+    """Change how the library cuts tokens into programs, so that few tokens take several."""
     unit = 32 if on_gpu else 1
     changes: list[tuple[Any, str, Any]] = [] if name == "own" else [(linear_plan, "ONE_PASS", 0)]
     if name in ("pieces", "parts"):
