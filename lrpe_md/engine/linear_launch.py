@@ -315,7 +315,7 @@ class Work:
         block_v = max(16, triton.next_power_of_2(sizes.v_dim))
         ptx = has_ptx(self.dtype)
         affine, mapped = tables.affine is not None, spec.map != "none"
-        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING)
+        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, aligned)
         num_axes = tables.omega.shape[2] if mapped else 0
         causal = self.call.attention.mask == "causal"
         straight = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1

@@ -25,6 +25,9 @@ class LinearPass(Enum):
     CAUSAL_KEYS = "causal_keys"  # to dk and dv
 
 
+CAUSAL_PASSES = (LinearPass.CAUSAL, LinearPass.CAUSAL_QUERIES, LinearPass.CAUSAL_KEYS)
+
+
 class LinearTile(NamedTuple):
     block_n: int  # tokens
     num_warps: int
@@ -60,13 +63,20 @@ ONE_PASS = 384  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
 
 
-def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool) -> LinearTile:
-    """Sizes never choose another compiled kernel."""
+def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, aligned: bool = True) -> LinearTile:
+    """Choose the tile of a pass. Sizes never choose another compiled kernel.
+
+    aligned: rows begin at multiples of 16 bytes. Of causal products of other rows, whose tokens lie side by side in shared
+    memory, Hopper's matrix units have read beyond it (Triton 3.6): such tiles are below the 64 tokens that they take.
+    """
     if interpreting:
         return LinearTile(64, 4, 1)
     if itemsize > 2:  # not tuned
         return LinearTile(16, 8, 1)
-    return TILES[stage][sum(state > bound for bound in BOUNDS)]
+    tile = TILES[stage][sum(state > bound for bound in BOUNDS)]
+    if not aligned and stage in CAUSAL_PASSES:
+        return tile._replace(block_n=min(tile.block_n, 32))
+    return tile
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:

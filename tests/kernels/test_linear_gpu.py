@@ -58,6 +58,15 @@ def test_cross_attention_with_positions_of_two_kinds(name, of_q, of_k):
     assert not check_linear(case, device="cuda")
 
 
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("layouts", [{"grad_layout": "odd"}, {"layout": "odd"}], ids=str)
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_causal_rows_that_are_not_at_16_bytes(name, layouts, head_dim):
+    """Matrix units have read beyond shared memory: a crash at head_dim 32."""
+    case = LinearCase(name, (12, 16), dtype=torch.bfloat16, mask="causal", act="softplus", head_dim=head_dim)
+    assert not check_linear(replace(case, heads=(2, 2), **layouts), device="cuda")
+
+
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])
 @pytest.mark.parametrize("lengths", [(3,), (20,), (70,), (400,), (0, 20), (300, 0, 9)], ids=str)
 def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
