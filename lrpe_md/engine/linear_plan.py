@@ -66,8 +66,8 @@ PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so t
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, aligned: bool = True) -> LinearTile:
     """Choose the tile of a pass. Sizes never choose another compiled kernel.
 
-    aligned: rows begin at multiples of 16 bytes. Of causal products of other rows, whose tokens lie side by side in shared
-    memory, Hopper's matrix units have read beyond it (Triton 3.6): such tiles are below the 64 tokens that they take.
+    aligned: rows begin at multiples of 16 bytes. With other rows, Hopper's matrix units read beyond shared memory in
+    causal products of 64 tokens (Triton 3.6), so these tiles are smaller.
     """
     if interpreting:
         return LinearTile(64, 4, 1)

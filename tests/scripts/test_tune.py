@@ -94,7 +94,7 @@ def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
     """For that pass and size of state; in the interpreter, whose own tile is another."""
     asked = set()
 
-    def choose(stage, state, itemsize, interpreting):
+    def choose(stage, state, itemsize, interpreting, aligned):
         asked.add((stage, sum(state > bound for bound in linear_plan.BOUNDS)))
         return linear_plan.LinearTile(64, 4, 1)
 
