@@ -10,32 +10,35 @@ from torch import Tensor
 from .engine.call import Act, Impl, Options, Order, Pairs, Positions
 from .engine.dispatch import run, run_part
 from .engine.output import take_target
+from .engine.tables import take_tables
 from .engine.views import Packed, encode_qkv
 from .norm import Norm
 
 __all__ = ["cosine", "rotate"]
 
 Outs = tuple[Tensor | None, Tensor | None] | None  # for q and for k
+Places = Positions | Packed | tuple[Positions, Positions] | None
+CosSinTables = Tensor | tuple[Tensor, Tensor] | None  # cos + i sin, or cos and sin
 
 
 @overload
 def cosine(
-    x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, rotary_dim: int | slice | None = ...,
-    act: Act = ..., dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ...,
-    impl: Impl = ...,
+    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
+    tables: CosSinTables = ..., prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
+    dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
+    norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
-    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
+    prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     order: Order = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cosine(
-    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
-    positions: Positions | Packed | tuple[Positions, Positions], rotary_dim: int | slice | None = ..., act: Act = ...,
+    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
+    tables: CosSinTables = ..., prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
     amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., out: Outs = ...,
     out_start: Tensor | None = ..., impl: Impl = ...,
@@ -46,8 +49,10 @@ def cosine(
     *xs: Tensor,
     qkv: Tensor | None = None,
     num_key_heads: int | None = None,
-    omega: Tensor,
-    positions: Positions | Packed | tuple[Positions, Positions],
+    omega: Tensor | None = None,
+    positions: Places = None,
+    tables: CosSinTables = None,
+    prefix: int = 0,
     rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
@@ -122,35 +127,39 @@ def cosine(
     options = Options("cosine", act, dim, "half", rotary_dim, order, impl)
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
-            cosine, omega=omega, positions=positions, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, order=order, norm=norm, out_start=out_start, impl=impl,
+            cosine, omega=omega, positions=positions, tables=tables, prefix=prefix, rotary_dim=rotary_dim, act=act,
+            dim=dim, phase=phase, amplitude=amplitude, order=order, norm=norm, out_start=out_start, impl=impl,
         )  # fmt: skip
         return encode_qkv(again, xs, qkv, num_key_heads, out)
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
+    where: Any = positions
+    if tables is not None or omega is None or positions is None or prefix:
+        where = take_tables(tables, prefix, False, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
     if rotary_dim is not None:
-        return run_part(options, xs, omega, positions, phase, amplitude, norm, target)
-    return run(options, xs, omega, positions, phase, amplitude, norm, target)
+        return run_part(options, xs, omega, where, phase, amplitude, norm, target)
+    return run(options, xs, omega, where, phase, amplitude, norm, target)
 
 
 @overload
 def rotate(
-    x: Tensor, /, *, omega: Tensor, positions: Positions | Packed, pairs: Pairs = ...,
-    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
+    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
+    tables: CosSinTables = ..., prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
+    act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
     amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Tensor | None = ...,
     out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
-    q: Tensor, k: Tensor, /, *, omega: Tensor, positions: Positions | Packed | tuple[Positions, Positions],
-    pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
+    prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rotate(
-    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor,
-    positions: Positions | Packed | tuple[Positions, Positions], pairs: Pairs = ...,
-    rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
+    tables: CosSinTables = ..., prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
+    act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
@@ -160,8 +169,10 @@ def rotate(
     *xs: Tensor,
     qkv: Tensor | None = None,
     num_key_heads: int | None = None,
-    omega: Tensor,
-    positions: Positions | Packed | tuple[Positions, Positions],
+    omega: Tensor | None = None,
+    positions: Places = None,
+    tables: CosSinTables = None,
+    prefix: int = 0,
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
     act: Act = "none",
@@ -200,16 +211,20 @@ def rotate(
     """
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
-            rotate, omega=omega, positions=positions, pairs=pairs, rotary_dim=rotary_dim, act=act, dim=dim, phase=phase,
-            amplitude=amplitude, inverse=inverse, norm=norm, out_start=out_start, impl=impl,
+            rotate, omega=omega, positions=positions, tables=tables, prefix=prefix, pairs=pairs, rotary_dim=rotary_dim,
+            act=act, dim=dim, phase=phase, amplitude=amplitude, inverse=inverse, norm=norm, out_start=out_start,
+            impl=impl,
         )  # fmt: skip
         return encode_qkv(again, xs, qkv, num_key_heads, out)
-    if inverse:
+    where: Any = positions
+    if tables is not None or omega is None or positions is None or prefix:
+        where = take_tables(tables, prefix, inverse, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+    elif inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
-    return run(options, xs, omega, positions, phase, amplitude, norm, target)
+    return run(options, xs, omega, where, phase, amplitude, norm, target)
 
 
 def _negated(t: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from .. import reference
 from .._ops import add_op_namespace_prefix, ops
 from . import compiled
-from .call import Call, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
+from .call import Call, CosSin, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
 from .joined import find_split
 from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 
@@ -56,13 +56,20 @@ def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], 
 
 def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
-    tables = call.tables
-    s, rotated = call.layout.positions(tables, tables.omega.device)
-    scales = call.layout.scales(call.weights, tables.omega.device)
-    ys = (
-        reference.encode(call.spec, x, s, rotated, tables.omega, tables.phase, tables.amplitude, own)
-        for x, own in zip(xs, scales, strict=False)
-    )
+    tables, layout = call.tables, call.layout
+    scales = layout.scales(call.weights, xs[0].device)
+    if call.cos_sin.cos is not None:
+        cos, sin = call.cos_sin.split()
+        first = layout.start - layout.prefix
+        ys = [
+            reference.encode_tables(call.spec, x, cos, sin, first, own) for x, own in zip(xs, scales, strict=False)
+        ]  # fmt: skip
+    else:
+        s, rotated = layout.positions(tables, tables.omega.device)
+        ys = [
+            reference.encode(call.spec, x, s, rotated, tables.omega, tables.phase, tables.amplitude, own)
+            for x, own in zip(xs, scales, strict=False)
+        ]
     return tuple(arrange_in_memory(y, memory_order(x)) for x, y in zip(xs, ys, strict=True))
 
 
@@ -86,7 +93,7 @@ def _differentiate_reference(
 
 # --- operators -------------------------------------------------------------------------------------------
 
-_CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}, {declare(Weights)}"
+_CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}, {declare(Weights)}, {declare(CosSin)}"
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib = torch.library.Library(ops.name, "DEF")
 _lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache, str source='') -> Tensor[]", tags=_TAGS)

@@ -21,8 +21,9 @@ from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_target, write
+from .tables import GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
-from .views import encode_packed, order_outs, unpack_positions
+from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
 __all__ = ["run", "run_checked", "run_part", "use_triton"]
 
@@ -33,7 +34,7 @@ INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in
 def run(
     options: Options,
     xs: tuple[Tensor, ...],
-    omega: Tensor,
+    omega: Any,
     positions: Any,
     phase: Any = None,
     amplitude: Any = None,
@@ -44,12 +45,18 @@ def run(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
+    given = positions if type(positions) is GivenTables else None
+    if given is not None and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+        refuse_mixing(options.dim)
+        into = _of_views(target, xs)
+        return encode_packed(lambda *views: run(options, views, omega, given, phase, amplitude, norm, into), xs)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
         return _run_apart(options, xs, omega, positions, phase, amplitude, weights, target)
-    direct = boundary.is_direct((*xs, omega, phase) if norm is None else (*xs, omega, phase, *weights))
+    beside = (omega, phase) if given is None else given.cos_sin[:2]
+    direct = boundary.is_direct((*xs, *beside) if norm is None else (*xs, *beside, *weights))
     key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
     if key is not None and norm is not None:
         key = _add_weights(key, weights)
@@ -126,10 +133,12 @@ def run_checked(
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
         return tuple(_join_groups((y,) * groups) for y in run_checked(call, xs, phase, impl, direct))
-    if not direct and sharding.is_sharded(*xs, call.tables.omega, phase, *call.weights):
+    tables = call.tables
+    if not direct and sharding.is_sharded(*xs, tables.omega, phase, *call.cos_sin[:2], *call.weights):
         return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
-    if use_triton(impl, xs, call.tables):
-        tables = call.tables
+    if impl not in IMPLS:
+        check_impl(impl)
+    if call.cos_sin.cos is None and use_triton(impl, xs, tables):
         if direct and not (tables.coords is tables.origin is tables.rotated is tables.amplitude is None):
             direct = boundary.is_plain((tables.coords, tables.origin, tables.rotated, tables.amplitude))
         return boundary.run_kernels(call, xs, direct)
@@ -151,14 +160,15 @@ def _run_into(
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
         tables = call.tables
         others = tables.coords, tables.origin, tables.rotated, tables.amplitude
-        if use_triton(impl, xs, tables) and boundary.is_plain(others):
+        if call.cos_sin.cos is None and use_triton(impl, xs, tables) and boundary.is_plain(others):
             return boundary.run_into(call, xs, *target)
     return write(target, run_checked(call, xs, phase, impl, direct, groups))
 
 
 def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
     number = len(phase) if phase is not None and phase.ndim == 3 else groups
-    read, names = (*call.tables, *call.weights, phase), (*Tables._fields, *Weights._fields, "phase")
+    read = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
+    names = (*Tables._fields, *Weights._fields, "tables (cos)", "tables (sin)", "phase")
     _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
@@ -243,7 +253,7 @@ def _count_groups(phase: Any) -> int:
 def run_part(
     options: Options,
     xs: tuple[Tensor, ...],
-    omega: Tensor,
+    omega: Any,
     positions: Any,
     phase: Any = None,
     amplitude: Any = None,
@@ -254,6 +264,12 @@ def run_part(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
+    if type(positions) is GivenTables and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+        refuse_mixing(options.dim)
+        into = _of_views(target, xs)
+        return encode_packed(
+            lambda *views: run_part(options, views, omega, positions, phase, amplitude, norm, into), xs
+        )
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):

@@ -391,7 +391,8 @@ def test_closed_form_backward_is_autograds(map, act, dim, pairs, device):
     assert isinstance(grid, Grid)
     coords = grid.coordinates(device)
     rotated = torch.arange(13, device=device) > 0
-    spec = reference.Spec(map, act, dim or 0, pairs, rotary_start=0 if map == "cosine" else 2)
+    start, channels = (0, 12) if map == "cosine" else (2, 4)
+    spec = reference.Spec(map, act, dim or 0, pairs, start, channels)
     leaves = [t.requires_grad_() for t in (x, inputs.omega, inputs.phase)]
     y = reference.encode(spec, x, coords, rotated, *leaves[1:])
     expected = torch.autograd.grad(y, leaves, dy)

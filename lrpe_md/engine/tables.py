@@ -1,0 +1,101 @@
+"""Cos and sin that the caller gives in place of frequencies and positions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import as_integer, check_dense
+from .call import CosSin, Layout, Spec
+
+__all__ = ["GivenTables", "check_tables", "take_tables"]
+
+FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+class GivenTables(NamedTuple):
+    """Tables as they were given. They stand where a call otherwise has its positions."""
+
+    cos_sin: CosSin
+    prefix: int
+
+    def lay_out(self, num_tokens: int) -> Layout:
+        """Return where the tables' rows are among so many tokens."""
+        return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
+
+
+def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> GivenTables:
+    """Return the tables of a public call, or raise where they don't go with its other arguments.
+
+    others: the arguments that a call has in place of tables.
+    """
+    if tables is None:
+        missing = [name for name in ("omega", "positions") if others[name] is None]
+        if missing:
+            raise TypeError(f"{missing[0]}: expected omega and positions, or tables=(cos, sin), got None")
+        raise ValueError(f"prefix: expected it with tables only, got {prefix!r}; a Grid or Coordinates has its own")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
+                f"leave out tables or {name}"
+            )
+    number = as_integer(prefix)
+    if number is None or isinstance(prefix, bool) or number < 0:
+        raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
+    if isinstance(tables, Tensor):
+        if tables.is_nested or not tables.is_complex():
+            raise TypeError(
+                f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got one tensor of "
+                f"{tables.dtype}"
+            )
+        return GivenTables(CosSin(torch.view_as_real(tables.resolve_conj()), None, inverse), number)
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        got = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
+        raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {got}")
+    return GivenTables(CosSin(tables[0], tables[1], inverse), number)
+
+
+def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
+    """Check tables against inputs that have been checked; return where they are among the tokens."""
+    (cos, sin, _), prefix = given
+    if sin is None:
+        _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
+    else:
+        _check_table("tables[0] (cos)", cos, spec, xs)
+        _check_table("tables[1] (sin)", sin, spec, xs)
+        if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ValueError(f"tables: expected cos and sin of one shape, got {given.cos_sin.shape} and {sin.shape}")
+    num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]
+    if prefix + num_rows > num_tokens:
+        raise ValueError(
+            f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
+            f"({tuple(given.cos_sin.shape)})"
+        )
+    return given.lay_out(num_tokens)
+
+
+def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
+    check_dense(name, t, FORM)
+    x, shape = xs[0], tuple(t.shape)
+    if t.dtype not in _REAL:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+    if t.device != x.device:
+        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
+    if t.ndim not in (2, 3, 4):
+        raise ValueError(f"{name}: expected {FORM}, got {shape}")
+    widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]
+    if shape[-1] not in widths:
+        known = " (pairs) or ".join(map(str, widths)) + (" (rotated channels)" if len(widths) > 1 else " (channels)")
+        raise ValueError(f"{name}: expected a last dimension of {known}, got {shape}")
+    if t.ndim > 2 and shape[0] not in (1, x.shape[0]):
+        raise ValueError(f"{name}: expected {FORM} with B = {x.shape[0]}, got {shape}")
+    if t.ndim == 4 and any(shape[1] < 1 or each.shape[1] % shape[1] for each in xs):
+        heads = ", ".join(str(each.shape[1]) for each in xs)
+        raise ValueError(
+            f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
+        )
