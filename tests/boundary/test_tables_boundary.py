@@ -115,7 +115,7 @@ def test_transforms(device):
 
     leaf = q.clone().requires_grad_()
     torch.testing.assert_close(grad(total)(q), torch.autograd.grad(total(leaf), leaf)[0])
-    with pytest.raises(ValueError, match="torch.func transform"):
+    with pytest.raises(ValueError, match=r"torch\.func transform"):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
