@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -18,7 +19,7 @@ __all__ = ["cosine", "rotate"]
 
 Outs = tuple[Tensor | None, Tensor | None] | None  # for q and for k
 Places = Positions | Packed | tuple[Positions, Positions] | None
-CosSinTables = Tensor | tuple[Tensor, Tensor] | None  # cos + i sin, or cos and sin
+CosSinTables = Tensor | Sequence[Tensor] | None  # cos + i sin, or cos and sin
 
 
 @overload
@@ -134,7 +135,7 @@ def cosine(
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, False, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        where = take_tables(tables, prefix, False, omega, positions, phase, amplitude)
     if rotary_dim is not None:
         return run_part(options, xs, omega, where, phase, amplitude, norm, target)
     return run(options, xs, omega, where, phase, amplitude, norm, target)
@@ -218,7 +219,7 @@ def rotate(
         return encode_qkv(again, xs, qkv, num_key_heads, out)
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, inverse, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        where = take_tables(tables, prefix, inverse, omega, positions, phase, amplitude)
     elif inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned

@@ -58,7 +58,7 @@ def run(
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
     given = positions if type(positions) is GivenTables else None
-    if given is not None and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+    if given is not None and _are_packed(xs):
         refuse_mixing(options.dim)
         into = _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, given, phase, amplitude, norm, into), xs)
@@ -91,6 +91,11 @@ def run(
     else:
         ys = _run_into(call, xs, phase, options.impl, direct, target)
     return ys[0] if len(xs) == 1 else ys
+
+
+def _are_packed(xs: tuple[Any, ...]) -> bool:
+    """Whether tokens come end to end, (N, H, D); all of xs must then, which is checked later."""
+    return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
 NO_TABLES = Tables(None)
@@ -300,7 +305,7 @@ def run_part(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
-    if type(positions) is GivenTables and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+    if type(positions) is GivenTables and _are_packed(xs):
         refuse_mixing(options.dim)
         into = _of_views(target, xs)
         return encode_packed(
@@ -393,5 +398,8 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSi
 
 def _needs_other_gradients(tables: Tables, cos_sin: CosSin) -> bool:
     """Beyond those that the kernels form."""
+    cos, sin, _ = cos_sin
+    if (cos is not None and cos.requires_grad) or (sin is not None and sin.requires_grad):
+        return True
     _, _, *others = tables
-    return any(t is not None and t.requires_grad for t in (*others, *cos_sin[:2]))
+    return tables.omega is not None and any(t is not None and t.requires_grad for t in others)

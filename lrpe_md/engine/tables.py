@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..checks import as_integer, check_dense
-from .call import CosSin, Layout, Spec
+from .call import Call, CosSin, Layout, Spec
+from .memory import accumulator
 
-__all__ = ["GivenTables", "check_tables", "take_tables"]
+__all__ = ["GivenTables", "check_tables", "replace_angles", "store_angles", "take_tables"]
 
 COS, SIN = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
@@ -29,22 +31,17 @@ class GivenTables(NamedTuple):
         return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
-def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> GivenTables:
-    """Return the tables of a public call, or raise where they don't go with its other arguments.
-
-    others: the arguments that a call has in place of tables.
-    """
+def take_tables(
+    tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
+) -> GivenTables:
+    """Return the tables of a public call, or raise where they don't go with its other arguments."""
     if tables is None:
-        missing = [name for name in ("omega", "positions") if others[name] is None]
-        if missing:
-            raise TypeError(f"{missing[0]}: expected omega and positions, or tables=(cos, sin), got None")
+        missing = "omega" if omega is None else "positions" if positions is None else None
+        if missing is not None:
+            raise TypeError(f"{missing}: expected omega and positions, or tables=(cos, sin), got None")
         raise ValueError(f"prefix: expected it with tables only, got {prefix!r}; a Grid or Coordinates has its own")
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
-                f"leave out tables or {name}"
-            )
+    if not (omega is positions is phase is amplitude is None):
+        _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
     number = as_integer(prefix)
     if number is None or isinstance(prefix, bool) or number < 0:
         raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
@@ -62,6 +59,15 @@ def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> Given
     if sin is None:
         check_dense(SIN, sin, FORM)
     return GivenTables(CosSin(cos, sin, inverse), number)
+
+
+def _refuse_beside_tables(**others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
+                f"leave out tables or {name}"
+            )
 
 
 def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
@@ -103,3 +109,17 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
         raise ValueError(
             f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
         )
+
+
+def store_angles(call: Call) -> Tensor:
+    """Return the angles of a call without phase or amplitude, (H or 1, N, C) in [-π, π], float32."""
+    omega = call.tables.omega.detach()
+    coords, on_grid = call.layout.positions(call.tables, omega.device)
+    return reference.fold(reference.angles(coords, omega, rotated=on_grid), torch.float32)
+
+
+def replace_angles(call: Call, angles: Tensor, dtype: torch.dtype) -> Call:
+    """Return the call, for inputs of this dtype, with stored angles in place of those of its positions."""
+    begin = call.layout.prefix
+    angles = angles[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(dtype))
+    return call._replace(cos_sin=CosSin(angles.cos(), angles.sin()))
