@@ -17,6 +17,7 @@ from torch import Tensor
 from .engine import boundary
 from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.dispatch import run, use_triton
+from .engine.tables import replace_angles, store_angles
 from .engine.validate import check_input, rotary_slice, validate
 from .engine.views import encode_packed
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
@@ -86,13 +87,14 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", (x,), call.tables)
-    return boundary.run_kernels(call, (x,), boundary.is_direct((x, *call.tables)), cache=True)[0]
+    call = replace_angles(call, store_angles(call), x.dtype)
+    return boundary.run_kernels(call, (x,), boundary.is_direct((x, *call.tables)))[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
     """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
-    o, *_, theta_cache = _forward(x, _cosine_call(x, theta, **kwargs), cache=True)
-    return o, theta_cache
+    call = _cosine_call(x, theta, **kwargs)
+    return _forward(x, call)[0], store_angles(call)
 
 
 def lrpe_cosine_md_cache_bwd_triton(
@@ -249,9 +251,9 @@ def _rotate_call(
     return validate(Options("rotate", act, dim, pairs, rotary_dim), (x,), omega, positions, amplitude=amplitude)
 
 
-def _forward(x: Tensor, call: Call, *, cache: bool = False) -> list[Tensor]:
+def _forward(x: Tensor, call: Call) -> list[Tensor]:
     use_triton("triton", (x,), call.tables)
-    return boundary.forward(call, (x,), boundary.is_direct((x, *call.tables)), cache)
+    return boundary.forward(call, (x,), boundary.is_direct((x, *call.tables)))
 
 
 def _backward(
@@ -275,8 +277,10 @@ def _backward(
             f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
             f"{theta_cache.dtype} on {theta_cache.device}"
         )
+    if theta_cache is not None:
+        call = replace_angles(call, theta_cache, x.dtype)
     direct = boundary.is_direct((do, x, *call.tables, theta_cache))
     _, *stats = boundary.forward(call, (x,), direct) if spec.dim == -2 else (None,)
-    dx, domega = boundary.backward(call, [do], [x], stats, theta_cache, Needs(omega=True), direct)
+    dx, domega = boundary.backward(call, [do], [x], stats, Needs(omega=True), direct)
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta

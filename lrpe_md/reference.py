@@ -7,6 +7,9 @@
     Channels beside the mapped ones pass as x̄.
     An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens.
 
+Given tables replace cos Θ and sin Θ. A rotation whose tables have an entry for each channel uses each entry for its own
+channel: (a, b) -> (a cos_a - b sin_a, a sin_b + b cos_b).
+
 Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
 Angles, and the sums of their gradients, are formed in float64; x is upcast to at least float32, sine and cosine are of
 that dtype, and the result has x's dtype.
@@ -24,8 +27,9 @@ from torch.nn import functional as F
 
 __all__ = [
     "ACTIVATIONS", "MAPS", "NORMS", "Act", "Activation", "Map", "MapName", "Scales", "Spec", "activate",
-    "activate_and_map", "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward", "fold",
-    "join_pairs", "no_autocast", "normalise", "normalise_backward", "rotate", "split_pairs",
+    "activate_and_map", "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward",
+    "encode_tables", "encode_tables_backward", "fold", "join_pairs", "no_autocast", "normalise", "normalise_backward",
+    "rotate", "split_pairs",
 ]  # fmt: skip
 
 
@@ -234,15 +238,19 @@ def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: i
     return torch.cat([before, mapped * first, mapped * second, after], dim=-1)
 
 
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "half", start: int = 0, sections: tuple[int, ...] = ()
-) -> Tensor:
-    """Rotate the 2C channels from ``start`` on; the rest pass."""
-    width = 2 * cos.shape[-1]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
+    """Rotate the pairs of channels from ``spec.rotary_start`` on; the other channels pass."""
+    start, width = spec.rotary_start, 2 * spec.num_channels
     before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
-    a, b = split_pairs(turned, pairs, sections)
-    turned = join_pairs(a * cos - b * sin, a * sin + b * cos, pairs, sections)
+    a, b = split_pairs(turned, spec.pairs, spec.sections)
+    (cos_a, cos_b), (sin_a, sin_b) = (_split_entries(t, spec) for t in (cos, sin))
+    turned = join_pairs(a * cos_a - b * sin_a, a * sin_b + b * cos_b, spec.pairs, spec.sections)
     return torch.cat([before, turned, after], dim=-1)
+
+
+def _split_entries(t: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the cos, or sin, of both channels of each pair."""
+    return (t, t) if t.shape[-1] == spec.num_channels else split_pairs(t, spec.pairs, spec.sections)
 
 
 def split_pairs(x: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -285,11 +293,14 @@ def _cosine_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: 
 
 def _rotate_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     def turned(t: Tensor) -> tuple[Tensor, Tensor]:
-        width = 2 * cos.shape[-1]
+        width = 2 * spec.num_channels
         _, middle, _ = t.split([spec.rotary_start, width, t.shape[-1] - spec.rotary_start - width], dim=-1)
         return split_pairs(middle, spec.pairs, spec.sections)
 
-    dx_bar = rotate(dy, cos, -sin, spec.pairs, spec.rotary_start, spec.sections)
+    if sin.shape[-1] > spec.num_channels:  # each channel is turned back with the sine of the other one of its pair
+        sin_a, sin_b = _split_entries(sin, spec)
+        sin = join_pairs(sin_b, sin_a, spec.pairs, spec.sections)
+    dx_bar = rotate(dy, cos, -sin, spec)
     (a, b), (da, db) = turned(x_bar), turned(dx_bar)
     return dx_bar, a * db - b * da
 
@@ -306,7 +317,7 @@ MAPS: dict[str, Map] = {
         channels=lambda width: width // 2,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,
-        apply=lambda x_bar, cos, sin, spec: rotate(x_bar, cos, sin, spec.pairs, spec.rotary_start, spec.sections),
+        apply=rotate,
         backward=_rotate_backward,
     ),
     "none": Map(  # of linear attention alone: there are no angles
@@ -354,12 +365,43 @@ def activate_and_map(
         theta = angles(coords, omega, phase, rotated)
         # Query head h takes the frequencies of head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
-        cos, sin = cos_sin(theta, amplitude, rotated)
-        x = x.to(dtype)
-        if spec.norm != "none":
-            x = normalise(spec, x, scales)
-        x_bar = activate(x, spec.act, spec.dim or None)
-        return x_bar, MAPS[spec.map].apply(x_bar, cos, sin, spec)
+        return _map(spec, x, *cos_sin(theta, amplitude, rotated), scales)
+
+
+def _map(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Return x̄ and y in the dtype of the arithmetic, which cos and sin have."""
+    x = x.to(cos.dtype)
+    if spec.norm != "none":
+        x = normalise(spec, x, scales)
+    x_bar = activate(x, spec.act, spec.dim or None)
+    return x_bar, MAPS[spec.map].apply(x_bar, cos, sin, spec)
+
+
+def encode_tables(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, first: int, scales: Scales = NO_SCALES) -> Tensor:
+    """Encode one tensor with given tables, as :func:`encode` does with computed angles.
+
+    cos, sin: of any float dtype, (N', W), (B or 1, N', W) or (B or 1, H or fewer, N', W); W is the number of pairs, or
+    that of the rotated channels. first: the row of token 0, below 0 where tokens come before the tables. Tokens that
+    have no row pass as x̄.
+    """
+    with no_autocast(x):
+        return _map(spec, x, *place_tables(x, cos, sin, first), scales)[1].to(x.dtype)
+
+
+def place_tables(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (B or 1, H or 1, N, W) of the tokens of x, in the dtype of the arithmetic."""
+    dtype, num_tokens = torch.promote_types(x.dtype, torch.float32), x.shape[2]
+    placed = []
+    for t, missing in ((cos, 1.0), (sin, 0.0)):
+        t = t[None, None] if t.ndim == 2 else t[:, None] if t.ndim == 3 else t
+        begin, end = max(first, 0), max(min(first + num_tokens, t.shape[2]), 0)
+        t = t[:, :, begin:end].to(dtype)
+        before = min(max(-first, 0), num_tokens)
+        t = F.pad(t, (0, 0, before, num_tokens - before - t.shape[2]), value=missing)
+        if t.shape[1] > 1:
+            t = t.repeat_interleave(x.shape[1] // t.shape[1], dim=1)
+        placed.append(t)
+    return placed[0], placed[1]
 
 
 def encode_backward(
@@ -389,17 +431,7 @@ def encode_backward(
         groups = theta.shape[-3]
         theta = fold(theta, dtype).repeat_interleave(dy.shape[1] // groups, dim=-3)
         cos, sin = cos_sin(theta, amplitude, rotated)
-        g = dy.to(dtype)
-        x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(dtype)
-        given = x
-        if spec.norm != "none":
-            x = normalise(spec, x, scales or NO_SCALES)
-        x_bar = activate(x, spec.act, spec.dim or None)
-        dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
-        dx, dscales = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None), (None, None)
-        if spec.norm != "none":
-            dx, *dscales = normalise_backward(spec, dx, given, scales or NO_SCALES)
-        dx = dx.to(dy.dtype)
+        dx, dtheta, *dscales = _map_backward(spec, dy, x, cos, sin, scales or NO_SCALES)
         if rotated is not None:
             dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)
         # Sum over the heads that share a frequency: (B, G, N, C).
@@ -411,3 +443,35 @@ def encode_backward(
         if phase is not None and phase.shape[0] < groups:
             dphase = dphase.sum(0, keepdim=True)
         return (dx, domega, dphase) if scales is None else (dx, domega, dphase, *dscales)
+
+
+def _map_backward(
+    spec: Spec, dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, scales: Scales
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return dx, dΘ in the dtype of the arithmetic, dγ and dβ."""
+    g = dy.to(cos.dtype)
+    x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(cos.dtype)
+    given = x
+    if spec.norm != "none":
+        x = normalise(spec, x, scales)
+    x_bar = activate(x, spec.act, spec.dim or None)
+    dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
+    dx, dscales = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None), (None, None)
+    if spec.norm != "none":
+        dx, *dscales = normalise_backward(spec, dx, given, scales)
+    return dx.to(dy.dtype), dtheta, *dscales
+
+
+def encode_tables_backward(
+    spec: Spec,
+    dy: Tensor,
+    x: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    first: int,
+    scales: Scales = NO_SCALES,
+) -> tuple[Any, ...]:
+    """Return dx, dγ and dβ of :func:`encode_tables` in closed form, as :func:`encode_backward` does."""
+    with no_autocast(dy):
+        dx, _, *dscales = _map_backward(spec, dy, x, *place_tables(dy, cos, sin, first), scales)
+        return dx, *dscales

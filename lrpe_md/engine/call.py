@@ -15,10 +15,9 @@ from ..positions.grid import Grid, grid_coordinates
 from ..reference import Act, MapName, Scales, Spec
 
 __all__ = [
-    "NO_WEIGHTS", "Act", "Call", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions", "Options", "Order",
-    "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten", "remember",
-    "remembered",
-    "take_fields", "unflatten",
+    "NO_COS_SIN", "NO_WEIGHTS", "Act", "Call", "CosSin", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions",
+    "Options", "Order", "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten",
+    "remember", "remembered", "take_fields", "unflatten",
 ]  # fmt: skip
 
 Impl = Literal["auto", "triton", "reference"]
@@ -52,13 +51,65 @@ class Options(NamedTuple):
 class Tables(NamedTuple):
     """Tensors beside x. The kernels give a gradient to omega and phase alone."""
 
-    omega: Tensor  # (H or 1, C, K)
+    omega: Any  # (H or 1, C, K); None where cos and sin are given
     phase: Tensor | None = None  # (H or 1, C)
     coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
     origin: Tensor | None = None  # of a grid: (1, K) or (B, 1, K)
     affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
+
+
+class CosSin(NamedTuple):
+    """Given cos and sin, which stand in place of angles: (N, W), (B or 1, N, W) or (B or 1, H or 1, N, W).
+
+    W is the number of channels of the cosine map; of a rotation it is the number of pairs, or twice that, an entry for
+    each channel.
+    """
+
+    cos: Tensor | None = None  # without sin (.., W, 2): cos and sin side by side
+    sin: Tensor | None = None
+    inverse: bool = False  # sin is negated
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of cos and of sin."""
+        assert self.cos is not None
+        return self.cos.shape if self.sin is not None else self.cos.shape[:-1]
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The tensors that there are."""
+        return tuple(t for t in self[:2] if t is not None)
+
+    def strides(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the strides (b, h, n, d) of cos and of sin, 0 where samples or heads share their rows."""
+        found = []
+        for t in self.given:
+            *outer, rows, entries = t.stride()[: len(self.shape)]
+            steps = [step if size > 1 else 0 for step, size in zip(outer, self.shape, strict=False)]
+            batch, heads = {0: (0, 0), 1: (*steps, 0)}.get(len(steps), tuple(steps))
+            found.append((batch, heads, rows, entries))
+        return tuple(found)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that have rows of their own; 1 where all share them."""
+        return self.shape[1] if any(heads for _, heads, _, _ in self.strides()) else 1
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether each sample has rows of its own."""
+        return any(batch for batch, _, _, _ in self.strides())
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin as the formula has them, as views where nothing is negated."""
+        assert self.cos is not None
+        cos, sin = self.cos.unbind(-1) if self.sin is None else (self.cos, self.sin)
+        return cos, -sin if self.inverse else sin
+
+
+NO_COS_SIN = CosSin()
 
 
 class Weights(NamedTuple):
@@ -141,6 +192,7 @@ class Call(NamedTuple):
     # What was prepared for calls of the same sizes, dtypes and devices: by the strides and the pass, a launch.
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS
+    cos_sin: CosSin = NO_COS_SIN
 
 
 class Variant(NamedTuple):
@@ -169,15 +221,18 @@ class Variant(NamedTuple):
     need_dangles: bool = False
     load_x: bool = True
     has_k: bool = False
-    load_angles: bool = False
-    store_angles: bool = False
     has_start: bool = False  # an output begins at a place of its tensor that is read on the device
     # Positions.
     explicit: bool = False  # from a table of coordinates
-    by_sample: bool = False  # each sample has coordinates or an origin of its own
+    by_sample: bool = False  # each sample has coordinates, an origin or tables of its own
     affine: bool = False
     has_origin: bool = False
     has_phase: bool = False
+    # Given cos and sin: see kernels/tables.py.
+    tables: str = "none"  # | "pairs" | "full"
+    joined: bool = False  # cos and sin are side by side
+    inverse: bool = False  # sin is negated
+    table_unit: int = 1  # what strides are multiples of, where entries are side by side and rows aligned as their loads
     # The norm.
     has_weight: bool = False
     has_bias: bool = False
@@ -241,8 +296,8 @@ class Variant(NamedTuple):
 # --- across the registered operators -------------------------------------------------------------------------
 
 _TYPES: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]", float: "float",
-    bool: "bool",
+    Tensor: "Tensor", Tensor | None: "Tensor?", Any: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]",
+    float: "float", bool: "bool",
 }  # fmt: skip
 
 
@@ -258,7 +313,7 @@ def flatten(call: Call) -> tuple[Any, ...]:
     """A call as arguments of an operator, in the order of the fields."""
     return tuple(
         list(value) if isinstance(value, tuple) else value
-        for part in (call.tables, call.layout, call.spec, call.weights)
+        for part in (call.tables, call.layout, call.spec, call.weights, call.cos_sin)
         for value in part
     )
 
@@ -267,7 +322,8 @@ def unflatten(args: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
     """The inverse of :func:`flatten`, and the arguments behind."""
     values = iter(args)
     tables, layout, spec = take_fields(Tables, values), take_fields(Layout, values), take_fields(Spec, values)
-    return Call(spec, layout, tables, None, take_fields(Weights, values)), tuple(values)
+    weights, cos_sin = take_fields(Weights, values), take_fields(CosSin, values)
+    return Call(spec, layout, tables, None, weights, cos_sin), tuple(values)
 
 
 def take_fields(kind: Callable[..., Any], values: Iterator[Any]) -> Any:

@@ -17,12 +17,25 @@ from ..positions.grid import Grid
 from ..positions.sequences import Packed
 from ..reference import activate
 from . import boundary, sharding
-from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
+from .call import (
+    NO_COS_SIN,
+    NO_WEIGHTS,
+    Call,
+    CosSin,
+    Known,
+    NormOptions,
+    Options,
+    Tables,
+    Weights,
+    remember,
+    remembered,
+)
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_places, check_target, write
+from .tables import GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
-from .views import encode_packed, order_outs, unpack_positions
+from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
 __all__ = ["run", "run_checked", "run_part", "use_triton"]
 
@@ -33,7 +46,7 @@ INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in
 def run(
     options: Options,
     xs: tuple[Tensor, ...],
-    omega: Tensor,
+    omega: Any,
     positions: Any,
     phase: Any = None,
     amplitude: Any = None,
@@ -44,12 +57,18 @@ def run(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
+    given = positions if type(positions) is GivenTables else None
+    if given is not None and _are_packed(xs):
+        refuse_mixing(options.dim)
+        into = _of_views(target, xs)
+        return encode_packed(lambda *views: run(options, views, omega, given, phase, amplitude, norm, into), xs)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
         return _run_apart(options, xs, omega, positions, phase, amplitude, weights, target)
-    direct = boundary.is_direct((*xs, omega, phase) if norm is None else (*xs, omega, phase, *weights))
+    beside = (omega, phase) if given is None else given.cos_sin[:2]
+    direct = boundary.is_direct((*xs, *beside) if norm is None else (*xs, *beside, *weights))
     key = _call_key(options, xs, omega, positions, phase, amplitude) if direct else None
     if key is not None and norm is not None:
         key = _add_weights(key, weights)
@@ -61,9 +80,12 @@ def run(
             checked = validate(options, xs, omega, positions, phase, amplitude, weights)
             known = remember(key, Known(checked.spec, checked.layout, {}))
         spec, layout, launches = known
-        grid: Any = positions
-        origin = None if grid.origin is None else grid.origin_row
-        call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
+        if given is not None:
+            call = Call(spec, layout, NO_TABLES, launches, weights, given.cos_sin)
+        else:
+            grid: Any = positions
+            origin = None if grid.origin is None else grid.origin_row
+            call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
     if target is None:
         ys = run_checked(call, xs, phase, options.impl, direct)
     else:
@@ -71,6 +93,12 @@ def run(
     return ys[0] if len(xs) == 1 else ys
 
 
+def _are_packed(xs: tuple[Any, ...]) -> bool:
+    """Whether tokens come end to end, (N, H, D); all of xs must then, which is checked later."""
+    return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
+
+
+NO_TABLES = Tables(None)
 _POSITIONS = (Grid, Coordinates, Tensor)
 _DENSE = torch.strided
 
@@ -78,14 +106,19 @@ _DENSE = torch.strided
 def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any) -> tuple | None:
     """All that :func:`validate` looks at, where its result holds no tensors but those that were given: checking again
     would find the same."""
-    if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
+    is_given = type(positions) is GivenTables
+    if not is_given and (type(positions) is not Grid or positions.scale is not None or positions.shift is not None):
         return None
-    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
+    if not 1 <= len(xs) <= 2 or any(x is None for x in xs):
         return None
     for option in options:
         kind = type(option)
         if not (option is None or kind is str or kind is int or kind is NormOptions):  # 1.0 and True equal 1
             return None
+    if is_given:
+        return _tables_key(options, xs, positions)
+    if omega is None or type(positions) is not Grid:
+        return None
     if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
     for t in (omega, phase, amplitude, *xs):
@@ -103,6 +136,22 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
         q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
         None if phase is None else (phase.shape, phase.dtype, phase.device),
         None if amplitude is None else (amplitude.shape, amplitude.dtype, amplitude.device),
+    )  # fmt: skip
+
+
+def _tables_key(options: Options, xs: Any, given: GivenTables) -> tuple | None:
+    """The key of a call with given tables. Their strides are in those of its launches."""
+    (cos, sin, inverse), prefix = given
+    for t in (cos, sin, *xs):
+        if t is not None and (not isinstance(t, Tensor) or t.is_nested or t.layout is not _DENSE):
+            return None
+    q, k = xs[0], xs[-1]
+    if cos is None:
+        return None
+    return (
+        options, len(xs), prefix, inverse, cos.shape, cos.dtype, cos.device,
+        None if sin is None else (sin.shape, sin.dtype, sin.device),
+        q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
     )  # fmt: skip
 
 
@@ -126,10 +175,10 @@ def run_checked(
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
         return tuple(_join_groups((y,) * groups) for y in run_checked(call, xs, phase, impl, direct))
-    if not direct and sharding.is_sharded(*xs, call.tables.omega, phase, *call.weights):
+    tables = call.tables
+    if not direct and sharding.is_sharded(*xs, tables.omega, phase, *call.cos_sin[:2], *call.weights):
         return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
-    if use_triton(impl, xs, call.tables):
-        tables = call.tables
+    if use_triton(impl, xs, tables, call.cos_sin):
         if direct and not (tables.coords is tables.origin is tables.rotated is tables.amplitude is None):
             direct = boundary.is_plain((tables.coords, tables.origin, tables.rotated, tables.amplitude))
         return boundary.run_kernels(call, xs, direct)
@@ -137,8 +186,9 @@ def run_checked(
 
 
 def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
-    phase = call.tables.phase
-    return run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
+    omega, phase, *_ = call.tables
+    direct = boundary.is_direct((*xs, omega, phase, *call.cos_sin[:2], *call.weights))
+    return run_checked(call, xs, phase, impl, direct)
 
 
 def _run_into(
@@ -151,14 +201,15 @@ def _run_into(
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
         tables = call.tables
         others = tables.coords, tables.origin, tables.rotated, tables.amplitude
-        if use_triton(impl, xs, tables) and boundary.is_plain(others):
+        if use_triton(impl, xs, tables, call.cos_sin) and boundary.is_plain(others):
             return boundary.run_into(call, xs, target.outs, target.start)
     return write(target, run_checked(call, xs, phase, impl, direct, groups))
 
 
 def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
     number = len(phase) if phase is not None and phase.ndim == 3 else groups
-    read, names = (*call.tables, *call.weights, phase), (*Tables._fields, *Weights._fields, "phase")
+    read = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
+    names = (*Tables._fields, *Weights._fields, "tables (cos)", "tables (sin)", "phase")
     _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
@@ -245,7 +296,7 @@ def _count_groups(phase: Any) -> int:
 def run_part(
     options: Options,
     xs: tuple[Tensor, ...],
-    omega: Tensor,
+    omega: Any,
     positions: Any,
     phase: Any = None,
     amplitude: Any = None,
@@ -256,6 +307,12 @@ def run_part(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
+    if type(positions) is GivenTables and _are_packed(xs):
+        refuse_mixing(options.dim)
+        into = _of_views(target, xs)
+        return encode_packed(
+            lambda *views: run_part(options, views, omega, positions, phase, amplitude, norm, into), xs
+        )
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
@@ -303,7 +360,7 @@ def _side_by_side(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor
 # --- the path ----------------------------------------------------------------------------------------------------
 
 
-def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
+def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSin = NO_COS_SIN) -> bool:
     """The path that ``impl`` and the inputs ask for."""
     if impl not in IMPLS:
         check_impl(impl)
@@ -324,11 +381,11 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
             "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=5
         )
         return False
-    if torch.is_grad_enabled() and _needs_other_gradients(tables):
+    if torch.is_grad_enabled() and _needs_other_gradients(tables, cos_sin):
         if asked:
             raise ValueError(
-                "positions, amplitude: the kernels give no gradient to amplitude, coords, scale or shift; use "
-                "impl='auto' or detach them"
+                "positions, amplitude, tables: the kernels give no gradient to amplitude, coords, scale, shift, cos or "
+                "sin; use impl='auto' or detach them"
             )
         return False
     if boundary.transforming():
@@ -341,7 +398,10 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     return True
 
 
-def _needs_other_gradients(tables: Tables) -> bool:
+def _needs_other_gradients(tables: Tables, cos_sin: CosSin) -> bool:
     """Beyond those that the kernels form."""
+    cos, sin, _ = cos_sin
+    if (cos is not None and cos.requires_grad) or (sin is not None and sin.requires_grad):
+        return True
     _, _, *others = tables
-    return any(t is not None and t.requires_grad for t in others)
+    return tables.omega is not None and any(t is not None and t.requires_grad for t in others)

@@ -16,6 +16,7 @@ from ..reference import no_autocast, normalise
 from .call import Layout, NormOptions, Options, Spec, Weights
 from .linear_call import LinearOptions
 from .memory import accumulator
+from .tables import GivenTables
 
 __all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
 
@@ -145,4 +146,6 @@ def _ends(positions: Any, num_tokens: int) -> Layout:
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):
         return Layout(num_tokens, positions.prefix, positions.coords.shape[-2], 0, ())
+    if isinstance(positions, GivenTables):
+        return positions.lay_out(num_tokens)
     return Layout(num_tokens, 0, num_tokens, 0, ())

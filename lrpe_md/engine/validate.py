@@ -16,6 +16,7 @@ from ..positions.grid import Grid
 from ..reference import ACTIVATIONS, MAPS
 from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
 from .norms import check_weights
+from .tables import GivenTables, check_tables
 
 __all__ = [
     "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
@@ -42,6 +43,11 @@ def validate(
     for name, t in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
         check_input(name, t, x)
     spec = _specify(options, x.shape[-1])
+    if type(positions) is GivenTables:
+        layout = check_tables(positions, spec, xs)
+        if options.norm is not None:
+            check_weights(options, weights, xs, layout)
+        return Call(spec, layout, Tables(None), None, weights, positions.cos_sin)
     phase_name = "phase"
     if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):

@@ -15,7 +15,7 @@ from .boundary import exporting, is_direct, transforming
 from .joined import Split, TracedSplit
 from .memory import split_projection
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
+__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 
 # Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
 Encode = Callable[..., Any]
@@ -71,9 +71,14 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
 
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     """The positions of samples packed end to end, where dim is that of the call's softmax."""
+    refuse_mixing(dim)
+    return packed.positions
+
+
+def refuse_mixing(dim: int | None) -> None:
+    """Raise for a softmax over the sequence of packed tokens."""
     if dim == -2:
         raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
-    return packed.positions
 
 
 def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:

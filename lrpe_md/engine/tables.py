@@ -1,0 +1,125 @@
+"""Cos and sin that the caller gives in place of frequencies and positions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..checks import as_integer, check_dense
+from .call import Call, CosSin, Layout, Spec
+from .memory import accumulator
+
+__all__ = ["GivenTables", "check_tables", "replace_angles", "store_angles", "take_tables"]
+
+COS, SIN = "tables[0] (cos)", "tables[1] (sin)"
+FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+class GivenTables(NamedTuple):
+    """Tables as they were given. They stand where a call otherwise has its positions."""
+
+    cos_sin: CosSin
+    prefix: int
+
+    def lay_out(self, num_tokens: int) -> Layout:
+        """Return where the tables' rows are among so many tokens."""
+        return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
+
+
+def take_tables(
+    tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
+) -> GivenTables:
+    """Return the tables of a public call, or raise where they don't go with its other arguments."""
+    if tables is None:
+        missing = "omega" if omega is None else "positions" if positions is None else None
+        if missing is not None:
+            raise TypeError(f"{missing}: expected omega and positions, or tables=(cos, sin), got None")
+        raise ValueError(f"prefix: expected it with tables only, got {prefix!r}; a Grid or Coordinates has its own")
+    if not (omega is positions is phase is amplitude is None):
+        _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+    number = as_integer(prefix)
+    if number is None or isinstance(prefix, bool) or number < 0:
+        raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
+    if isinstance(tables, Tensor):
+        if tables.is_nested or not tables.is_complex():
+            raise TypeError(
+                f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got one tensor of "
+                f"{tables.dtype}"
+            )
+        return GivenTables(CosSin(torch.view_as_real(tables.resolve_conj()), None, inverse), number)
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        got = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
+        raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {got}")
+    cos, sin = tables
+    if sin is None:
+        check_dense(SIN, sin, FORM)
+    return GivenTables(CosSin(cos, sin, inverse), number)
+
+
+def _refuse_beside_tables(**others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
+                f"leave out tables or {name}"
+            )
+
+
+def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
+    """Check tables against inputs that have been checked; return where they are among the tokens."""
+    (cos, sin, _), prefix = given
+    if sin is None:
+        _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
+    else:
+        _check_table(COS, cos, spec, xs)
+        _check_table(SIN, sin, spec, xs)
+        if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ValueError(f"tables: expected cos and sin of one shape, got {given.cos_sin.shape} and {sin.shape}")
+    num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]
+    if prefix + num_rows > num_tokens:
+        raise ValueError(
+            f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
+            f"({tuple(given.cos_sin.shape)})"
+        )
+    return given.lay_out(num_tokens)
+
+
+def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
+    check_dense(name, t, FORM)
+    x, shape = xs[0], tuple(t.shape)
+    if t.dtype not in _REAL:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+    if t.device != x.device:
+        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
+    if t.ndim not in (2, 3, 4):
+        raise ValueError(f"{name}: expected {FORM}, got {shape}")
+    widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]
+    if shape[-1] not in widths:
+        known = " (pairs) or ".join(map(str, widths)) + (" (rotated channels)" if len(widths) > 1 else " (channels)")
+        raise ValueError(f"{name}: expected a last dimension of {known}, got {shape}")
+    if t.ndim > 2 and shape[0] not in (1, x.shape[0]):
+        raise ValueError(f"{name}: expected {FORM} with B = {x.shape[0]}, got {shape}")
+    if t.ndim == 4 and any(shape[1] < 1 or each.shape[1] % shape[1] for each in xs):
+        heads = ", ".join(str(each.shape[1]) for each in xs)
+        raise ValueError(
+            f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
+        )
+
+
+def store_angles(call: Call) -> Tensor:
+    """Return the angles of a call without phase or amplitude, (H or 1, N, C) in [-π, π], float32."""
+    omega = call.tables.omega.detach()
+    coords, on_grid = call.layout.positions(call.tables, omega.device)
+    return reference.fold(reference.angles(coords, omega, rotated=on_grid), torch.float32)
+
+
+def replace_angles(call: Call, angles: Tensor, dtype: torch.dtype) -> Call:
+    """Return the call, for inputs of this dtype, with stored angles in place of those of its positions."""
+    begin = call.layout.prefix
+    angles = angles[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(dtype))
+    return call._replace(cos_sin=CosSin(angles.cos(), angles.sin()))
