@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting"]
+__all__ = ["as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting", "is_real"]
 
 
 def as_integer(value: Any) -> Any:
@@ -64,6 +64,11 @@ def check_dense(name: str, value: Any, form: str) -> None:
         )
     if value.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor {form}, got {value.layout}; use to_dense()")
+
+
+def is_real(t: Tensor) -> bool:
+    """Return whether a tensor holds numbers: no bools, nothing complex."""
+    return t.dtype != torch.bool and not t.is_complex()
 
 
 def check_at_least(least: int, **numbers: Any) -> None:

@@ -95,7 +95,8 @@ def cosine(
             cosine map, a norm over all heads, channels that are not side by side, a CPU and compiled code cost a copy.
         out_start: with out: it is the whole cache (B, H, L, ..) then, and token 0 goes to this place along L. Integers
             (), (1,) or (B,), read on the device, so that a captured graph writes elsewhere each time it is replayed.
-            Beyond L is an IndexError or RuntimeError on a CPU; a GPU writes nothing there, and says nothing.
+            Tokens before 0 or beyond L are an IndexError on a CPU, before anything is written (compiled, when the
+            program runs). A GPU drops them silently.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
     Returns:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .checks import as_integer, is_real
 from .engine.linear_call import Description
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
 from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
@@ -281,15 +282,15 @@ class FrequencyModule(nn.Module):
         Raises:
             ValueError: an axis or a shape that does not fit.
         """
-        if not 0 <= axis < self.num_axes:
+        if isinstance(axis, bool) or as_integer(axis) is None or not 0 <= axis < self.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")
         name = f"places_{axis}"
         if places is None:
             self._buffers.pop(name, None)
             self.moved = tuple(own for own in self.moved if own != axis)
             return
-        if not isinstance(places, Tensor) or places.ndim != 1 or places.is_complex():
-            found = tuple(places.shape) if isinstance(places, Tensor) else type(places).__name__
+        if not isinstance(places, Tensor) or places.ndim != 1 or not is_real(places):
+            found = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places).__name__
             raise ValueError(f"places: expected a tensor of numbers (n,), or None, got {found}")
         own = self._buffers.get(name)
         with torch.inference_mode(False), torch.no_grad():

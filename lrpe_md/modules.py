@@ -20,7 +20,7 @@ from .positions.grid import Grid
 from .positions.sequences import text_positions
 from .presets.registry import preset as make_preset
 from .presets.scheme import Axial, Preset, Scheme
-from .xpos import check_scale_base, scale_xpos
+from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
@@ -164,7 +164,7 @@ class Rotate1d(RotateMd):
         **kwargs: Any,
     ) -> None:
         if scale_base is not None:
-            check_scale_base(scale_base)
+            check_scale(scale_base, scale_centre)
         elif scale_centre != 0:
             raise ValueError(f"scale_centre: expected it with scale_base alone, got {scale_centre!r}")
         self.scale_base, self.scale_centre = scale_base, scale_centre

@@ -203,7 +203,9 @@ def _over(spec: Spec) -> tuple[int, ...]:
 def _divide_by_deviation(spec: Spec, x: Tensor) -> tuple[Tensor, Tensor]:
     """x over its root mean square, or standard deviation, and what it was multiplied by."""
     if spec.norm == "layer":
-        x = x - x.mean(_over(spec), keepdim=True)
+        mean = x.mean(_over(spec), keepdim=True)
+        # The second mean is what rounding took from the first: else equal channels would not become 0.
+        x = x - (mean + (x - mean).mean(_over(spec), keepdim=True))
     scale = (x.square().mean(_over(spec), keepdim=True) + spec.norm_eps).rsqrt()
     return x * scale, scale
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .positions.coordinates import Coordinates
 from .positions.grid import Grid
 from .reference import join_pairs
 
-__all__ = ["check_scale_base", "scale_xpos"]
+__all__ = ["check_scale", "scale_xpos"]
 
 
 def scale_xpos(
@@ -48,7 +49,7 @@ def scale_xpos(
 
     Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as flash-attn's ``RotaryEmbedding``.
     """
-    check_scale_base(scale_base)
+    check_scale(scale_base, scale_centre)
     here = positions if type(positions) is tuple else (positions, positions)
     if len(here) != 2:
         raise ValueError(f"positions: a tuple is one for q and one for k, got {len(here)}")
@@ -69,9 +70,12 @@ def scale_xpos(
     return ys[0], ys[1]
 
 
-def check_scale_base(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"scale_base: expected a number above 0, got {value!r}")
+def check_scale(value: Any, centre: Any) -> None:
+    """Check scale_base and scale_centre."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"scale_base: expected a finite number above 0, got {value!r}")
+    if isinstance(centre, bool) or not isinstance(centre, (int, float)) or not -math.inf < centre < math.inf:
+        raise ValueError(f"scale_centre: expected a finite number, got {centre!r}")
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:

@@ -244,3 +244,68 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(interpreter.interpreter_builder), "create_fma", fma)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+class Bounds:
+    """The memory that a launch was given, as disjoint ranges of addresses."""
+
+    def __init__(self) -> None:
+        self.begins = self.ends = np.zeros(0, np.uint64)
+
+    def note(self, args: Any) -> None:
+        """Take the tensors among the arguments of a launch, wherever these are nested."""
+        ranges: list[tuple[int, int]] = []
+
+        def visit(arg: Any) -> None:
+            if isinstance(arg, tuple):
+                for each in arg:
+                    visit(each)
+            elif hasattr(arg, "data_ptr") and arg.numel():
+                steps = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+                ranges.append((arg.data_ptr(), arg.data_ptr() + (steps + 1) * arg.element_size()))
+
+        visit(tuple(args))
+        merged: list[list[int]] = []
+        for begin, end in sorted(ranges):
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(end, merged[-1][1])
+            else:
+                merged.append([begin, end])
+        self.begins = np.array([begin for begin, _ in merged], np.uint64)
+        self.ends = np.array([end for _, end in merged], np.uint64)
+
+    def check(self, pointers: Any, mask: Any) -> None:
+        """Raise IndexError unless all addresses that a load or store doesn't mask off are in the ranges."""
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
+        if not addresses.size:
+            return
+        at = np.searchsorted(self.begins, addresses, side="right") - 1
+        size = np.uint64(np.dtype(find_numpy_type(pointers.get_element_ty())).itemsize)
+        outside = at < 0 if not self.ends.size else (at < 0) | (addresses + size > self.ends[at])
+        if outside.any():
+            raise IndexError(f"{int(outside.sum())} of {addresses.size} addresses are outside of the kernel's tensors")
+
+
+def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make kernels fail that read or write outside of the tensors that they are given: a GPU may not notice."""
+    bounds, builder = Bounds(), type(interpreter.interpreter_builder)
+    init, load, store = (
+        interpreter.GridExecutor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    )  # fmt: skip
+
+    def init_args(self: Any, args: Any, kwargs: Any) -> Any:
+        found = init(self, args, kwargs)
+        bounds.note((*found[0], *found[1].values()))
+        return found
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        bounds.check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        bounds.check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", init_args)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)

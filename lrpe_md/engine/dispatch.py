@@ -20,7 +20,7 @@ from . import boundary, sharding
 from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
-from .output import Target, check_target, write
+from .output import Target, check_places, check_target, write
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, unpack_positions
 
@@ -152,7 +152,7 @@ def _run_into(
         tables = call.tables
         others = tables.coords, tables.origin, tables.rotated, tables.amplitude
         if use_triton(impl, xs, tables) and boundary.is_plain(others):
-            return boundary.run_into(call, xs, *target)
+            return boundary.run_into(call, xs, target.outs, target.start)
     return write(target, run_checked(call, xs, phase, impl, direct, groups))
 
 
@@ -218,6 +218,8 @@ def _run_apart(
     ]
     for call, own, phi, _, direct, into, _ in jobs:  # before any launch
         _check_into(call, own, phi, direct and boundary.is_plain(into.tensors), into, groups)
+        if options.impl != "triton":  # whose kernels leave out what does not fit in
+            check_places(into, [own[0].shape[2]])
     for job in jobs:
         ys += _run_into(*job)
     return ys

@@ -859,7 +859,8 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
         (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
-        (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant, grads.k_weights)), grads.q_partial,
+        (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant, grads.k_weights)),
+        join_partials(grads.q_partial, grads.k_partial),
         pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
     )  # fmt: skip
     start(kernels.linear_backward_kernel, sizes.rows, args, described)
@@ -951,6 +952,13 @@ def differentiate_causal(
     return last
 
 
+def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
+    """Return q's and k's partial sums as one view; they lie side by side in one tensor."""
+    if q_part is None or k_part is None:
+        return None
+    return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
+
+
 def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
     """dω, dφ of q, dφ of k: those that are needed."""
     needs, channels = work.needs, work.call.spec.num_channels
@@ -960,7 +968,7 @@ def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
     q_tables, k_tables = work.call.q_tables, work.call.k_tables
     given = [t.shape[0] for t in (q_tables.omega, q_tables.phase, k_tables.phase) if t is not None]
     axes = q_tables.omega.shape[2] + (work.q_side.tables.phase is not None)
-    both = torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
+    both = join_partials(q_part, k_part)
 
     def reduce(part: Tensor, tables: Tables, wanted: Needs) -> list[Tensor]:
         partial = part.reshape(-1, max(given), axes, channels)

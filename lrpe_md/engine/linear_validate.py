@@ -104,8 +104,8 @@ def check_normalizer(normalizer: Any, act: str) -> None:
 
 
 def check_eps(eps: Any) -> None:
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps > 0:
-        raise ValueError(f"eps: expected a number above 0, got {eps!r}")
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps < float("inf"):
+        raise ValueError(f"eps: expected a finite number above 0, got {eps!r}")
 
 
 def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:

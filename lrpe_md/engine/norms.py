@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -38,6 +39,8 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     for name, number in (("eps", eps), ("offset", offset)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")
+    if not -math.inf < offset < math.inf:
+        raise ValueError(f"norm.offset: expected a finite number, got {offset!r}")
     if not 0 < eps < float("inf"):
         raise ValueError(f"norm.eps: expected a number above 0, which keeps rows of zeros finite, got {eps!r}")
     if bias is not None and kind == "rms":

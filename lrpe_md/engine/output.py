@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import can_read, check_dense
 from .boundary import transforming
 from .call import Call
 
-__all__ = ["Target", "check_target", "take_target", "write"]
+__all__ = ["Target", "check_places", "check_target", "take_target", "write"]
 
 FORM = "(B, H, N, D)"
 
@@ -22,15 +22,21 @@ class Target(NamedTuple):
     """Where outputs are to be.
 
     outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None: a new one. start: the place along L of the
-    first token, integers (1,) or (B,) that are read on the device.
+    first token, integers (1,) or (B,) that are read on the device. index: which of two a single output is.
     """
 
     outs: tuple[Tensor | None, ...]
     start: Tensor | None = None
+    index: int | None = None
 
     def only(self, i: int) -> Target:
-        """Of one tensor."""
-        return Target((self.outs[i],), self.start)
+        """Return the target of one of two tensors."""
+        return Target((self.outs[i],), self.start, i)
+
+    def name(self, i: int) -> str:
+        """Name an output as the caller does."""
+        i = i if self.index is None else self.index
+        return "out" if len(self.outs) == 1 and self.index is None else f"out[{i}]"
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -148,18 +154,16 @@ def _check_apart(
 
 def _name_of(target: Target, number: int) -> str:
     """Of the outputs that there are."""
-    given = [i for i, t in enumerate(target.outs) if t is not None]
-    return "out" if len(target.outs) == 1 else f"out[{given[number]}]"
+    return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 
 def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
     """What does not depend on where they are in memory."""
-    batch, _, num_tokens, _ = xs[0].shape
     for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
-        name = "out" if len(xs) == 1 else f"out[{i}]"
-        _check_out(name, out, x, (batch, x.shape[1], num_tokens, width), target.start is not None)
+        name = target.name(i)
+        _check_out(name, out, x, (*x.shape[:3], width), target.start is not None)
         if direct and _overlaps_itself(out.shape, out.stride()):
             raise ValueError(f"{name}: expected memory of its own for each element, got strides {out.stride()}")
 
@@ -223,8 +227,23 @@ def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
     return ahead % step > arcs[0] and -ahead % step > arcs[1]
 
 
+def check_places(target: Target, lengths: Sequence[int]) -> None:
+    """Check that so many tokens of each output fit in where they begin, if that can be read."""
+    start = target.start
+    if start is None or not start.numel() or not can_read(start):
+        return
+    first, last = int(start.min()), int(start.max())
+    for i, (out, length) in enumerate(zip(target.outs, lengths, strict=True)):
+        if out is not None and length and not 0 <= first <= last <= out.shape[2] - length:
+            raise IndexError(
+                f"out_start: expected places from 0 to {out.shape[2] - length}, where {length} tokens fit into the "
+                f"{out.shape[2]} of {target.name(i)}, got {start.tolist()}; nothing was written"
+            )
+
+
 def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What was computed elsewhere, where it is to be; the outputs."""
+    """Copy what was computed elsewhere to where it is to be; return the outputs."""
+    check_places(target, [y.shape[2] for y in ys])
     found = []
     for out, y in zip(target.outs, ys, strict=True):
         if out is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, get_args
@@ -14,7 +15,6 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..reference import ACTIVATIONS, MAPS
 from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
-from .linear_call import LinearOptions
 from .norms import check_weights
 
 __all__ = [
@@ -101,8 +101,8 @@ def _specify(options: Options, head_dim: int) -> Spec:
 _UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # options of some maps alone, and their defaults
 
 
-def check_unused(options: Options | LinearOptions, *names: str) -> None:
-    """Refuse options that the map has no use for."""
+def check_unused(options: Any, *names: str) -> None:
+    """Refuse options, of a map or of linear attention, that the map has no use for."""
     for name in names:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
@@ -145,6 +145,8 @@ def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | 
         return value[None] if value.ndim == 1 else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:  # of a compiler's number isfinite breaks the graph
+        raise ValueError(f"amplitude: expected a finite number, got {value!r}")
     if value == 1:
         return None
     if torch.compiler.is_compiling() or fleeting() or _capturing(device):

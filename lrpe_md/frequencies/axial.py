@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ..checks import check_at_least, check_dense
 
 __all__ = [
-    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "num_blocks", "one_series", "sequence_omega",
-    "split_channels",
+    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "num_blocks", "one_series",
+    "sequence_omega", "split_channels",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -74,7 +74,7 @@ def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[
     return _owned(owners, len(sections))
 
 
-def _check_map(axis_map: Any, num_axes: int) -> None:
+def check_map(axis_map: Any, num_axes: int) -> None:
     if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
         if axis_map not in (*AXIS_MAPS, "head"):
             raise ValueError(f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {axis_map!r}")
@@ -164,7 +164,7 @@ def axial_omega(
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
     check_at_least(1, num_axes=num_axes)
     check_at_least(0, num_channels=num_channels)
-    _check_map(axis_map, num_axes)
+    check_map(axis_map, num_axes)
     if num_heads is not None and axis_map != "head":
         raise ValueError(f"num_heads: expected None unless axis_map is 'head', got {num_heads}")
     between = _gaps(gaps, num_blocks(axis_map, num_axes))

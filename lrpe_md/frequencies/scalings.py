@@ -235,5 +235,5 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
 
 def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
-        if not number > 0:
-            raise ValueError(f"{name}: expected a positive number, got {number}")
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}: expected a finite positive number, got {number}")

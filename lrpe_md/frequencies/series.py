@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_at_least, check_dense
 
-__all__ = ["geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta"]
+__all__ = ["apply_scaling", "geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta"]
 
 
 def geometric_theta(
@@ -22,8 +23,8 @@ def geometric_theta(
     """``base ** (-i / num)`` for i < num: RoPE's geometric series (arXiv 2104.09864), shape (num,)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
-    if not base > 0:
-        raise ValueError(f"base: expected a positive number, got {base}")
+    if not 0 < base < math.inf:
+        raise ValueError(f"base: expected a finite positive number, got {base}")
     return (base ** (-torch.arange(num, dtype=torch.float64, device=device) / num)).to(dtype)
 
 
@@ -34,8 +35,8 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
     """
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
-    if not (first > 0 and last > 0):
-        raise ValueError(f"first, last: expected positive numbers, got {first}, {last}")
+    if not (0 < first < math.inf and 0 < last < math.inf):
+        raise ValueError(f"first, last: expected finite positive numbers, got {first}, {last}")
     steps = torch.linspace(math.log(first), math.log(last), num, dtype=torch.float64)
     return steps.exp().to(dtype)
 
@@ -53,3 +54,29 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
     """
     check_at_least(1, num=num, num_heads=num_heads)
     return geometric_theta(num_heads * num, base, dtype=dtype).reshape(num_heads, num)
+
+
+def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
+    """Return what a scaling makes of theta (E,) or (H, E), and its amplitude.
+
+    Raises:
+        TypeError: something else than a tensor and an amplitude.
+        ValueError: frequencies or an amplitude of another shape, or an amplitude that is not finite.
+    """
+    try:
+        found = scaling(theta)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"scaling: {error}") from error
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], Tensor):
+        raise TypeError(f"scaling: expected it to return (theta, amplitude), got {type(found).__name__}")
+    scaled, amplitude = found
+    if scaled.shape != theta.shape:
+        raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
+    if isinstance(amplitude, Tensor):
+        fits = amplitude.shape in ((), theta.shape[-1:])
+    else:
+        fits = isinstance(amplitude, (int, float)) and not isinstance(amplitude, bool) and math.isfinite(amplitude)
+    if not fits:
+        got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
+        raise ValueError(f"scaling: expected an amplitude that is a finite number or ({theta.shape[-1]},), got {got}")
+    return scaled, amplitude

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
+from ..frequencies.series import apply_scaling
 from ..functional import cosine, rotate
 from ..module_base import FrequencyModule, check_unwritten, copy_together
 from ..modules import CosineMd, PresetMd, RotateMd
@@ -393,8 +394,8 @@ class Stretched(nn.Module):
     def rescale(self, scaling: Scaling | None) -> None:
         """Stretch the frequencies, in place; None takes them as trained.
 
-        scaling: theta (H or 1, C) → scaled theta and amplitude: one of ``lrpe_md.frequencies``' ``*_scaling`` with its
-            arguments bound.
+        scaling: theta (C,) or (H, C) → scaled theta and amplitude: one of ``lrpe_md.frequencies``' ``*_scaling`` with
+            its arguments bound.
         """
         copy_together(self.rescaled(scaling))
 
@@ -423,11 +424,13 @@ class Stretched(nn.Module):
 
 
 def scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
-    """What frequencies (H or 1, E) are multiplied by, and the amplitude. One of 0 stays 0."""
-    scaled, amplitude = scaling(theta)
-    if scaled.shape != theta.shape:
-        raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-    return torch.where(theta == 0, 1.0, scaled / theta), amplitude
+    """Return what frequencies (H or 1, E) are multiplied by, and the amplitude. A frequency of 0 stays 0.
+
+    The scaling is given (E,) if all heads share them.
+    """
+    shared = theta.shape[0] == 1
+    scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
+    return torch.where(theta == 0, 1.0, (scaled[None] if shared else scaled) / theta), amplitude
 
 
 def _materialise(encoding: Any, _: Any) -> None:

@@ -54,9 +54,10 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 
     Args:
         model: what it is made of says where encodings are; or a pipeline of diffusers.
-        scaling: theta (E,) or (H, E) → scaled theta and amplitude, one of ``lrpe_md.frequencies``' ``*_scaling`` with
-            its numbers bound; one for all axes or a sequence of one an axis, slowest first, None for an axis that stays
-            as it is. It is given the frequencies of an axis in the order of the channels, in float64 on their device.
+        scaling: theta (E,), or (H, E) where heads differ → scaled theta of the same shape, and an amplitude, a number
+            or (E,): one of ``lrpe_md.frequencies``' ``*_scaling`` with its numbers bound; one for all axes or a
+            sequence of one an axis, slowest first, None for an axis that stays as it is. It is given the frequencies
+            of an axis in the order of the channels, in float64 on their device.
             None: all as trained. What is learned goes on learning, and is scaled as it is now.
 
     The amplitude is that of the pairs of its axis, and of tokens that are rotated: a prefix, such as text that a preset

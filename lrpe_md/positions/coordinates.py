@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense
+from ..checks import as_integer, check_dense, is_real
 
 __all__ = [
     "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
@@ -241,11 +241,14 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
         return None
     if isinstance(value, Tensor):
         check_dense(name, value, "(K,)")
-        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)):
-            raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {tuple(value.shape)}")
+        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)) or not is_real(value):
+            raise ValueError(
+                f"{name}: expected a number for each of {num_axes} axes, got {value.dtype} {tuple(value.shape)}"
+            )
         return value.expand(num_axes)
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
-    if len(values) != num_axes or not all(isinstance(v, (Real, torch.SymInt, torch.SymFloat)) for v in values):
+    numbers = (isinstance(v, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(v, bool) for v in values)
+    if len(values) != num_axes or not all(numbers):
         raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
 

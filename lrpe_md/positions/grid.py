@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense, fleeting
+from ..checks import as_integer, check_at_least, check_dense, fleeting, is_real
 from .coordinates import (
     Bound,
     Coordinates,
@@ -269,9 +269,11 @@ class Grid(Rules):
         """
         for axis, own in places.items():
             check_axes((axis,), self.num_axes)
-            if own.ndim != 1 or own.shape[0] < self.shape[axis]:
+            check_dense("places", own, "(n,)")
+            if own.ndim != 1 or own.shape[0] < self.shape[axis] or not is_real(own):
                 raise ValueError(
-                    f"places: expected (n,) for the {self.shape[axis]} tokens of axis {axis}, got {tuple(own.shape)}"
+                    f"places: expected numbers (n,) for the {self.shape[axis]} tokens of axis {axis}, got {own.dtype} "
+                    f"{tuple(own.shape)}"
                 )
         device = next((own.device for own in places.values()), torch.device("cpu"))
         coords, rotated = self._table(device, torch.float64)

@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_offsets
+from ..checks import as_integer, check_at_least, check_offsets
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -46,10 +47,17 @@ class Tokens:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"length: expected at least 0, got {self.length}")
+        for name, number in (("length", self.length), ("axis", self.axis)):
+            if isinstance(number, bool) or as_integer(number) is None or number < 0:
+                raise ValueError(f"{name}: expected an integer of at least 0, got {number!r}")
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
+        start = self.start
+        if start is None or torch.compiler.is_compiling():  # a compiler's numbers have no value yet
+            return
+        is_number = isinstance(start, (Real, Tensor)) and not isinstance(start, bool)
+        if not is_number or (isinstance(start, float) and not math.isfinite(start)):
+            raise ValueError(f"start: expected a finite number or None, got {start!r}")
 
 
 @dataclass(frozen=True)

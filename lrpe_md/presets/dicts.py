@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from .functions import FUNCTIONS
@@ -72,7 +73,7 @@ def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: M
 
 def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functions) -> Any:
     taken = {field.name: field for field in fields(cls)}
-    unknown = sorted(values.keys() - taken)
+    unknown = sorted(map(str, values.keys() - taken))
     if unknown:
         raise ValueError(f"{where}: expected fields of {cls.__name__}, {', '.join(taken)}, got {', '.join(unknown)}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
@@ -81,6 +82,16 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
             f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
         )
     return cls(**{name: _read(name, value, known) for name, value in values.items()})
+
+
+def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise ValueError(f"{name}: expected the name of a function, got {function!r}")
+    taken = signature(function).parameters.values()
+    names = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = sorted(map(str, bound.keys() - set(names)))
+    if unknown and not any(p.kind == p.VAR_KEYWORD for p in taken):
+        raise ValueError(f"{name}: expected arguments among {', '.join(names)}, got {', '.join(unknown)}")
 
 
 def _read(name: str, value: Any, known: Functions) -> Any:
@@ -93,7 +104,9 @@ def _read(name: str, value: Any, known: Functions) -> Any:
         return known[value]
     if name in CALLED and isinstance(value, Mapping):
         bound = {key: _read("", argument, known) for key, argument in value.items() if key != "function"}
-        return partial(_read(name, value.get("function", ""), known), **bound)
+        function = _read(name, value.get("function", ""), known)
+        _check_arguments(name, function, bound)
+        return partial(function, **bound)
     if isinstance(value, Mapping):
         return {key: _read("", part, known) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -10,17 +10,13 @@ knows a scheme's name. Every preset is tested against the original code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
-
-import torch
 
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
 from . import functions as f
-from .scheme import Axial, Dense, Preset, Scaling, Scheme, rotated_part
+from .scheme import Axial, Dense, Preset, Scaling, Scheme, make_preset
 
 __all__ = ["SCHEMES", "Axial", "Dense", "Preset", "Scheme", "list_presets", "preset", "register_scheme"]
 
@@ -530,8 +526,6 @@ def preset(
     """
     name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim
-    if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
-        raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
     num_heads = scheme.num_heads if num_heads is None else num_heads
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
@@ -546,32 +540,4 @@ def preset(
     changes.pop("seed", None)
     if split is not None and len(split) != frequencies.num_axes:
         raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
-    frequencies = replace(frequencies, **changes)
-    part = partial(rotated_part, replace(scheme, frequencies=frequencies), head_dim, rotary_dim)
-    rotated = part() if rotary_dim is not None else _fitting(name, head_dim, part)
-    width = head_dim if rotated is None else rotated.stop - rotated.start
-    channels = width if scheme.map == "cosine" else width // 2
-    blocks = None
-    with torch.device("cpu"):
-        if isinstance(frequencies, Axial):
-            laid = channels * num_heads if frequencies.across_heads else channels
-            if not frequencies.by_head:
-                _fitting(name, head_dim, partial(frequencies.sections, laid))
-            if scheme.pairs == "blocks":
-                blocks = frequencies.blocks(channels)
-        build = partial(frequencies.build, channels, num_heads, seed or 0)
-        omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
-    phase = None if scheme.phase is None else (num_heads, channels)
-    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase, rotated, blocks)
-
-
-def _heads_matter(frequencies: Axial | Dense) -> bool:
-    return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
-
-
-def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """What only head_dim can prevent."""
-    try:
-        return make()
-    except ValueError as error:
-        raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error
+    return make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)

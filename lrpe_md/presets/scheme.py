@@ -11,14 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..frequencies.axial import AxisMap, AxisOrder, axial_omega, num_blocks, one_series, split_channels
+from ..frequencies.axial import AxisMap, AxisOrder, axial_omega, check_map, num_blocks, one_series, split_channels
+from ..frequencies.series import apply_scaling
+from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Segment, Tokens, compose
+from ..reference import Act
 from .dicts import read_scheme, write_scheme
+from .fields import check_axes, check_fields
 from .functions import geometric, plain
 
-__all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme"]
+__all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme", "make_preset"]
 
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
 
@@ -50,6 +54,21 @@ class Axial:
     remainder: int | Literal["front", "behind", "cut"] | None = None
     across_heads: bool = False
     scaling: Scaling | Sequence[Scaling | None] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.split or min(self.split) < 0 or not any(self.split):
+            raise ValueError(f"split: expected shares of at least 0, not all 0, got {self.split}")
+        check_map(self.axis_map, self.num_axes)
+        if self.base is not None and self.base <= 0:
+            raise ValueError(f"base: expected a positive number or None, got {self.base}")
+        number = num_blocks(self.axis_map, self.num_axes) + 1
+        if self.gaps is not None and (len(self.gaps) != number or min(self.gaps) < 0):
+            raise ValueError(f"gaps: expected {number} shares of at least 0, one more than blocks, got {self.gaps}")
+        if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
+            raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
+        if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
+            raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(self.scaling)}")
 
     @property
     def num_axes(self) -> int:
@@ -98,8 +117,6 @@ class Axial:
 
     def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float | Tensor]:
         scalings = self.scaling if isinstance(self.scaling, Sequence) else (self.scaling,) * self.num_axes
-        if len(scalings) != self.num_axes:
-            raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(scalings)}")
         if self.by_head and num_heads % self.least:
             shares = " : ".join(map(str, self.split))
             raise ValueError(
@@ -111,8 +128,8 @@ class Axial:
         thetas, amplitudes = [], []
         for section, scaling in zip(sections, scalings, strict=True):
             whole = self.by_head or one_series(self.axis_map)
-            theta = self.series(laid if whole else max(section, 1), self.base, num_heads)
-            theta, amplitude = (theta, 1.0) if scaling is None else scaling(theta)
+            theta = _call("series", self.series, laid if whole else max(section, 1), self.base, num_heads)
+            theta, amplitude = (theta, 1.0) if scaling is None else apply_scaling(scaling, theta)
             thetas.append(theta)
             amplitudes.append(amplitude)
         lay = partial(
@@ -146,12 +163,35 @@ class Dense:
     omega: Callable[[int, int, float, torch.Generator], Tensor]
     base: float
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_axes < 1:
+            raise ValueError(f"num_axes: expected at least 1, got {self.num_axes}")
+        if self.base <= 0:
+            raise ValueError(f"base: expected a positive number, got {self.base}")
+
     @property
     def takes(self) -> set[str]:
         return {"base", "seed"}
 
     def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float]:
-        return self.omega(num_channels, num_heads, self.base, torch.Generator().manual_seed(seed)), 1.0
+        generator = torch.Generator().manual_seed(seed)
+        omega = _call("omega", self.omega, num_channels, num_heads, self.base, generator)
+        if omega.ndim != 3 or omega.shape[0] not in (1, num_heads) or omega.shape[1:] != (num_channels, self.num_axes):
+            expected = f"({num_heads} or 1, {num_channels}, {self.num_axes})"
+            raise ValueError(f"omega: expected a function that gives {expected}, got {tuple(omega.shape)}")
+        return omega, 1.0
+
+
+def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a function of a scheme, which a dict may have put into another's place."""
+    try:
+        found = function(*args)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected a function of {args[:3]}, got {function}: {error}") from error
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{name}: expected a function that gives a tensor, got {type(found).__name__} of {function}")
+    return found
 
 
 # --- what a scheme is, and what is made of it --------------------------------------------------------------
@@ -197,7 +237,7 @@ class Scheme:
     frequencies: Axial | Dense
     map: Literal["rotate", "cosine"] = "rotate"
     pairs: Literal["half", "interleaved", "blocks"] = "interleaved"
-    act: str = "none"
+    act: Act = "none"
     rotary: tuple[float, float] | None = None
     order: Literal["cos_sin", "sin_cos"] = "cos_sin"
     num_heads: int = 1
@@ -218,17 +258,44 @@ class Scheme:
     augment: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, known in (("map", ("rotate", "cosine")), ("pairs", ("half", "interleaved", "blocks"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
         if not isinstance(self.frequencies, (Axial, Dense)):
             raise TypeError(f"frequencies: expected an Axial or a Dense, got {type(self.frequencies).__name__}")
+        check_fields(self)
+        for name in ("head_dim", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.map == "cosine" and self.pairs != "interleaved":
+            raise ValueError(f"pairs: expected none with map='cosine', which has no pairs, got {self.pairs!r}")
+        if self.map == "rotate" and self.order != "cos_sin":
+            raise ValueError(f"order: expected none with map='rotate', which has no halves, got {self.order!r}")
+        self._check_positions()
         if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
             raise ValueError(f"rotary: expected the beginning and end of a part of [0, 1], got {self.rotary}")
         if self.pairs == "blocks" and isinstance(self.frequencies, Dense):
             raise ValueError("pairs: expected 'half' or 'interleaved' with a Dense, which has no blocks, got 'blocks'")
         if self.after is None and (self.advance is not None or self.whole):
             raise ValueError(f"advance, whole: expected None and False without after, got {self.advance}, {self.whole}")
+
+    def _check_positions(self) -> None:
+        num_axes = self.frequencies.num_axes
+        check_axes(num_axes, after=self.after, advance=self.advance)
+        if self.apart is not None and len(self.apart) != num_axes:
+            raise ValueError(f"apart: expected a number for each of {num_axes} axes, got {self.apart}")
+        if self.reference is not None and (len(self.reference) != num_axes or min(self.reference) < 1):
+            raise ValueError(f"reference: expected {num_axes} sizes of at least 1, got {self.reference}")
+        if self.tokens is not None and self.tokens.rule == "axis":
+            check_axes(num_axes, **{"tokens.axis": (self.tokens.axis,)})
+        if self.tokens is None and (self.tokens_start is not None or self.tokens_first):
+            raise ValueError("tokens_start, tokens_first: expected None and False without tokens")
+        if self.phase_range is not None and not self.phase_range[0] < self.phase_range[1]:
+            raise ValueError(f"phase_range: expected a lower and an upper bound, got {self.phase_range}")
+        if self.augment:
+            try:
+                AugmentPositions(**self.augment)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"augment: expected AugmentPositions' arguments, got {self.augment}: {error}"
+                ) from error
 
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
         """What differs from the defaults, as plain lists, numbers and strings, for JSON or YAML.
@@ -242,12 +309,15 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
-        """What :meth:`to_dict` wrote. Nothing is imported or run that ``functions`` and the library don't have.
+        """Read what :meth:`to_dict` wrote. Nothing is imported or run that ``functions`` and the library don't have.
 
         Raises:
-            ValueError: a field or a function that is unknown, or missing.
+            ValueError, TypeError: a field or a function that is unknown or missing, or has a value that it can't have;
+                frequencies that don't come out at the scheme's own head_dim.
         """
-        return read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
+        scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
+        make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
+        return scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,6 +465,54 @@ def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) 
         if not width:
             raise ValueError(f"rotary_dim: expected at least {scheme.frequencies.least * step} channels, got {part}")
     return None if (start, width) == (0, head_dim) else slice(start, start + width)
+
+
+def make_preset(
+    name: str,
+    scheme: Scheme,
+    head_dim: int,
+    num_heads: int,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    rotary_dim: int | slice | None = None,
+    seed: int = 0,
+) -> Preset:
+    """Make a scheme for a head_dim. changes: of its frequencies.
+
+    Raises:
+        ValueError: a head_dim or heads that the scheme can't share among its axes, frequencies that can't be made.
+    """
+    if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
+        raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
+    frequencies = replace(scheme.frequencies, **(changes or {}))
+    part = partial(rotated_part, replace(scheme, frequencies=frequencies), head_dim, rotary_dim)
+    rotated = part() if rotary_dim is not None else _fitting(name, head_dim, part)
+    width = head_dim if rotated is None else rotated.stop - rotated.start
+    channels = width if scheme.map == "cosine" else width // 2
+    blocks = None
+    with torch.device("cpu"):
+        if isinstance(frequencies, Axial):
+            laid = channels * num_heads if frequencies.across_heads else channels
+            if not frequencies.by_head:
+                _fitting(name, head_dim, partial(frequencies.sections, laid))
+            if scheme.pairs == "blocks":
+                blocks = frequencies.blocks(channels)
+        build = partial(frequencies.build, channels, num_heads, seed)
+        omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
+    phase = None if scheme.phase is None else (num_heads, channels)
+    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase, rotated, blocks)
+
+
+def _heads_matter(frequencies: Axial | Dense) -> bool:
+    return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
+
+
+def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
+    """What only head_dim can prevent."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error
 
 
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:

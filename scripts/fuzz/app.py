@@ -132,7 +132,9 @@ def prepare() -> None:
         sys.path.append(str(TESTS))
         import pytest
 
-        importlib.import_module("interpreting").quicken(pytest.MonkeyPatch())
+        interpreting = importlib.import_module("interpreting")
+        interpreting.quicken(pytest.MonkeyPatch())
+        interpreting.check_bounds(pytest.MonkeyPatch())
 
 
 def run_job(job: Job, end: float | None) -> Result:

@@ -27,6 +27,7 @@ from lrpe_md.frequencies import (
     yarn_scaling,
 )
 from lrpe_md.integrations import prepare_scaling, restore_rotary, set_places, set_scaling
+from lrpe_md.integrations.encoding import Stretched
 from lrpe_md.positions import relative_times
 
 BOUND = {"rtol": 1e-5, "atol": 1e-5}
@@ -506,7 +507,7 @@ def test_places_of_modules():
     expected = rotate(x, omega=module.omega, positions=Coordinates(turned, prefix=2))
     torch.testing.assert_close(module(x, positions=grid), expected)
     module.set_places(0, torch.arange(2.0))
-    with pytest.raises(ValueError, match=r"places: expected \(n,\) for the 3 tokens of axis 0, got \(2,\)"):
+    with pytest.raises(ValueError, match=r"places: expected numbers \(n,\) for the 3 tokens of axis 0, got .*\(2,\)"):
         module(x, positions=grid)
     for axis in (0, 1):
         module.set_places(axis, None)
@@ -543,11 +544,25 @@ def test_errors():
         set_scaling(dit(), (None, None, None))
     with pytest.raises(ValueError, match="RotateMd: expected frequencies of one axis a channel, the same in all heads"):
         set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
-    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(1, 4\) back, got \(1, 3\)"):
-        set_scaling(dit(), lambda theta: (theta[..., :3], 1.0))
+    for scaled, found in ((lambda theta: theta[..., :3], r"\(3,\)"), (lambda theta: theta[:1], r"\(1,\)")):
+        with pytest.raises(ValueError, match=rf"scaling: expected theta of shape \(4,\) back, got {found}"):
+            set_scaling(dit(), lambda theta, scaled=scaled: (scaled(theta), 1.0))
+    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(2, 8\) back, got \(1, 8\)"):
+        set_scaling(RotateMd(16, 1, num_heads=2, learnable=True), lambda theta: (theta[:1], 1.0))
+    with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
+        set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
+    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(4,\) back, got \(8,\)"):
+        Stretched(RotateMd(8, 1)).rescale(lambda theta: (theta.repeat(2), 1.0))
+    for model in (RotateMd(16, 2), dit()):
+        for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
+            with pytest.raises(ValueError, match=r"places: expected a tensor of numbers .* got torch\.\w+ "):
+                set_places(model, 0, places)
+    for axis in (True, 0.5):
+        with pytest.raises(ValueError, match="axis: expected a number from 0 to 1"):
+            RotateMd(16, 2).set_places(axis, torch.ones(4))
     with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 \(encoding\), got 2"):
         set_places(dit(), 2, torch.arange(3.0))
-    with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="model: expected encodings of images or videos, got none in CausalLm"):
         set_places(
@@ -555,8 +570,10 @@ def test_errors():
         )
     with pytest.raises(ValueError, match=r"ratio: expected a tensor that broadcasts to \(1, 8, 2\), got \(3, 1\)"):
         RotateMd(16, 2).adjust(torch.ones(3, 1))
-    with pytest.raises(ValueError, match=r"places: .* axis 1, got \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"places: .* axis 1, got torch.float32 \(1, 2\)"):
         Grid((2, 3)).along({1: torch.zeros(1, 2)})
+    with pytest.raises(ValueError, match=r"places: expected numbers .* axis 1, got torch.bool \(3,\)"):
+        Grid((2, 3)).along({1: torch.ones(3, dtype=torch.bool)})
     with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1, got"):
         Grid((2, 3)).along({2: torch.zeros(3)})
 

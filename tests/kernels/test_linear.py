@@ -308,6 +308,20 @@ def test_dtypes(name, mask, dtype):
     holds(LinearCase(name, dtype=dtype, mask=mask, act="softplus", shape=(70,), state=True, return_state=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"normalizer": "encoded"}], ids=str)
+def test_eps_of_float64_is_not_rounded(options, cut):
+    """o is q̂ S / eps where the normaliser is below it, with a relative error of 2e-8 if eps were a float32."""
+    q, k, v = torch.rand(3, 1, 2, 9, 16, dtype=torch.float64).unbind()
+    k = k * 1e-9
+    eps = 0.1 if "normalizer" not in options else 1e-10
+    omega = torch.full((1, 16, 1), 1e-3)
+    found, expected = (
+        linear_attention(q, k, v, omega=omega, positions=Grid((9,)), eps=eps, impl=impl, **options)
+        for impl in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 CAUSAL = [
     {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
     {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},

@@ -6,6 +6,7 @@ import pytest
 import torch
 from spreading import spread
 
+from lrpe_md import Grid, Norm, rotate
 from lrpe_md.engine import launch
 from lrpe_md.engine import plan as plans
 from lrpe_md.testing import Case, check, make_inputs, run
@@ -107,6 +108,24 @@ def test_rows_of_zeros_stay_zero():
     for name, t in found.items():
         assert t.isfinite().all(), name
     assert not found["y0"][:, :, ::3].any()
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@both
+def test_rows_of_equal_channels_become_zero(over, dtype, impl):
+    """As in torch: what rounding leaves of a mean is divided by the root of eps, which is as small."""
+    heads, head_dim = 3, 72
+    generator = torch.Generator().manual_seed(0)
+    level = torch.randn(8 if over == "heads" else 64, generator=generator, dtype=torch.float64).mul(1e5).to(dtype)
+    x = level[:, None].expand(1, heads, -1, head_dim)
+    scale = torch.rand(heads, head_dim, generator=generator).to(dtype)
+    norm = Norm("layer", scale, scale + 1, over=over)
+    omega = torch.zeros(1, head_dim // 2, 1)
+    y = rotate(x, omega=omega, positions=Grid((len(level),)), norm=norm, impl=impl)
+    assert torch.equal(y, (scale + 1)[None, :, None].expand_as(y)), "β is left"
+    if over == "head":
+        assert torch.equal(y, torch.nn.functional.layer_norm(x, (head_dim,)) * scale[:, None] + (scale + 1)[:, None])
 
 
 CUTS = {

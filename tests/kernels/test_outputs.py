@@ -1,5 +1,7 @@
 """Outputs that the caller gives, in Triton's interpreter and by the reference: values, what stays untouched, errors."""
 
+import itertools
+
 import pytest
 import torch
 from outputs import COPIED, FORMS, LENGTH, Job
@@ -63,8 +65,45 @@ def test_places_beyond_the_cache_are_not_written(form):
     for starts in ([LENGTH - 1, -1], [LENGTH, -LENGTH], [2**33, -(2**33)]):
         caches, start = job.caches(), torch.tensor(starts)
         job.check(job.run("triton", out=job.out(caches), out_start=start), caches, starts)
-    with pytest.raises((IndexError, RuntimeError)):
-        job.run("reference", out=job.out(job.caches()), out_start=torch.tensor([LENGTH]))
+    for impl, starts in itertools.product(["reference", "auto"], ([LENGTH, 0], [0, -1], [LENGTH], [2**40, 0])):
+        caches = job.caches()
+        with pytest.raises(IndexError, match=r"out_start: expected places from 0 to \d, where .* got \["):
+            job.run(impl, out=job.out(caches), out_start=torch.tensor(starts))
+        assert all(c is None or c.isnan().all() for c in caches), "some was written"
+
+
+@pytest.mark.parametrize("form", ["decode", "apart", "partial cosine"])
+def test_a_place_that_one_of_two_fits_in(form):
+    """q's output is longer than k's: neither is written."""
+    lengths = (3, 5) if form == "apart" else (3, 3)
+    outs = tuple(torch.full((1, 2, LENGTH + n, 32), torch.nan) for n in (4, 0))
+    q, k = (torch.randn(1, 2, n, 16) for n in lengths)
+    grids = tuple(Grid((n,)) for n in lengths) if form == "apart" else Grid((3,))
+    options = {"omega": torch.rand(1, 16, 1), "positions": grids}
+    if form == "partial cosine":
+        options |= {"omega": torch.rand(1, 4, 1), "rotary_dim": 4}
+        outs = tuple(t[..., :20] for t in outs)
+    start = torch.tensor([LENGTH - 2])
+    with pytest.raises(IndexError, match="out_start: expected places from 0 to"):
+        cosine(q, k, out=outs, out_start=start, **options)
+    assert all(t.isnan().all() for t in outs)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_outputs_of_two_lengths(rotary_dim):
+    """Each has the length of its own tensor."""
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 3, 16)
+    options = {
+        "omega": torch.rand(1, rotary_dim or 16, 1), "positions": (Grid((5,)), Grid((3,))), "rotary_dim": rotary_dim,
+    }  # fmt: skip
+    wanted = cosine(q, k, **options)
+    outs = tuple(torch.full_like(y, torch.nan) for y in wanted)
+    found = cosine(q, k, out=outs, **options)
+    for y, out, right in zip(found, outs, wanted, strict=True):
+        assert y is out
+        assert torch.equal(out, right)
+    with pytest.raises(ValueError, match=r"out\[1\]: expected shape \(1, 2, 3, "):
+        cosine(q, k, out=(None, torch.empty_like(wanted[0])), **options)
 
 
 def test_a_place_that_is_ignored_shows():

@@ -80,8 +80,10 @@ ERRORS = {
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
     r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
     r"normalizer: 'unrotated' divides by .*, got act='none'": {"act": "none"},
-    r"eps: expected a number above 0, got 0": {"eps": 0},
-    r"eps: expected a number above 0, got nan": {"eps": float("nan")},
+    r"eps: expected a finite number above 0, got 0": {"eps": 0},
+    r"eps: expected a finite number above 0, got nan": {"eps": float("nan")},
+    r"eps: expected a finite number above 0, got inf": {"eps": float("inf")},
+    r"amplitude: expected a finite number, got inf": {"amplitude": float("inf")},
     r"impl: expected one of .*, got 'cuda'": {"impl": "cuda"},
     # gate
     r"gate: expected bools or floats, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},

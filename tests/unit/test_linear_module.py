@@ -182,8 +182,9 @@ def test_what_cannot_be_normalised():
         LinearAttention(encoding, normalizer="none")
     with pytest.raises(ValueError, match="normalizer: expected one of"):
         LinearAttention(normalizer="l2")
-    with pytest.raises(ValueError, match="eps: expected a number above 0"):
-        LinearAttention(eps=-1.0)
+    for eps in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="eps: expected a finite number above 0"):
+            LinearAttention(eps=eps)
     q, k, v = qkv()
     groups = LinearAttention(CosineMd(8, 2, act="relu", phase=True, phase_groups=2))
     with pytest.raises(ValueError, match="phase: expected one group"):

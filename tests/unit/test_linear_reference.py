@@ -240,11 +240,14 @@ def test_other_calls(changes):
 @pytest.mark.parametrize(
     ("map", "act", "tokens", "least", "most"),
     [
-        ("cosine", "relu", 2, 0.99, 1 + 1e-9), ("cosine", "softplus", 2, 0.9, 1 + 1e-9),
+        ("cosine", "relu", 2, 0.99, 1 + 1e-9),
+        ("cosine", "softplus", 2, 0.9, 1 + 1e-9),
         ("rotate", "relu", 2, 1e5, 1e7),
-        ("rotate", "relu", 64, 0, 1), ("rotate", "softplus", 2, 1, 3), ("rotate", "sigmoid", 2, 1, 3),
+        ("rotate", "relu", 64, 0, 1),
+        ("rotate", "softplus", 2, 1, 3),
+        ("rotate", "sigmoid", 2, 1, 3),
     ],
-)  # fmt: skip
+)
 def test_how_large_outputs_get(map, act, tokens, least, most):
     """What docs/linear-attention.md says of denominators, at head_dim 8: multiples of the largest value."""
     torch.manual_seed(0)

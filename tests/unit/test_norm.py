@@ -1,5 +1,7 @@
 """A norm in front of a map: the reference, errors, modules."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,12 @@ ERRORS = {
     "infinite eps": (ValueError, r"norm\.eps", lambda: Norm(eps=float("inf"))),
     "eps true": (TypeError, r"norm\.eps: expected a number, got bool", lambda: Norm(eps=True)),
     "a bias of rms": (ValueError, r"norm\.bias: expected None for 'rms'", lambda: Norm(bias=torch.ones(D))),
+    "an infinite offset": (
+        ValueError, r"norm\.offset: expected a finite number, got inf", lambda: Norm(weight=normal(D), offset=math.inf),
+    ),
+    "an offset of NaN": (
+        ValueError, r"norm\.offset: expected a finite number, got nan", lambda: Norm(weight=normal(D), offset=math.nan),
+    ),
     "an offset of nothing": (ValueError, r"norm\.offset: expected it with a weight", lambda: Norm(offset=1.0)),
     "three weights": (
         ValueError, r"norm\.weight: a tuple is one for q and one for k, got 3", lambda: Norm(weight=(Q, Q, Q)),

@@ -314,8 +314,13 @@ def test_xpos_elsewhere():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: Rotate1d(8, scale_base=0.0), "scale_base: expected a number above 0, got 0.0"),
-        (lambda x: Rotate1d(8, scale_base="512"), "scale_base: expected a number above 0, got '512'"),
+        (lambda x: Rotate1d(8, scale_base=0.0), "scale_base: expected a finite number above 0, got 0.0"),
+        (lambda x: Rotate1d(8, scale_base="512"), "scale_base: expected a finite number above 0, got '512'"),
+        (lambda x: Rotate1d(8, scale_base=float("inf")), "scale_base: expected a finite number above 0, got inf"),
+        (
+            lambda x: Rotate1d(8, scale_base=8.0, scale_centre=float("nan")),
+            "scale_centre: expected a finite number, got nan",
+        ),
         (lambda x: Rotate1d(8, scale_centre=3), "scale_centre: expected it with scale_base alone"),
         (lambda x: Rotate1d(8, scale_base=512)(x), "xs: expected q and k, since xPos .* got 1"),
         (lambda x: Rotate1d(8, scale_base=512)(x, x, inverse=True), "inverse: expected False with scale_base"),

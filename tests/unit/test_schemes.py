@@ -1,6 +1,7 @@
 """Schemes of one's own: made, named, written and read, drawn."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -280,6 +281,64 @@ def test_dicts_that_are_no_schemes(message, change):
     changed = change(data)
     with pytest.raises((ValueError, TypeError), match=message):
         Scheme.from_dict(data if changed is None else changed)
+
+
+WRONG = {
+    # of the scheme, of its frequencies (Axial, Dense), of its tokens
+    "head_dim": ["8", 8.5, True, 0, -8, 7], "num_heads": [0, 1.5, None], "doc": [3, None],
+    "map": ["turn", 1], "pairs": ["thirds", None, ["half"]], "act": ["gelu", None, 1], "order": ["sin", None],
+    "rotary": [0.5, [0, 0.5, 1], [0.5, 0.25], ["a", "b"], [0, math.nan]], "grid": [3, None, "unknown", {"function": 3}],
+    "row_major": ["no", 0], "reference": ["ab", [0, 4], [1.5, 2], [4], [4, 4, 4]], "tokens": ["skip", 1],
+    "tokens_start": [3, "unknown"], "tokens_first": ["yes", 1], "after": [1, [2], [], ["x"], [0, 0], [-1]],
+    "advance": [[0]], "whole": ["yes", True], "apart": [1, [1], [1, math.inf], ["a", "b"]], "learned": ["yes", 1, None],
+    "shared": ["no", 0], "phase": ["q", True, 1], "phase_range": [1, [1, 0], [0], [0, math.inf]],
+    "augment": [1, {"rescal": 2}, {"rescale": 0.5}, {"rescale": "2"}], "frequencies": ["axial", [], {"kind": "mixed"}],
+    "frequencies.split": [2, [], [0, 0], [1, -1], [1.5, 1], ["a", 1]],
+    "frequencies.base": ["10", math.inf, math.nan, 0, -1, True, None], "frequencies.series": [3, "unknown", "plain"],
+    "frequencies.axis_order": ["xy", None], "frequencies.axis_map": ["blocks", [[0]], [[0], [0, 1]], 3],
+    "frequencies.gaps": [1, [1], [1, -1, 0], ["a"]], "frequencies.remainder": ["left", 2, -1, 1.5],
+    "frequencies.across_heads": ["no", 0],
+    "frequencies.scaling": [2.0, "unknown", [None], {"function": "ntk_scaling", "factr": 2}, "ntk_scaling"],
+    "dense.num_axes": [0, 1.5, "2", 3], "dense.omega": [3, "unknown", "plain"], "dense.base": [0, math.inf, None, "2"],
+    "tokens.length": [-1, 1.5, "1", True], "tokens.rule": ["never", 1], "tokens.axis": [-1, 0.5, "0", 2],
+    "tokens.start": ["0", math.nan, math.inf, True],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in WRONG.items() for value in values])
+def test_wrong_fields_are_named_when_they_are_read(path, value):
+    """Not at the first preset() or the first positions, and not taken silently."""
+    where, _, name = path.rpartition(".")
+    data = {
+        "doc": "", "head_dim": 8, "frequencies": {"kind": "axial", "split": [1, 1], "base": 3.0},
+        "tokens": {"length": 0, "rule": "axis"},
+    }  # fmt: skip
+    if where == "dense":
+        data["frequencies"] = {"kind": "dense", "num_axes": 2, "omega": "random_plane", "base": 3.0}
+    assert preset(Scheme.from_dict(data)).omega.shape == (1, 4, 2)
+    part = {"": data, "frequencies": data["frequencies"], "dense": data["frequencies"], "tokens": data["tokens"]}[where]
+    part[name] = value
+    named = {"base": "base|series", "num_axes": "num_axes|omega"}.get(name, name)
+    with pytest.raises((ValueError, TypeError), match=rf"\b({named})\b.*: "):
+        Scheme.from_dict(data)
+
+
+@pytest.mark.parametrize("change", [{"order": "sin_cos"}, {"map": "cosine", "pairs": "half"}])
+def test_options_that_the_map_has_no_use_for(change):
+    with pytest.raises(ValueError, match=r"(order|pairs): expected none with map="):
+        replace(OWN, **change)
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda theta: (theta[:1], 1.0), lambda theta: (theta.repeat(2), 1.0), lambda theta: theta,
+        lambda theta: (theta, math.nan), lambda theta: (theta, torch.ones(3)), lambda theta: (1.0, theta),
+    ],
+)  # fmt: skip
+def test_a_scaling_gives_back_what_it_takes(scaled):
+    with pytest.raises((ValueError, TypeError), match="scaling: expected"):
+        preset(OWN, scaling=scaled)
 
 
 # --- drawn -----------------------------------------------------------------------------------------------------------

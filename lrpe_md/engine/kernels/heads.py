@@ -136,6 +136,11 @@ def measure(fetched, H, share, V: tl.constexpr):
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
         mean = round_product(sum_row(total, V=V, AXIS=None), share)
+        # What rounding took from the mean: else equal channels would not become 0.
+        rest = centre(fetched[0], mean, o_h < H, V=V)
+        for i in tl.static_range(1, len(fetched)):
+            rest = add_rows(rest, centre(fetched[i], mean, i * V.block_n + o_h < H, V=V))
+        mean += round_product(sum_row(rest, V=V, AXIS=None), share)
     squares = ()
     for i in tl.static_range(len(fetched)):
         x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)

@@ -219,6 +219,7 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
 @triton.jit
 def normalise(z, eps, V: tl.constexpr):
     """1/z of each token, and whether z is not clamped."""
+    eps = tl.full(z.shape, eps, z.dtype)  # a maximum takes a number for a float32
     if V.normalizer == "encoded":
         free = tl.abs(z) >= eps
         return tl.where(free, invert(tl.where(free, z, 1.0), V=V), 0.0), free

@@ -45,7 +45,10 @@ def normalise_row(x, V: tl.constexpr):
     """x̂ of a row's tiles, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
-        centred = subtract_mean(x, round_multiple(sum_row(x, V=V), SHARE)[:, None], V=V)
+        mean = round_multiple(sum_row(x, V=V), SHARE)
+        # What rounding took from the mean: else equal channels would not become 0.
+        mean += round_multiple(sum_row(subtract_mean(x, mean[:, None], V=V), V=V), SHARE)
+        centred = subtract_mean(x, mean[:, None], V=V)
     else:
         centred = x
     scale = take_root(sum_row_products(centred, centred, V=V) * SHARE, V=V)[:, None]
