@@ -142,7 +142,11 @@ def run_job(job: Job, end: float | None) -> Result:
     from .check import check, shrink
     from .draw import Limits, draw
 
-    limits = Limits(300, 1500, job.repeat, compiled=True) if job.device == "cuda" else Limits(repeat=job.repeat)
+    limits = Limits(repeat=job.repeat)
+    if job.device == "cuda":
+        limits = Limits(300, 1500, job.repeat, compiled=True)
+    elif job.impl == "triton":  # interpreted: a program takes milliseconds
+        limits = Limits(24, 100, job.repeat, copies=2)
     reports: list[str] = []
     done, largest, mean = 0, 0.0, 0.0
     for seed in job.seeds:

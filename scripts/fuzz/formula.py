@@ -84,8 +84,9 @@ def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor,
     """Apply the norm over each head, or over all heads."""
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
-        x = x - r.perturb(r.perturb(x).mean(over, keepdim=True))
-    x = r.perturb(x * r.perturb((x.square().mean(over, keepdim=True) + norm.eps).rsqrt()))
+        x = r.perturb(x, "exact", "arithmetic") - r.perturb(r.perturb(x).mean(over, keepdim=True))
+    scale = r.perturb((x.square().mean(over, keepdim=True) + norm.eps).rsqrt())
+    x = r.perturb(r.perturb(x, "exact", "arithmetic") * scale)
 
     def by_token(t: Tensor) -> Tensor:
         if t.ndim == 3:
@@ -101,8 +102,8 @@ def activate(x: Tensor, act: str, dim: int | None, r: Rounding) -> Tensor:
     """Apply the activation."""
     if act == "softmax" and x.numel():
         assert dim is not None
-        e = r.perturb(torch.exp(x - x.detach().amax(dim, keepdim=True)))
-        return e / r.perturb(e.sum(dim, keepdim=True))
+        e = torch.exp(x - x.detach().amax(dim, keepdim=True))
+        return r.perturb(e) / r.perturb(r.perturb(e).sum(dim, keepdim=True))
     if act in ("sigmoid", "silu"):
         s = r.perturb(1 / (1 + torch.exp(-x)))
         return x * s if act == "silu" else s
