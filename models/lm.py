@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Grid, list_presets
+from lrpe_md.checks import can_read, check_at_least
 from lrpe_md.engine.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
@@ -28,7 +29,7 @@ from lrpe_md.modules_linear import attend_with
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
 
-__all__ = ["Cache", "CausalLm", "LmConfig", "Scaling"]
+__all__ = ["Cache", "CausalLm", "LmConfig", "Scaling", "check_room", "check_tokens"]
 
 ENCODINGS = ("rotate", "cosine", "none")
 ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
@@ -75,6 +76,8 @@ class LmConfig:
         for name, known in (("encoding", encodings), ("act", ACTS), ("attention", ATTENTIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
+        for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden"):
+            check_at_least(1, **{name: getattr(self, name)})
         if self.dim % self.num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads = {self.num_heads}, got {self.dim}")
         if self.num_heads % self.num_kv_heads:
@@ -222,7 +225,8 @@ class Cache:
         length: (), int64: tokens written.
         padding: (B,), int64: how many of each sample's first tokens are padding.
         layers: of each, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention a state (B, G, E, D).
-        max_length: L; writing past it is an error of the device. Linear attention knows no end.
+        max_length: L; writing past it is an IndexError on a CPU and an error of the device on a GPU. Linear attention
+            knows no end.
     """
 
     length: Tensor
@@ -233,6 +237,23 @@ class Cache:
     def reset(self) -> None:
         for tensor in (self.length, *(t for layer in self.layers for t in layer)):
             tensor.zero_()
+
+
+def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
+    """Check tokens (B, N) of so many samples, at least one each."""
+    whole = tokens.dtype in (torch.int32, torch.int64)
+    if not whole or tokens.ndim != 2 or tokens.shape[1] < 1 or batch not in (None, tokens.shape[0]):
+        form = "(B, N)" if batch is None else f"({batch}, N)"
+        raise ValueError(f"{name}: expected integers {form}, N > 0, got {tokens.dtype} {tuple(tokens.shape)}")
+
+
+def check_room(length: int, number: int, max_length: int) -> None:
+    """Check that so many tokens fit into a cache behind the ``length`` that it holds."""
+    if length + number > max_length:
+        raise IndexError(
+            f"cache: expected at most {max_length - length} more tokens, of {max_length}, got {number}; make one of a "
+            "larger max_length"
+        )
 
 
 class CausalLm(nn.Module):
@@ -260,7 +281,14 @@ class CausalLm(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """With a cache, tokens follow those that it holds, and are added to it: (B, 1) decodes a step."""
+        """With a cache, tokens follow those that it holds, and are added to it: (B, 1) decodes a step.
+
+        Raises:
+            ValueError: tokens or a cache that don't fit, of a GPU's cache without a look at its length.
+            IndexError: more tokens than a cache of softmax attention has room for, on a CPU.
+        """
+        if cache is not None:
+            self._check_cache(tokens, cache)
         context = Context(Grid((tokens.shape[1],))) if cache is None else self._context(tokens, cache)
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
@@ -268,6 +296,15 @@ class CausalLm(nn.Module):
         if cache is not None:
             cache.length.add_(tokens.shape[1])
         return F.linear(self.norm(x), self.embed.weight)
+
+    def _check_cache(self, tokens: Tensor, cache: Cache) -> None:
+        check_tokens("tokens", tokens, len(cache.padding))
+        if len(cache.layers) != self.config.depth:
+            raise ValueError(
+                f"cache: expected one of this model, with {self.config.depth} layers, got {len(cache.layers)}"
+            )
+        if self.config.attention == "softmax" and can_read(cache.length):
+            check_room(int(cache.length), tokens.shape[1], cache.max_length)
 
     def _context(self, tokens: Tensor, cache: Cache) -> Context:
         rows = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
@@ -283,6 +320,7 @@ class CausalLm(nn.Module):
 
     def new_cache(self, batch: int, max_length: int, padding: Tensor | None = None) -> Cache:
         """An empty cache for ``max_length`` tokens, the padding (B,) of :func:`left_pad` counted."""
+        check_at_least(1, batch=batch, max_length=max_length)
         c, weight = self.config, self.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .lm import CausalLm
+from lrpe_md.checks import check_at_least
+
+from .lm import CausalLm, check_room, check_tokens
 
 __all__ = ["Decoder", "generate", "left_pad", "sample"]
 
@@ -40,10 +42,8 @@ def generate(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if prompt.ndim != 2 or prompt.shape[1] < 1 or prompt.is_floating_point():
-        raise ValueError(f"prompt: expected integers (B, N), N > 0, got {prompt.dtype} {tuple(prompt.shape)}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
+    check_tokens("prompt", prompt)
+    check_at_least(0, max_new_tokens=max_new_tokens)
     check_sampling(temperature, top_p)
     if max_new_tokens == 0:
         return prompt.clone()
@@ -76,6 +76,7 @@ class Decoder:
         self.model, self.device = model, model.embed.weight.device
         self.cache = model.new_cache(batch, max_length, padding)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.length = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         if cuda_graph and self.device.type != "cuda":
             raise ValueError(f"cuda_graph: expected a model on a GPU, got one on {self.device}; use None or False")
@@ -84,18 +85,39 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Start again with these tokens (B, N): logits (B, vocab_size) of the next."""
+        """Start again with these tokens (B, N): logits (B, vocab_size) of the next.
+
+        Raises:
+            ValueError: no tokens, of another number of samples, or of another dtype than integers.
+            IndexError: more than the cache of softmax attention has room for.
+        """
+        check_tokens("prompt", prompt, len(self.token))
+        self._take_room(0, prompt.shape[1])
         self.cache.reset()
         return self.model(prompt, self.cache)[:, -1]
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """One more token each, (B,): logits (B, vocab_size) of the next; a graph's are overwritten by the next step."""
+        """One more token each, (B,): logits (B, vocab_size) of the next; a graph's are overwritten by the next step.
+
+        Raises:
+            ValueError: tokens of another shape or dtype.
+            IndexError: no room for it in the cache of softmax attention.
+        """
+        if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
+        self._take_room(self.length, 1)
         self.token.copy_(token[:, None])
         if self.graph is None:
             return self._step()
         self.graph.replay()
         return self.logits
+
+    def _take_room(self, length: int, number: int) -> None:
+        """Count on the host what the cache holds, so that nothing waits for the device."""
+        if self.model.config.attention == "softmax":
+            check_room(length, number, self.cache.max_length)
+        self.length = length + number
 
     def _step(self) -> Tensor:
         return self.model(self.token, self.cache)[:, -1]
@@ -122,7 +144,7 @@ class Decoder:
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    if not temperature >= 0:
+    if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected 0 (the likeliest token) or more, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")

@@ -106,13 +106,15 @@ class Layout(NamedTuple):
 class VideoState:
     """What the frames that :meth:`LrpeVideoTransformer.stream` has seen leave to those behind.
 
-    num_frames: of the grid, T. layers: of each attention, with linear attention its ``state``, see
-    :func:`lrpe_md.linear_attention`; with softmax attention keys and values (B, H, P + T S, D), of the prefix and of as
-    many frames as those behind see. The keys are not encoded: positions are those of the window that sees them.
+    num_frames: of the grid, T. frame: height and width of its frames, in tokens. layers: of each attention, with linear
+    attention its ``state``, see :func:`lrpe_md.linear_attention`; with softmax attention keys and values
+    (B, H, P + T S, D), of the prefix and of as many frames as those behind see. The keys are not encoded: positions are
+    those of the window that sees them.
     """
 
     num_frames: int
     layers: tuple[Any, ...]
+    frame: tuple[int, ...]
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
@@ -273,6 +275,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError("stream: expected a model with causal='frames', got causal=None")
         self._check_window(self.window)
         shape = self._shape(x)
+        self._check_state(state, shape[1:])
         seen = 0 if state is None else state.num_frames
         whole = _as_grid("stream", self.positions((seen + shape[0], *shape[1:])))
         self._check_growing(whole)
@@ -284,7 +287,18 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         layout = Layout(replace(whole, start=start), block=shape[1] * shape[2], carried=carried)
         for i in range(len(self.blocks)):
             x = self._block(i, x, layout, None, False)
-        return self.norm(x), VideoState(seen + shape[0], tuple(carried.after))
+        return self.norm(x), VideoState(seen + shape[0], tuple(carried.after), tuple(shape[1:]))
+
+    def _check_state(self, state: Any, frame: tuple[int, ...]) -> None:
+        if state is None:
+            return
+        if not isinstance(state, VideoState):
+            raise TypeError(f"state: expected what stream gave with the frames before, got {type(state).__name__}")
+        number = sum(isinstance(part, LrpeAttention) for part in self.blocks.modules())
+        if len(state.layers) != number:
+            raise ValueError(f"state: expected one of a model with {number} attentions, got {len(state.layers)}")
+        if state.frame != tuple(frame):
+            raise ValueError(f"state: expected frames of {frame} tokens as in x, got {state.frame}")
 
     def _check_growing(self, grid: Grid) -> None:
         """A frame must stay where it is when others follow."""

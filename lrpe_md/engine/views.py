@@ -95,11 +95,11 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
         raise ValueError(
             f"qkv: expected (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with num_key_heads, got {tuple(qkv.shape)}"
         )
-    heads, total = as_integer(num_key_heads), qkv.shape[-2]
-    if heads is None or heads < 1 or total - 2 * heads < 1:
+    heads, total = None if isinstance(num_key_heads, bool) else as_integer(num_key_heads), qkv.shape[-2]
+    if heads is None or heads < 1 or total - 2 * heads < 1 or total % heads:
         raise ValueError(
-            f"num_key_heads: expected at least 1 and heads of q beside those of k and v, of {total} heads together, "
-            f"got {num_key_heads!r}"
+            f"num_key_heads: expected H_k of at least 1 such that the {total} heads are H_q + 2 H_k, H_q a multiple of "
+            f"H_k, got {num_key_heads!r}"
         )
     return heads
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
 import typer
 
-from ..common.folder import ROOT, write
+from ..common.folder import ROOT, read_json, write
 from ..common.markdown import PICTURES, page, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_sizes
@@ -29,7 +28,7 @@ def write_report(folder: Path, baseline: str) -> None:
         write(folder / "results.csv", collect(files).to_csv(index=False))
     if not (folder / "results.csv").exists():
         raise typer.BadParameter(f"--folder: expected runs/*.json or results.csv in {folder}, found neither")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if config["settings"].get("task") not in TASKS:
         raise typer.BadParameter(f"--folder: expected one of `ablate run`, got {folder}, of something else")
     task, results = (
@@ -61,7 +60,7 @@ def folders() -> list[Path]:
 
 
 def task_of(folder: Path) -> str:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["settings"]["task"]
+    return read_json(folder / "config.json")["settings"]["task"]
 
 
 def render(folder: Path) -> str:

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 import typer
 
-from ..common.folder import save_whole, write
+from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
 from ..train.tasks import diffusion, digits, image, lm, video
 
@@ -282,7 +282,7 @@ def collect(files: Iterable[Path]) -> pd.DataFrame:
     """A row for each encoding, attention, seed, positions and size."""
     rows = []
     for file in files:
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run = read_json(file)
         same = {key: run[key] for key in COLUMNS}
         for positions, values in run["values"].items():
             rows += [{**same, "positions": positions, "size": size, "value": v} for size, v in values.items()]

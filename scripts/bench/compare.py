@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.folder import ROOT
+from ..common.options import finite
 from .measure import KEY
 
 FOLDER = "scripts/results"
@@ -95,7 +96,9 @@ def fallen(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.Dat
 def main(
     old: Annotated[str, typer.Argument(help="A commit.")],
     new: Annotated[str | None, typer.Argument(help="Another. [the files as they are]")] = None,
-    tolerance: Annotated[float, typer.Option(help="The share by which a time may grow.")] = 0.03,
+    tolerance: Annotated[
+        float, typer.Option(min=0, callback=finite, help="The share by which a time may grow.")
+    ] = 0.03,
 ) -> None:
     """Name every measurement of ours that fell between two commits; exit code 1 where there is one."""
     try:

@@ -32,6 +32,7 @@ from lrpe_md import cosine, linear_attention, rotate
 from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase, check_linear
 
+from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import (
     PASSES,
@@ -127,7 +128,7 @@ def main(
     workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; else all but -b2.")] = None,
     map: Annotated[str | None, typer.Option(help=f"Of {', '.join(MAPS)}; all where not given.")] = None,
     impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(NAMES)}; else those found.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
     out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-linear.csv"),
     append: Annotated[bool, typer.Option("--append", help="Keep the rows that the CSV has.")] = False,

@@ -31,7 +31,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
-from ..common.options import choose
+from ..common.options import choose, positive
 from ..common.provenance import measured_on
 from .measure import in_words, release_memory
 from .training import BACKENDS, Trainee, peak_bytes, synchronize, time_step
@@ -228,8 +228,8 @@ def main(
     compiled: Annotated[bool, typer.Option("--compiled", help="With torch.compile, half a minute a row more.")] = False,
     backend: Annotated[str, typer.Option(help=f"Of softmax attention: auto or {', '.join(BACKENDS)}.")] = "flash",
     steps: Annotated[int, typer.Option(min=1, help="That are timed.")] = 5,
-    cap: Annotated[float, typer.Option(help="Seconds that a row may take.")] = 15.0,
-    limit: Annotated[float, typer.Option(help="Seconds after which no row begins.")] = 3600.0,
+    cap: Annotated[float, typer.Option(callback=positive, help="Seconds that a row may take.")] = 15.0,
+    limit: Annotated[float, typer.Option(callback=positive, help="Seconds after which no row begins.")] = 3600.0,
     out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/linear-scaling.csv"),
     append: Annotated[bool, typer.Option("--append", help="Keep the rows that the CSV has.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",

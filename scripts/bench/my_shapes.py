@@ -31,7 +31,7 @@ from lrpe_md.testing import Case, LinearCase, Workload
 
 from ..common.devices import choose_device
 from ..common.folder import save_whole
-from ..common.options import choose
+from ..common.options import LIMIT, choose
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
@@ -330,7 +330,7 @@ def main(
     learned: Annotated[bool, typer.Option("--learned", help="Frequencies by head, and their gradient.")] = False,
     linear_too: Annotated[bool, typer.Option("--linear", help="Linear attention with the map in it, too.")] = False,
     layers: Annotated[int, typer.Option(min=1, help="Of your model: what a step saves.")] = 1,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 60.0,
+    limit: Annotated[float, LIMIT] = 60.0,
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
     out: Annotated[Path, typer.Option(help="The CSV; the plot lies beside it.")] = Path("my-shapes.csv"),
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",

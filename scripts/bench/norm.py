@@ -31,6 +31,7 @@ from lrpe_md import Grid, Norm, rotate
 from lrpe_md.reference import angles, join_pairs, split_pairs
 from lrpe_md.testing import Case, check
 
+from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
 from .measure import in_words, release_memory
@@ -199,7 +200,7 @@ def main(
     workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
     over: Annotated[str | None, typer.Option(help=f"Of {', '.join(OVER)}; both where not given.")] = None,
     impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(IMPLS)}; all where not given.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
     out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-norm.csv"),
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",

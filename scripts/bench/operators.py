@@ -32,7 +32,7 @@ from rich.table import Table
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS, Workload
 
 from ..common.devices import gpu_name
-from ..common.options import choose
+from ..common.options import LIMIT, choose
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
 from .measure import PASSES, Judge, OutOfTime, Session, in_words, time_copy, time_peer
@@ -143,7 +143,7 @@ def main(
     flash_attn: Annotated[Path | None, typer.Option(help="A checkout of flash-attention.")] = None,
     xopes: Annotated[Path | None, typer.Option(help="A checkout of xopes.")] = None,
     time_inexact: Annotated[bool, typer.Option("--time-inexact", help="Time peers outside the budget, too.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Default: scripts/results/benchmark-MODES.csv.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",

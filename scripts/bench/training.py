@@ -63,7 +63,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from ..common.devices import choose_device
-from ..common.options import choose
+from ..common.options import choose, positive
 from ..common.provenance import measured_on
 from .hosted import HOSTED, Hosted, import_checkout
 from .measure import device_events
@@ -305,7 +305,9 @@ def main(
     encodings: Annotated[str | None, typer.Option(help="Names; without it some that the model has.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every model takes one step.")] = 60,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step; each model has its own.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which no new round begins.")] = math.inf,
+    limit: Annotated[
+        float, typer.Option(callback=positive, help="Seconds after which no new round begins.")
+    ] = math.inf,
     backend: Annotated[str, typer.Option(help=f"Attention kernel: auto or one of {', '.join(BACKENDS)}.")] = "auto",
     profiling: Annotated[bool, typer.Option("--profile", help="Also list the CUDA kernels of a step of each.")] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",

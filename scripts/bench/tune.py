@@ -48,6 +48,7 @@ from lrpe_md.engine.plan import TILES, Pass, Tile
 from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
 
 from ..common.devices import gpu_name
+from ..common.options import LIMIT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
 from .linear_tune import LinearPlace
@@ -362,7 +363,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Every time, as CSV.")] = Path("scripts/results/tune.csv"),
     rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="How often those in front are timed again, in turns.")] = 3,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
+    limit: Annotated[float, LIMIT] = 3600.0,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes that compile; default: up to 12.")] = None,
     commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
 ) -> None:

@@ -68,6 +68,19 @@ def claim(out: Path) -> Iterator[None]:
         yield
 
 
+def read_json(path: Path) -> Any:
+    """Read a file that a program of ours wrote.
+
+    Raises:
+        typer.BadParameter: it can't be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise typer.BadParameter(f"{path} can't be read ({said}); delete it, or choose another folder") from error
+
+
 def write(path: Path, text: str) -> None:
     save_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
@@ -104,7 +117,7 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> No
     wanted = json.loads(json.dumps(settings))
     environments: list[Any] = []
     if path.exists():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         found, environments = config["settings"], config["environments"]
         found, now = flat(found), flat(wanted)
         differ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..common.devices import choose_device
 from ..common.folder import SaveError
-from ..common.options import choose
+from ..common.options import SEEDS, choose
 from .encodings import Backbone
 
 C = TypeVar("C", bound="Training")
@@ -99,7 +100,7 @@ class Training:
     )
     sharding: str = option("ddp", "Of several processes: ddp, or fsdp (FSDP2).")
     workers: int = option(0, "Threads that prepare micro-batches ahead; 0: none.", free=True, least=0, off=True)
-    seed: int = option(0, "Of weights, order and draws.", least=0)
+    seed: int = option(0, "Of weights, order and draws.", least=0, below=SEEDS)
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.", free=True)
     log_every: int = option(50, "Steps.", free=True, least=1)
     validate_every: int = option(0, "Steps between two validations; 0: none.", free=True, least=0, off=True)
@@ -117,6 +118,10 @@ class Training:
         choose("--opt", [self.opt], map(str, list_optimizers()))
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
+        if self.turn is not None and not self.seconds:
+            raise typer.BadParameter(f"--turn {self.turn}: expected it with --seconds alone; leave it out")
+        if self.turn is not None and (self.turn.is_dir() or not self.turn.parent.is_dir()):
+            raise typer.BadParameter(f"--turn {self.turn}: expected a file in a folder that exists; make that first")
         if self.cuda_graphs and not (self.compile and self.accumulate == 1):
             raise typer.BadParameter(
                 "--cuda-graphs: expected --compile and --accumulate 1, whose gradients no other step writes over, got "
@@ -145,11 +150,13 @@ class Training:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Refuse a value of an option outside of its range."""
+    """Refuse a value of an option outside of its range, or a number that is not finite."""
     least, below = metadata["least"], metadata["below"]
+    if value == math.inf and below is None:
+        below = math.inf
     if (least is not None and not value >= least) or (below is not None and not value < below):
         wanted = [] if least is None else [f"at least {least}{' (0 is off)' if metadata['off'] else ''}"]
-        wanted += [] if below is None else [f"less than {below}"]
+        wanted += [] if below is None else ["finite" if below == math.inf else f"less than {below}"]
         raise typer.BadParameter(f"{name}: expected {' and '.join(wanted)}, got {value}")
 
 

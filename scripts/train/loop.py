@@ -31,7 +31,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -364,8 +363,9 @@ class Trainer:
         try:
             self._take(state)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise typer.BadParameter(f"{self.path} does not fit this model ({said}); choose another --out") from error
+            raise typer.BadParameter(
+                f"{self.path} does not fit this model ({first_line(error)}); choose another --out"
+            ) from error
 
     def _take(self, state: dict[str, Any]) -> None:
         for part in ("model", *(["average"] if self.average is not None else [])):
@@ -389,13 +389,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """What :meth:`Trainer.save` wrote, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise typer.BadParameter(f"{path} can't be read ({error}); delete it to start anew") from error
+    except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
+        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start anew") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
     if state.pop("digest", None) != digest_of(state):
         raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
     return state
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, and its kind."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> None:

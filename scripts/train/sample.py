@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.devices import choose_device
+from ..common.options import SEEDS, finite, positive
 from .loop import read_checkpoint
 from .prompts import Sheet, sample_images
 from .tasks import lm
@@ -62,14 +63,18 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
 def main(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training, of `train lm` or `diffusion`.")],
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws, of the first image's noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Of the draws, of the first image's noise.")] = 0,
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
     tokens: Annotated[int | None, typer.Option(min=1, help="Text: bytes to add, 400 unless told otherwise.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Text: 0.8; 0 takes the likeliest byte.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Text: 0.95.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, callback=finite, help="Text: 0.8; 0 takes the likeliest byte.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(max=1, callback=positive, help="Text: 0.95.")] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn, to the result's length.")] = None,
     size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels; else that of the training.")] = None,
-    scale: Annotated[float | None, typer.Option(min=0, help="Images: guidance by the prompt, 3; 1: none.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(min=0, callback=finite, help="Images: guidance by the prompt, 3; 1: none.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: steps of Heun's method, 50.")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images of each prompt, 4.")] = None,
     positions: Annotated[

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 from PIL import Image
 from torch import Tensor
 
@@ -29,8 +30,19 @@ def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> Non
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    with np.load(path) as file:
-        return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
+    """Return captions, and images by column, of what :func:`keep` wrote.
+
+    Raises:
+        typer.BadParameter: another file, or a damaged one.
+    """
+    try:
+        with np.load(path) as file:
+            return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
+    except Exception as error:  # of damaged bytes zipfile, zlib and NumPy raise errors of their own
+        raise typer.BadParameter(
+            f"{path}: expected captions and images of a training, got a file that can't be read as such "
+            f"({type(error).__name__}); delete it and train again"
+        ) from error
 
 
 def _short(caption: str, length: int = 28) -> str:

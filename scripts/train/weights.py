@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 import typer
 from accelerate import PartialState
-from safetensors import SafetensorError
 from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 
-from .loop import digest_of, read_checkpoint
+from .loop import digest_of, first_line, read_checkpoint
 
 # What a model may have of its own, and what a file may have beyond the model.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
@@ -80,9 +78,13 @@ def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
                 )
             return state.get("average", state["model"])
         found: Any = load_state_dict(str(file), weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise typer.BadParameter(f"--weights {path}: can't be read ({said})") from error
+    except typer.BadParameter:
+        raise
+    except Exception as error:  # of bytes that are no weights a reader can raise anything
+        raise typer.BadParameter(
+            f"--weights {path}: expected tensors by their names, as timm or a training saves them, got a file that "
+            f"can't be read as such ({first_line(error)})"
+        ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected tensors by their names, as timm saves them")
     return found

@@ -22,7 +22,7 @@ import typer
 
 from lrpe_md import list_presets
 
-from ..common.options import choose
+from ..common.options import SEEDS, choose
 from ..common.plots import plt
 from . import data
 from .data import Subject
@@ -111,7 +111,7 @@ def main(
         int | None, typer.Option(min=1, help="Heads that the frequencies are made for. (default: the preset's; 1)")
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="The one that is drawn.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of random directions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Of random directions.")] = 0,
     shape: Annotated[
         str | None, typer.Option(help="Of the grid: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)")
     ] = None,

@@ -325,6 +325,8 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
     ({"num_heads": 5}, "dim: expected a multiple of num_heads = 5, got 32"),
     ({"num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, got 4"),
     ({"encoding": "none", "phase": True}, "encoding: 'none' has no phase"),
+    ({"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, got 0"),
+    ({"depth": 1.5}, "depth: expected an integer of at least 1, got 1.5"),
     ({"dim": 36}, "dim: rotation needs an even head_dim, got 36 / 4"),
 ])  # fmt: skip
 def test_config_errors(change: dict, message: str) -> None:
@@ -336,19 +338,64 @@ def test_errors() -> None:
     model, tokens = build(), some_tokens(length=3)
     for message, call in {
         r"prompt: expected integers \(B, N\)": lambda: generate(model, tokens[0], 2),
-        "max_new_tokens: expected at least 0, got -1": lambda: generate(model, tokens, -1),
+        "max_new_tokens: expected an integer of at least 0, got -1": lambda: generate(model, tokens, -1),
+        "max_new_tokens: expected an integer of at least 0, got 1.5": lambda: generate(model, tokens, 1.5),
+        r"prompt: expected integers \(B, N\), N > 0, got torch.int64 \(2, 0\)": lambda: generate(
+            model, tokens[:, :0], 2
+        ),
+        r"prompt: expected integers \(B, N\), N > 0, got torch.bool": lambda: generate(model, tokens > 1, 2),
+        "temperature: .* got inf": lambda: generate(model, tokens, 2, temperature=math.inf),
         "temperature: expected 0": lambda: generate(model, tokens, 2, temperature=-1),
         "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
         r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
         "prompts: expected tokens": lambda: left_pad([tokens[0], tokens[0, :0]]),
-        "scaling: expected theta of shape": lambda: model.rescale(lambda theta: (theta[:, :1], 1.0)),
+        "scaling: expected theta of shape": lambda: model.rescale(lambda theta: (theta[..., :1], 1.0)),
+        "batch: expected an integer of at least 1, got 0": lambda: model.new_cache(0, 4),
+        "max_length: expected an integer of at least 1, got 1.5": lambda: model.new_cache(1, 1.5),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
-    cache = model.new_cache(2, 2)
-    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
-        model(tokens, cache)
+
+
+@every_attention
+@torch.no_grad()
+def test_errors_of_a_cache(attention: str) -> None:
+    """Before anything is written: the cache goes on as if nothing had been asked."""
+    model, tokens = build(attention=attention), some_tokens(length=4)
+    cache, decoder = model.new_cache(2, 5), Decoder(model, 2, 5)
+    model(tokens[:, :3], cache)
+    decoder.prefill(tokens[:, :3])
+    wrong = {
+        r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(1, 1\)": lambda: model(tokens[:1, :1], cache),
+        r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: model(tokens[:, :0], cache),
+        "tokens: expected integers .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
+        "cache: expected one of this model, with 2 layers, got 1": lambda: model(
+            tokens, replace(cache, layers=cache.layers[:1])
+        ),
+        r"token: expected integers \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(tokens[:, 3] + 0.7),
+        r"token: expected integers \(2,\), got torch.int64 \(1,\)": lambda: decoder.step(tokens[:1, 3]),
+        r"token: expected integers \(2,\), got torch.int64 \(2, 1\)": lambda: decoder.step(tokens[:, 3:]),
+        r"prompt: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: decoder.prefill(tokens[:, :0]),
+        r"prompt: expected integers \(2, N\), N > 0, got torch.int64 \(1, 4\)": lambda: decoder.prefill(tokens[:1]),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    if attention == "softmax":
+        for message, call in {
+            "cache: expected at most 2 more tokens, of 5, got 3": lambda: model(tokens[:, :3], cache),
+            "cache: expected at most 5 more tokens, of 5, got 6": lambda: decoder.prefill(tokens.repeat(1, 2)[:, :6]),
+        }.items():
+            with pytest.raises(IndexError, match=message):
+                call()
+    expected = model(tokens)[:, -1]
+    torch.testing.assert_close(model(tokens[:, 3:], cache)[:, -1], expected)
+    torch.testing.assert_close(decoder.step(tokens[:, 3]), expected)
+    decoder.step(tokens[:, 3])
+    if attention == "softmax":
+        with pytest.raises(IndexError, match="cache: expected at most 0 more tokens, of 5, got 1"):
+            decoder.step(tokens[:, 3])
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

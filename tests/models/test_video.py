@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -532,6 +534,17 @@ def test_errors_of_causal_frames():
     _, state = model.stream(x)
     with pytest.raises(ValueError, match="state: expected"):
         model.stream(x[:1], state)
+    for whole in (model, build(**{**made, "attention": "softmax"})):
+        high, wide = x[..., :4], x[..., :4, :]  # as many patches
+        _, state = whole.stream(high)
+        for piece, before, message in (
+            (wide, state, r"state: expected frames of \(1, 2\) tokens as in x, got \(2, 1\)"),
+            (high, replace(state, layers=state.layers[:-1]), "state: expected one .* with 2 attentions, got 1"),
+            (high, replace(state, layers=state.layers * 2), "state: expected one .* with 2 attentions, got 4"),
+            (high, state.layers, "state: expected what stream gave with the frames before, got tuple"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                whole.stream(piece, before)
     model.reference = (4, 2, 2)
     with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
         model.stream(x)

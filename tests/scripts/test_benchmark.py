@@ -164,8 +164,23 @@ def test_a_failure_is_a_row(tmp_path, monkeypatch):
 
 
 def test_limit_stops_and_keeps_what_is_there(tmp_path):
-    rows = invoke(tmp_path / "a.csv", "--limit", "0")
+    rows = invoke(tmp_path / "a.csv", "--limit", "1e-9")
     assert list(rows["mode"]) == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((command, "--limit") for command in ("my-shapes", "operators", "linear", "norm", "decode", "training")),
+        ("tune", "--limit"), ("linear-scaling", "--limit"), ("linear-scaling", "--cap"),
+    ],
+)  # fmt: skip
+def test_no_seconds_are_no_limit(command, option):
+    """Of 0 seconds nothing would be measured, and nothing said."""
+    for seconds in ("0", "-1", "nan"):
+        refused = CliRunner().invoke(app, [command, option, seconds], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{option}': expected a number above 0, got {seconds}" in refused.output
 
 
 def test_names_with_commas():

@@ -150,9 +150,9 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
 
 
 def test_no_time_is_said(tmp_path):
-    done = invoke(*SMALL, "--limit", 0, "--out", tmp_path / "mine.csv")
+    done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
-    assert "Stopped after 0 s, what is missing was not measured" in done.output
+    assert "Stopped after 1e-09 s, what is missing was not measured" in done.output
 
 
 REFUSED = {

@@ -116,8 +116,8 @@ def test_rows_are_added_and_the_limit_holds(tmp_path):
     run(*options)
     run(*options, "--append")
     assert len(read(out)) == 2
-    done = run(*options, "--append", "--limit", "0")
-    assert "stopped after 0 s" in done.output
+    done = run(*options, "--append", "--limit", "1e-9")
+    assert "stopped after 1e-09 s" in done.output
     assert len(read(out)) == 2
 
 

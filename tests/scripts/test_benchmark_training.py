@@ -125,7 +125,7 @@ def test_a_run_adds_rows(tmp_path: Path):
     assert rows.peak_gib.isna().all()  # no GPU
     assert (rows.commit == "abc").all()
 
-    again = invoke("--models", "video", "--modes", "eager", "--steps", "50", "--limit", "0", "--out", str(out))
+    again = invoke("--models", "video", "--modes", "eager", "--steps", "50", "--limit", "1e-9", "--out", str(out))
     assert again.exit_code == 0, (again.output, again.exception)
     added = pd.read_csv(out).iloc[len(rows) :]
     assert len(added) == len(VIDEO.default)

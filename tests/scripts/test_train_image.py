@@ -519,7 +519,10 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
         ({"qk_norm": True}, r"another architecture \(blocks\.0\.attn\..*norm.* is there alone"),
         ("nothing", "there is no such file"),
         ("folder", "no checkpoint.pt in the folder"),
-        (b"no weights", "can't be read"),
+        (b"no weights", "expected tensors by their names.* can't be read"),
+        (b"(ccopy\n", "expected tensors by their names.* can't be read"),
+        (b"PK\x03\x04 half of an npz", "expected tensors by their names.* can't be read"),
+        ([1.0], "expected tensors by their names.* can't be read"),
         ({"epoch": 3}, "expected tensors by their names"),
         ("video", "another architecture"),
     ],
@@ -533,6 +536,8 @@ def test_weights_that_do_not_fit(tmp_path, change, message):
         torch.save({"patch_embed.proj.weight": torch.zeros(48, 1, 2, 4, 4), "head.weight": torch.zeros(2, 48)}, path)
     elif isinstance(change, bytes):
         path.write_bytes(change)
+    elif isinstance(change, list):
+        torch.save(change, path)
     elif isinstance(change, dict):
         torch.save(change if "epoch" in change else random_weights(built(**change)), path)
     with pytest.raises(typer.BadParameter, match=f"--weights .*{message}"):

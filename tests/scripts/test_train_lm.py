@@ -100,6 +100,9 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert shown[0].output == shown[1].output
     assert invoke("sample", str(out), "--tokens", "80", "--scaling", "ntk").exit_code == 0
 
+    refused = invoke("sample", str(out), "--prompt", "Ann", "--prompt", "")
+    assert refused.exit_code == 2
+    assert "--prompt: expected text to go on with, got ''; leave it out for a new line" in refused.output
     refused = invoke(*command, "--encoding", "cosine-softplus-phase")
     assert refused.exit_code == 2
     assert "model.encoding: rotate there, cosine now" in refused.output

@@ -13,12 +13,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.common.folder import claim
-from lrpe_md.scripts.train import loop
+from lrpe_md.scripts.train import loop, samples
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data.captions import load_captioned
@@ -52,11 +53,12 @@ def test_every_number_has_a_range(task, tmp_path):
         if type(field.default) not in (int, float):
             continue
         name = f"--{field.name.replace('_', '-')}"
-        for wrong in (-1, -1e-9, float("nan")) if isinstance(field.default, float) else (-1,):
+        floats = (-1, -1e-9, float("nan"), float("inf"))
+        for wrong in floats if isinstance(field.default, float) else (-1,):
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", "digits", name, str(wrong))
             assert refused.exit_code == 2, (name, refused.output)
             assert name in refused.output
-            if field.metadata["off"]:
+            if field.metadata["off"] and wrong != float("inf"):
                 assert f"{name}: expected at least 0 (0 is off), got {wrong}" in refused.output
     assert not (tmp_path / "out").exists()
 
@@ -72,6 +74,35 @@ def test_zero_where_nothing_can_be_zero(tmp_path):
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
             assert refused.exit_code == 2
             assert f"--{name}: expected at least 1, got 0" in refused.output
+
+
+def test_a_seed_that_numpy_does_not_take(tmp_path):
+    for seed in (2**32, 2**70):
+        refused = invoke(*digits_command(tmp_path / "out", "--seed", str(seed)))
+        assert refused.exit_code == 2
+        assert f"--seed: expected at least 0 and less than 4294967296, got {seed}" in refused.output
+        sampled = invoke("sample", str(tmp_path), "--seed", str(seed))
+        assert sampled.exit_code == 2
+        assert "--seed" in sampled.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_sampling_that_are_no_numbers(tmp_path):
+    for name, value in {"--temperature": "nan", "--top-p": "0", "--scale": "inf"}.items():
+        refused = invoke("sample", str(tmp_path), name, value)
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{name}'" in refused.output
+
+
+def test_a_turn_is_a_file_in_a_folder_that_exists(tmp_path):
+    timed = ("--seconds", "5", "--turn")
+    for where in (tmp_path / "new" / "file", tmp_path):
+        refused = invoke(*digits_command(tmp_path / "out", *timed, str(where)))
+        assert refused.exit_code == 2
+        assert f"--turn {where}: expected a file in a folder that exists" in refused.output
+    refused = invoke(*digits_command(tmp_path / "out", "--turn", str(tmp_path / "file")))
+    assert "expected it with --seconds alone" in refused.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_optimiser(tmp_path):
@@ -121,6 +152,44 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         torch.save(state, path)
         with pytest.raises(typer.BadParameter, match="does not fit"):
             digits.run(config)
+
+
+HOSTILE = {
+    "text": b"no checkpoint", "opcodes": b"(ccopy\n", "empty": b"", "numbers": b"]\x94(K\x01K\x02e.", "nul": bytes(64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_a_file_that_is_no_checkpoint(content, tmp_path):
+    """In a line, not as the traceback of an unpickler."""
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(HOSTILE[content])
+    with pytest.raises(typer.BadParameter, match=r"can't be read \(\w+.*; delete it to start anew$") as error:
+        digits.run(DigitsTraining(out=tmp_path, **TINY))
+    assert "\n" not in str(error.value)
+    refused = invoke("sample", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "can't be read" in refused.output
+
+
+def test_a_list_is_no_checkpoint(tmp_path):
+    torch.save([torch.ones(2)], tmp_path / "checkpoint.pt")
+    with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is not a checkpoint of this version"):
+        digits.run(DigitsTraining(out=tmp_path, **TINY))
+
+
+def test_samples_that_are_damaged(tmp_path):
+    """Of another file, half of one, and flipped bytes."""
+    path = tmp_path / "samples.npz"
+    samples.keep(path, ["a"], {"one": np.zeros((1, 8, 8, 3), np.uint8)})
+    whole = path.read_bytes()
+    assert samples.load(path)[0] == ["a"]
+    flipped = bytearray(whole)
+    flipped[whole.index(b"one.npy") + 40] ^= 0xFF  # of what is compressed
+    for content in (b"", b"text", whole[: len(whole) // 2], bytes(flipped)):
+        path.write_bytes(content)
+        with pytest.raises(typer.BadParameter, match=r"samples\.npz: expected captions and images of a training"):
+            samples.load(path)
 
 
 def test_two_trainings_on_one_folder(tmp_path):
@@ -225,6 +294,16 @@ def test_a_line_of_json_ends_at_a_newline_alone(sign, tmp_path):
 def test_captions_that_are_no_text(tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "\\ud800 {i}"}}\n' for i in range(24))
     with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: .* not text"):
+        load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [("[" * 10**5 + "]" * 10**5, "nested too deeply"), ('{"file_name": ' + "1" * 10**4 + "}", "is not JSON")],
+)
+def test_captions_that_no_reader_reads(row, message, tmp_path):
+    rows = "".join(f'{{"file_name": "{i}.png", "text": "{i}"}}\n' for i in range(23)) + row
+    with pytest.raises(typer.BadParameter, match=rf"metadata\.jsonl, line 24 .*{message}"):
         load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
 
 

@@ -283,7 +283,7 @@ def test_check_fails_at_a_slow_tile(invoke):
 
 
 def test_check_fails_where_time_ran_out(invoke):
-    result, _ = invoke(times_of_table, "--check", "--limit", "0")
+    result, _ = invoke(times_of_table, "--check", "--limit", "1e-9")
     assert result.exit_code == 1
     assert f"{len(ALL)} were not timed" in result.output
 

@@ -106,6 +106,11 @@ def test_a_packed_projection_of_the_modules():
         (lambda qkv: rotate(qkv=qkv, num_key_heads=1, omega=OMEGA, positions=GRID), r"qkv: .*H_q \+ 2 H_k.*3, 4, 8\)"),
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=2, omega=OMEGA, positions=GRID), "num_key_heads: .*got 2"),
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=0, omega=OMEGA, positions=GRID), "num_key_heads: .*got 0"),
+        (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=True, omega=OMEGA, positions=GRID), "num_key_.*True"),
+        (
+            lambda qkv: rotate(qkv=torch.ones(2, 7, 12, 8), num_key_heads=5, omega=OMEGA, positions=GRID),
+            "num_key_heads: expected H_k .* the 12 heads are H_q .*, H_q a multiple of H_k, got 5",
+        ),
         (lambda qkv: rotate(qkv=[qkv], omega=OMEGA, positions=GRID), "qkv: expected a tensor.*list"),
         (lambda qkv: rotate(qkv[:, :, 0], num_key_heads=1, omega=OMEGA, positions=GRID), "num_key_heads: .*with qkv"),
         (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected it alone"),

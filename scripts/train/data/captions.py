@@ -182,8 +182,10 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
         if line.strip():
             try:
                 yield i, json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise typer.BadParameter(f"{path}: {table}, line {i} is not JSON: {error}") from error
+            except RecursionError as error:
+                raise typer.BadParameter(f"{path}: {table}, line {i} is nested too deeply to be read") from error
 
 
 def _text(path: Path, name: str, read: Read) -> str:

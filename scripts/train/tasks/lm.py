@@ -272,11 +272,9 @@ def sample_text(
 ) -> None:  # fmt: skip
     """Continue prompts by the model of a checkpoint, and print them."""
     model, trained = load_model(state), state["settings"]["length"]
-    rows = [torch.tensor(list(p.encode())) for p in prompts]
-    try:
-        batch, padding = left_pad(rows)
-    except ValueError as error:
-        raise typer.BadParameter(f"--prompt: {error}") from error
+    if not all(prompts):
+        raise typer.BadParameter("--prompt: expected text to go on with, got ''; leave it out for a new line")
+    batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)
         model.rescale(SCALINGS[scaling](max((batch.shape[1] + tokens) / trained, 1.0), trained))
