@@ -33,7 +33,7 @@ from .call import (
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_places, check_target, write
-from .tables import GivenTables
+from .tables import TABLE_NAMES, GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
@@ -209,7 +209,7 @@ def _run_into(
 def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
     number = len(phase) if phase is not None and phase.ndim == 3 else groups
     read = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
-    names = (*Tables._fields, *Weights._fields, "tables (cos)", "tables (sin)", "phase")
+    names = (*Tables._fields, *Weights._fields, *TABLE_NAMES, "phase")
     _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
@@ -339,6 +339,8 @@ def run_part(
         ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
     if target is not None:
         given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
+        if type(positions) is GivenTables:
+            given = dict(zip(TABLE_NAMES, positions.cos_sin[:2], strict=True))
         read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
         direct = boundary.is_direct((*xs, *read.values(), *target.tensors))
         _check_target(target, xs, [*read.values()], [*read], ys[0].shape[3], direct)
@@ -384,8 +386,8 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSi
     if torch.is_grad_enabled() and _needs_other_gradients(tables, cos_sin):
         if asked:
             raise ValueError(
-                "positions, amplitude, tables: the kernels give no gradient to amplitude, coords, scale, shift, cos or "
-                "sin; use impl='auto' or detach them"
+                "positions, amplitude, tables: the kernels give no gradient to coords, scale or shift, nor to "
+                "amplitude, cos or sin; use impl='auto' or detach them"
             )
         return False
     if boundary.transforming():

@@ -225,8 +225,8 @@ def run(
     aligned = address % 16 == 0
     cos, sin, _ = cos_sin
     if cos is not None:
-        geometry.append((cos.stride(), cos.data_ptr() % 16))
-        geometry.append(None if sin is None else (sin.stride(), sin.data_ptr() % 16))
+        geometry.append((cos.stride(), cos.data_ptr() % 16 == 0))
+        geometry.append(None if sin is None else (sin.stride(), sin.data_ptr() % 16 == 0))
     if spec.norm != "none":
         geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
     if launches is None:

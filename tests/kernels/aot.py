@@ -255,6 +255,8 @@ def take_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTabl
     width = 2 * channels if kind == "full" and case.map != "cosine" else channels
     size = (2 if "by sample" in case.positions else 1, heads, rows, width + len(odd))
     cos, sin = (torch.randn(*size, dtype=getattr(torch, dtype))[..., :width] for _ in range(2))
+    if case.long:
+        cos = torch.empty_strided(cos.shape, (8, 8, 2**31, 1), dtype=cos.dtype)
     cos_sin = calls.CosSin(torch.stack([cos, sin], -1), None) if kind == "complex" else calls.CosSin(cos, sin)
     return GivenTables(cos_sin._replace(inverse=case.order == "sin_cos"), 1)
 

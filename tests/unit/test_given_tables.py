@@ -224,3 +224,15 @@ def test_positions_are_as_before():
     expected = rotate(X[0].transpose(0, 1), omega=OMEGA, positions=packed)
     again = rotate(X[:1], omega=OMEGA, positions=Coordinates(packed.positions.coords))
     torch.testing.assert_close(expected.transpose(0, 1)[None], again)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_outputs_apart_from_the_tables(rotary_dim):
+    """An output in the memory of a table is refused before anything is written."""
+    place = torch.randn(1, 4, 12, 16)
+    tables = place[0, 0, :, : rotary_dim or 8], COS[:, : rotary_dim or 8]
+    out = place[..., : 8 + (rotary_dim or 8)]
+    before = place.clone()
+    with pytest.raises(ValueError, match=r"out: expected memory apart from that of tables\[0\] \(cos\)"):
+        cosine(X[:1], tables=tables, rotary_dim=rotary_dim, out=out)
+    assert torch.equal(place, before)
