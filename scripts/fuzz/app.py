@@ -127,7 +127,7 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*(deterministic|CuBLAS).*")
+    warnings.filterwarnings("ignore", ".*(deterministic|CuBLAS|overflow).*")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("pytest"):
         sys.path.append(str(TESTS))
         import pytest
