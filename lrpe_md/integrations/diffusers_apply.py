@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import resolve_name
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -339,14 +340,23 @@ class _Calls:
         found: dict[str, Any] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
-                module = importlib.import_module("." * node.level + (node.module or ""), self.package)
+                # Of what is imported already: a branch that is never taken may import what is not installed.
+                try:
+                    name = resolve_name("." * node.level + (node.module or ""), self.package)
+                except ImportError:
+                    continue
+                module = sys.modules.get(name)
                 found.update({a.asname or a.name: getattr(module, a.name, None) for a in node.names})
             elif isinstance(node, ast.FunctionDef) and node is not tree:
                 found[node.name] = self._make(node)
         return found
 
     def _make(self, node: ast.FunctionDef) -> Any:
-        """A function that is defined inside another; None where it needs the other's names."""
+        """A function that is defined inside another; None where it needs the other's names, or where defining it would
+        run more than the function itself: a decorator, or a default that is no constant."""
+        given = (*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None))
+        if node.decorator_list or not all(isinstance(default, ast.Constant) for default in given):
+            return None
         node = copy.deepcopy(node)
         for each in ast.walk(node):
             if isinstance(each, ast.arg):

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,40 @@ class Reversed(importlib.import_module("diffusers.models.transformers.transforme
     def forward_of_stock(self, ids):
         angles = torch.outer(ids[:, 1].float(), 100.0 ** -(torch.arange(8) / 8))
         return angles.cos().repeat_interleave(2, dim=1), angles.sin().repeat_interleave(2, dim=1)
+
+
+EVALUATED: list[str] = []
+
+
+def note(what):
+    EVALUATED.append(what)
+    return lambda function: function
+
+
+class Unrun:
+    """Code that reading a processor must not run: imports, defaults and decorators of branches that are never taken."""
+
+    def __call__(self, q, rotary_emb, never=False):
+        if never:
+            from antigravity import fly
+
+            from no_such_package.models import apply_rotary_emb
+
+            def apply_rotary(x, table, scale=note("default"), *, more=note("keyword")):  # noqa: B008
+                return fly(x * scale)
+
+            @note("decorator")
+            def apply_rope(x, table):
+                return x
+
+            q = apply_rope(apply_rotary(apply_rotary_emb(q, rotary_emb), rotary_emb), rotary_emb)
+        return q
+
+
+def test_reading_runs_nothing_else():
+    assert diffusers_apply.exchange_calls(Unrun, "auto") == {}
+    assert not EVALUATED
+    assert not {"antigravity", "no_such_package"} & sys.modules.keys()
 
 
 def test_a_rotary_module_of_the_users_is_followed():
