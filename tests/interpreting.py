@@ -14,6 +14,8 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+from lrpe_md.engine import dispatch
+
 
 class PatchOnce:
     """Stands in for ``interpreter._patch_lang``, which replaces the functions of ``triton.language`` when a kernel is
@@ -242,6 +244,7 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
+    monkeypatch.setattr(dispatch, "warn_of_interpreter", lambda: None)  # of what is mended here
     monkeypatch.setattr(type(interpreter.interpreter_builder), "create_fma", fma)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 

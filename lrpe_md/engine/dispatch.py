@@ -6,6 +6,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from .tables import TABLE_NAMES, GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
-__all__ = ["run", "run_checked", "run_part", "use_triton"]
+__all__ = ["run", "run_checked", "run_part", "use_triton", "warn_of_interpreter"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
@@ -397,7 +398,22 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSi
                 "active; use impl='auto'"
             )
         return False
+    if INTERPRETING and not torch.compiler.is_compiling():
+        warn_of_interpreter()
     return True
+
+
+@cache
+def warn_of_interpreter() -> None:
+    """Warn once that an old interpreter is less exact than a GPU."""
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        warnings.warn(
+            f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
+            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'",
+            RuntimeWarning, stacklevel=6,
+        )  # fmt: skip
 
 
 def _needs_other_gradients(tables: Tables, cos_sin: CosSin) -> bool:

@@ -194,7 +194,7 @@ class Unrun:
 
             from no_such_package.models import apply_rotary_emb
 
-            def apply_rotary(x, table, scale=note("default"), *, more=note("keyword")):
+            def apply_rotary(x, table, scale=note("default"), *, more=note("keyword")):  # noqa: B008
                 return fly(x * scale)
 
             @note("decorator")

@@ -1,5 +1,6 @@
 """The quick interpreter (tests/interpreting.py) computes what Triton's does."""
 
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -9,9 +10,12 @@ import triton.language as tl
 from interpreting import OWN, PatchOnce, quicken
 from triton.runtime import interpreter
 
+from lrpe_md import Grid, linear_attention, rotate
 from lrpe_md.engine import dispatch
+from lrpe_md.engine.dispatch import warn_of_interpreter
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 
+WARN = warn_of_interpreter
 pytestmark = pytest.mark.skipif(not dispatch.INTERPRETING, reason="needs the interpreter")
 
 
@@ -147,3 +151,27 @@ def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
     exact = x.double() * y.double() - (x * y).double()
     assert exact.count_nonzero() > 32
     assert torch.equal(out.double(), exact)
+
+
+@pytest.mark.parametrize(("version", "warned"), [("3.6.0", 1), ("3.8.0+git1", 1), ("3.9.0", 0), ("4.0", 0)])
+def test_users_of_an_old_interpreter_are_warned_once(version, warned, monkeypatch):
+    """At the first call that runs in it, and not where the reference runs or a compiler looks on."""
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(dispatch, "warn_of_interpreter", WARN)
+    WARN.cache_clear()
+    q, omega = torch.randn(1, 1, 4, 8), torch.rand(1, 4, 1)
+
+    def call(impl):
+        return rotate(q, omega=omega, positions=Grid((4,)), impl=impl)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call("reference"), torch.compile(call, backend="eager")("triton")
+        assert not seen
+        for _ in range(2):
+            call("triton")
+            linear_attention(q, q, q, map=None, impl="triton")
+    found = [str(each.message) for each in seen if issubclass(each.category, RuntimeWarning)]
+    assert len(found) == warned
+    assert all(f"Triton {version} (TRITON_INTERPRET=1)" in text and "impl='reference'" in text for text in found)
+    assert all(each.filename == __file__ for each in seen), "it points to the caller"
