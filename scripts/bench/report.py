@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import typer
 
-from lrpe_md.integrations.trial import LIBRARIES
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
+from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
