@@ -1,0 +1,313 @@
+"""Replace somebody else's rotary function by an equal one that runs our kernel.
+
+The function is called with small tensors to find out which entry of which table turns which channel
+(:mod:`.probing`). The function in its place arranges the caller's own tables as views and hands them to
+:func:`lrpe_md.rotate` (:mod:`.plans`). Calls that were found to be anything else go to the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .plans import EQUAL, Plan, Unlike, describe, flatten, relate, run_plan
+from .probing import find_plan, quietly
+
+__all__ = ["drop_in"]
+
+_MOST_PLANS = 256  # of one function; calls beyond go to the original
+_DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
+_TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
+_HEAD_DIM = 16  # of the first probes
+_EMPTY = inspect.Parameter.empty
+_FALL_BACK = object()
+
+
+def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an equal function that runs our kernel, with the same signature.
+
+    Args:
+        function: turns x, or q and k, by tables: cos and sin as two arguments, a tuple or one tensor, complex numbers,
+            2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
+            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU,
+            on a copy of its object.
+
+    Returns:
+        A function with the attribute ``original``. Kinds of arguments (ranks, widths, dtypes, values of flags) are
+        probed when they first come, also while a graph is compiled; those that the kernel can't do go to the original.
+        Outputs have the original's dtype. Arithmetic is float32, where the original may round to bfloat16 in between.
+
+    Raises:
+        TypeError: the function does not turn pairs of channels by its tables; says what it does.
+    """
+    found = quietly(lambda: _search(function))
+    if isinstance(found, Unlike):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise TypeError(
+            f"function: expected one that rotates pairs of channels by tables of cos and sin, got {name}, which {found}"
+        )
+    return _replace(function, found)
+
+
+def _search(function: Callable[..., Any]) -> _Probed | Unlike:
+    """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
+    failure = Unlike(-1, "takes no tensors that look like q, k and tables")
+    for signature, keys in _read_signatures(function):
+        probed = _Probed(function, signature)
+        for key in keys:
+            plan = probed.probe(key, (EQUAL,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
+            if isinstance(plan, Plan):
+                return probed
+            failure = max(failure, plan, key=lambda e: e.depth)
+    return failure
+
+
+class _Signature(NamedTuple):
+    """The parameters of a function; which of them are turned; which tensors of its object it may read."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    num_positional: int
+    data: frozenset[int]
+    offsets: frozenset[int]
+    owner: Any = None
+    attributes: tuple[str, ...] = ()
+
+
+class _Probed:
+    """A function with the plans for the kinds of arguments that came so far."""
+
+    def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
+        self.function, self.signature = function, signature
+        self.plans: dict[Any, Plan | Unlike] = {}
+
+    def find(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
+        """Return the plan for a kind of arguments, probed when it first comes."""
+        found = self.plans.get((key, relations))
+        if found is None:
+            if len(self.plans) >= _MOST_PLANS:
+                return Unlike(0, f"was called with more than {_MOST_PLANS} kinds of arguments")
+            found = quietly(lambda: self.probe(key, relations))
+        return found
+
+    def probe(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
+        """Probe one kind of arguments, and note the plan."""
+        try:
+            found: Plan | Unlike = find_plan(self.call, key, relations)
+        except Unlike as e:
+            found = e.with_traceback(None)
+        self.plans[key, relations] = found
+        return found
+
+    def call(self, values: list[Any], owned: list[Tensor]) -> Any:
+        """Call the original, on a copy of its object with other tensors."""
+        signature = self.signature
+        split = signature.num_positional
+        args, kwargs = values[:split], dict(zip(signature.names[split:], values[split:], strict=True))
+        if signature.owner is None:
+            return self.function(*args, **kwargs)
+        replaced = copy.copy(signature.owner)
+        if isinstance(replaced, nn.Module):
+            replaced.__dict__ = dict(replaced.__dict__)
+            for group in ("_parameters", "_buffers"):
+                replaced.__dict__[group] = dict(replaced.__dict__[group])
+        for name, t in zip(signature.attributes, owned, strict=True):
+            group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
+            (vars(replaced) if group is None else vars(replaced)[group])[name] = t
+        return _unbound(self.function)(replaced, *args, **kwargs)
+
+
+def _unbound(function: Any) -> Callable[..., Any]:
+    return type(function).forward if isinstance(function, nn.Module) else function.__func__
+
+
+# --- the signature ------------------------------------------------------------------------------------------------
+
+
+def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature, list[tuple[Any, ...]]]]:
+    """Yield which parameters may be turned, and kinds of arguments to try; by their names first."""
+    try:
+        parameters = list(inspect.signature(_forward(function)).parameters.values())
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    offsets = frozenset(i for i, p in enumerate(named) if "offset" in p.name and type(p.default) is int)
+    base = _Signature(
+        tuple(p.name for p in named), tuple(p.default for p in named), sum(p.kind != p.KEYWORD_ONLY for p in named),
+        frozenset(), offsets,
+    )  # fmt: skip
+    open_ones = [i for i, p in enumerate(named) if p.default is _EMPTY or p.default is None]
+    data = {i for i in open_ones if _DATA.fullmatch(named[i].name)}
+    tables = {i for i in open_ones if i not in data and _TABLES.search(named[i].name)}
+    required = {i for i in open_ones if named[i].default is _EMPTY}
+    owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
+    owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
+    if owner is not None and not inspect.isclass(owner) and (found := _own_tensors(owner)):
+        owners.append((owner, found))
+    for (at, attributes), (turned, read) in itertools.product(owners, _roles(data, tables, required)):
+        signature = base._replace(data=frozenset(turned), owner=at, attributes=attributes)
+        yield signature, list(_first_keys(signature, turned, read, required))
+
+
+def _forward(function: Any) -> Callable[..., Any]:
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _own_tensors(owner: Any) -> tuple[str, ...]:
+    """The names of the floating-point tensors that an object holds itself."""
+    held = dict(vars(owner)) if hasattr(owner, "__dict__") else {}
+    if isinstance(owner, nn.Module):
+        held = {**held, **owner._buffers, **owner._parameters}
+    return tuple(
+        n for n, t in held.items() if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.ndim > 1
+    )
+
+
+def _roles(data: set[int], tables: set[int], required: set[int]) -> Iterator[tuple[set[int], set[int]]]:
+    """Yield which parameters are turned and which are tables."""
+    if data and required <= data | tables:
+        yield data, tables
+        if not data | tables <= required and data & required:
+            yield data & required, tables & required
+        return
+    if data:
+        yield data, tables
+    others = sorted(required)
+    for count in (1, 2):
+        for turned in itertools.combinations(others, count):
+            yield set(turned), set(others) - set(turned)
+
+
+def _first_keys(
+    signature: _Signature, turned: set[int], read: set[int], required: set[int]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield kinds of arguments to try."""
+    rest = [i for i in sorted(required) if i not in turned and i not in read]
+    for rank, forms, others in itertools.product((4, 3, 2), _table_forms(len(read)), _other_values(signature, rest)):
+        entries: list[Any] = []
+        of_tables, of_rest = iter(forms), iter(others)
+        for i, default in enumerate(signature.defaults):
+            if i in turned:
+                entries.append(("data", rank, torch.float32, _HEAD_DIM))
+            elif i in read:
+                entries.append(next(of_tables))
+            else:
+                entries.append(next(of_rest) if i in rest else describe(default, False))
+        yield (*entries, *_describe_owned(signature))
+
+
+def _describe_owned(signature: _Signature) -> list[tuple[Any, ...]]:
+    held = [getattr(signature.owner, name) for name in signature.attributes]
+    return [("owned", tuple(t.shape), t.dtype) for t in held]
+
+
+def _table_forms(count: int) -> list[tuple[Any, ...]]:
+    """Descriptions of so many arguments that are tables."""
+    real, width = torch.float32, _HEAD_DIM
+    if count != 1:
+        return [(("table", n + 1, real, w),) * count for n in (2, 1, 3) for w in (width, width // 2)]
+    one: list[Any] = []
+    for n in (2, 1, 3):
+        one += [("tuple", *[("table", n + 1, real, w)] * 2) for w in (width, width // 2)]
+        one += [("table", n + 1, torch.complex64, width // 2)]
+        one += [("table", n + 3, real, width // 2, 2, 2), ("table", n + 2, real, width // 2, 2)]
+        one += [("table", n + 1, real, w) for w in (width, 2 * width, width // 2)]
+    return [(form,) for form in one]
+
+
+def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any, ...]]:
+    """Values for parameters that are neither turned nor tables, and have no default."""
+    options: list[list[Any]] = []
+    for i in rest:
+        name = signature.names[i]
+        if "section" in name:
+            options.append([("list", 2, 3, 3), ("list", 2, 2, 2, 2)])
+        elif "dim" in name:
+            options.append([1, 2, -1, -2])
+        elif "pos" in name or "ids" in name:
+            options.append([("integers", n, torch.int64) for n in (2, 1)])
+        else:
+            options.append([None])
+    return itertools.product(*options)
+
+
+# --- the function in its place ------------------------------------------------------------------------------------
+
+
+def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments in the order of the parameters; None for a call that the signature does not take."""
+    if len(args) > signature.num_positional:
+        return None
+    values, used = list(args), 0
+    for i in range(len(args), len(signature.names)):
+        name = signature.names[i]
+        if name in kwargs:
+            values.append(kwargs[name])
+            used += 1
+        elif signature.defaults[i] is _EMPTY:
+            return None
+        else:
+            values.append(signature.defaults[i])
+    return values if used == len(kwargs) else None
+
+
+def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any]:
+    signature = probed.signature
+    owner, attributes = signature.owner, signature.attributes
+
+    @torch.compiler.assume_constant_result
+    def find(key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | None:
+        found = probed.find(key, relations)
+        return found if isinstance(found, Plan) else None
+
+    def turn(values: list[Any]) -> Any:
+        key, xs, leaves, offset = [], [], [], 0
+        for i, value in enumerate(values):
+            if i in signature.offsets and isinstance(value, int) and value:
+                key.append(("offset",))
+                offset = value
+                continue
+            key.append(describe(value, i in signature.data))
+            (xs if i in signature.data else leaves).extend(flatten(value))
+        if attributes:
+            leaves.extend([getattr(owner, name) for name in attributes])
+            key.extend(_describe_owned(signature))
+        relations = (EQUAL,) * len(xs)
+        plan = find(tuple(key), relations)
+        if plan is None:
+            return _FALL_BACK
+        found = relate(plan, xs, leaves)
+        if found is not None and found != plan.relations:
+            plan = find(tuple(key), found)
+            found = None if plan is None else relate(plan, xs, leaves)
+        if plan is None or found != plan.relations:
+            return _FALL_BACK
+        if not plan.autocast and torch.is_autocast_enabled(xs[0].device.type):
+            return _FALL_BACK
+        return run_plan(plan, xs, leaves, offset)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        values = _bind(signature, args, kwargs)
+        if values is not None and not (isinstance(owner, nn.Module) and _is_changed(owner)):
+            out = turn(values)
+            if out is not _FALL_BACK:
+                return out
+        return function(*args, **kwargs)
+
+    functools.update_wrapper(replacement, _forward(function), updated=())
+    replacement.original = function  # pyright: ignore[reportFunctionMemberAccess]
+    return replacement
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Say whether a module has hooks, or a forward of its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
