@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.call import Impl
 from .plans import EQUAL, Plan, Unlike, describe, flatten, relate, run_plan
 from .probing import find_plan, quietly
 
@@ -31,7 +32,7 @@ _EMPTY = inspect.Parameter.empty
 _FALL_BACK = object()
 
 
-def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
+def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
     """Return an equal function that runs our kernel, with the same signature.
 
     Args:
@@ -39,6 +40,7 @@ def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
             2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
             sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU,
             on a copy of its object.
+        impl: see :func:`lrpe_md.rotate`.
 
     Returns:
         A function with the attribute ``original``. Kinds of arguments (ranks, widths, dtypes, values of flags) are
@@ -54,7 +56,7 @@ def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(
             f"function: expected one that rotates pairs of channels by tables of cos and sin, got {name}, which {found}"
         )
-    return _replace(function, found)
+    return _replace(function, found, impl)
 
 
 def _search(function: Callable[..., Any]) -> _Probed | Unlike:
@@ -259,7 +261,7 @@ def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return values if used == len(kwargs) else None
 
 
-def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any]:
+def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
     signature = probed.signature
     owner, attributes = signature.owner, signature.attributes
 
@@ -292,7 +294,7 @@ def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any
             return _FALL_BACK
         if not plan.autocast and torch.is_autocast_enabled(xs[0].device.type):
             return _FALL_BACK
-        return run_plan(plan, xs, leaves, offset)
+        return run_plan(plan, xs, leaves, offset, impl)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = _bind(signature, args, kwargs)

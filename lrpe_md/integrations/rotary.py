@@ -99,12 +99,12 @@ class Record:
 
     def __call__(self, function: Any) -> Any:
         ours = self.drop_ins(function)
-        if ours is None and _is_candidate(function) and _TURNS.search(name := _name(function)):
+        if ours is None and _is_candidate(function) and _TURNS.search((name := _name(function)).rpartition(".")[2]):
             self.refused[name] = _take(function, self.drop_ins.impl).reason or ""
         return ours
 
 
-_TURNS = re.compile(r"(^|[._])(?!(get|make|build|create|compute|precompute|prepare|init)_)\w*(rot|rope)\w*$", re.I)
+_TURNS = re.compile(r"^(?!_?(get|make|build|create|compute|precompute|prepare|init)_).*(rot|rope)", re.IGNORECASE)
 
 
 def _name(function: Any) -> str:
