@@ -103,7 +103,8 @@ def describe(value: Any, is_data: bool) -> Any:
 
 def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
     if not (t.is_floating_point() or t.is_complex()):
-        return ("integers", t.ndim, t.dtype)
+        few = t.shape[-1:] if t.ndim > 2 and t.shape[-1] < 5 else ()  # coordinates of a token
+        return ("integers", t.ndim, t.dtype, *[operator.index(n) for n in few])
     tail = t.shape[-1:]
     if not is_data and t.ndim > 1 and t.shape[-1] == 2:
         tail = t.shape[-3:] if t.ndim > 2 and t.shape[-2] == 2 else t.shape[-2:]
