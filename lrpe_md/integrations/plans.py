@@ -44,6 +44,7 @@ class Turn(NamedTuple):
     """How one tensor is turned by the leaves (the tensors among the other arguments).
 
     sources: for each leaf that is used and each of its dimensions: an axis of x, ("positions", leaf, axes), or None.
+    axes: the axes of x along which the tables vary.
     heads: the width of a head, where x has all heads in its last dimension; 0 elsewhere.
     shuffle: 0, or how pairs are regrouped before the rotation: x.unflatten(-1, shuffle).mT.
     rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument says).
@@ -58,13 +59,8 @@ class Turn(NamedTuple):
     shuffle: tuple[int, int] | None
     heads: int
     sources: tuple[tuple[int, tuple[Any, ...]], ...]
-    rows: str = "start"
-
-    @property
-    def axes(self) -> set[int]:
-        """The axes of x along which the tables vary."""
-        found = [s for _, dims in self.sources for s in dims if s is not None]
-        return {a for s in found for a in (s[2] if isinstance(s, tuple) else (s,))}
+    axes: tuple[int, ...]
+    rows: str
 
 
 class Plan(NamedTuple):
@@ -137,7 +133,7 @@ def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> tuple[str, ...
 
 def _relate(plan: Plan, turn: Turn, x: Tensor, leaves: list[Tensor]) -> str | None:
     sizes = _sizes(turn, x)
-    token, relation = max(a for a in turn.axes if a < x.ndim - 1), EQUAL
+    token, relation = max([a for a in turn.axes if a < x.ndim - 1]), EQUAL
     for leaf, dims in turn.sources:
         if leaves[leaf].device != x.device:
             return None
@@ -208,7 +204,7 @@ def _rotary_dim(turn: Turn, x: Tensor) -> int | slice | None:
 def _goes_with(a: Turn, first: _Given, b: Turn, second: _Given) -> bool:
     """Say whether two tensors can share a launch."""
     (batch, heads, tokens), (other_batch, other_heads, other_tokens) = first.x.shape[:3], second.x.shape[:3]
-    if a is not b and a != b or first.axes != second.axes or first.prefix != second.prefix:
+    if (a is not b and a != b) or first.axes != second.axes or first.prefix != second.prefix:
         return False
     if batch != other_batch or tokens != other_tokens or first.x.dtype != second.x.dtype:
         return False

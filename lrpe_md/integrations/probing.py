@@ -199,11 +199,21 @@ def leading_labels(count: int, num_axes: int, first_sizes: tuple[int, ...]) -> I
             yield from ((-first, *rest) for rest in leading_labels(count - 1, num_axes, ()))
 
 
+def head_labels(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    """Labels of a table with a dimension of heads, where x has all heads in its last dimension."""
+    if probe.num_axes != 2 or entry[1] - len(entry[3:]) != 3 or entry[0] != "table":
+        return []
+    heads = [probe.data[0][3] // n for n in (2 * entry[3], entry[3]) if probe.data[0][3] % n == 0]
+    return [labels for n in heads for labels in ((0, -n, 1), (0, 1, -n))]
+
+
 def layouts(probe: Probe, relations: tuple[str, ...]) -> Iterator[Layout]:
     """Yield shapes for the first probe, likely ones first."""
     groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "owned"))
     sections = [len(e) - 1 for e in probe.key if isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int]
-    options = [list(leading_labels(e[1] - len(e[3:]), probe.num_axes, (*sections, 2))) for e in groups]
+    options = [
+        [*leading_labels(e[1] - len(e[3:]), probe.num_axes, (*sections, 2)), *head_labels(probe, e)] for e in groups
+    ]
     owned = {n for e in probe.leaves if e[0] == "owned" for n in e[1][:-1]}
     backwards = range(probe.num_axes - 1, -1, -1)
     for chosen in itertools.islice(itertools.product(*options), _MOST_LAYOUTS):
@@ -449,38 +459,28 @@ def _read_heads(codes: Codes, head: int, leaves: list[Tensor], shape: Any) -> tu
     sources: dict[int, tuple[Any, ...]] = {}
     begins: dict[int, set[int]] = {}  # axis -> its first row, less its first token
     entries = [_find_entries(t, leaves, (box, begins), sources) for t in (cos, sin)]
-    per_pair = all(
-        [e for e, f in zip(each, first, strict=True) if f] == [e for e, f in zip(each, first, strict=True) if not f]
-        for each in entries
-    )
+    by_pair = [[[e for e, f in zip(each, first, strict=True) if f == which] for which in (True, False)] for each in entries]
+    per_pair = all(one == two for one, two in by_pair)
     inverse = bool(signs.all())
-    if signs.any() and not inverse and (per_pair or not _are_matrices(entries[1], leaves, first, signs)):
+    if signs.any() and not inverse and (per_pair or not _are_matrices(*by_pair[1], leaves)):
         raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
     if per_pair:
-        entries = [[e for e, f in zip(each, first, strict=True) if f] for each in entries]
-        signs = signs[first]
+        entries, signs = [one for one, _ in by_pair], signs[first]
     alternates = not per_pair and distance == 1
     cos_table = _make_table(entries[0], [False] * len(entries[0]), alternates)
     sin_table = _make_table(entries[1], [False] * len(signs) if inverse else signs.tolist(), alternates)
     half = (span[1] - span[0]) // 2
-    pairs = (
-        "interleaved"
-        if distance == 1 and half > 1
-        else "half"
-        if distance == half
-        else (distance,) * (half // distance)
-    )
-    if (
-        not sources
-        or not any(begins)
-        and not begins
-        and not any(isinstance(d, tuple) for _, dims in sources.items() for d in dims)
-    ):
+    pairs: Any = (distance,) * (half // distance)
+    if distance in (1, half):
+        pairs = "half" if distance == half else "interleaved"
+    found = [s for dims in sources.values() for s in dims if s is not None]
+    axes = {a for s in found for a in (s[2] if isinstance(s, tuple) else (s,))}
+    if not axes:
         raise Unlike(5, "turns all tokens alike")
-    rows = find_rows(begins, box, limits)
     turn = Turn(
-        cos_table, sin_table, codes.angles, inverse, pairs, span, shuffle, head, tuple(sorted(sources.items())), rows
-    )
+        cos_table, sin_table, codes.angles, inverse, pairs, span, shuffle, head, tuple(sorted(sources.items())),
+        tuple(sorted(axes)), find_rows(begins, box, limits),
+    )  # fmt: skip
     return max(len(t.pieces) for t in (cos_table, sin_table)), turn
 
 
@@ -549,13 +549,11 @@ def _find_source(place: Tensor, delta: Tensor, leaves: list[Tensor]) -> Any:
     return None
 
 
-def _are_matrices(entries: list[Any], leaves: list[Tensor], first: Tensor, signs: Tensor) -> bool:
-    """Say whether the two sines of each pair are the entries (0, 1) and (1, 0) of a 2 × 2 matrix of its own."""
-    one = [(e[1][-2:], s) for e, f, s in zip(entries, first, signs.tolist(), strict=True) if f]
-    two = [(e[1][-2:], s) for e, f, s in zip(entries, first, signs.tolist(), strict=True) if not f]
-    if any(leaves[leaf].shape[-2:] != (2, 2) for leaf, _ in entries):
+def _are_matrices(one: list[Any], two: list[Any], leaves: list[Tensor]) -> bool:
+    """Say whether the sines of each pair are the entries (0, 1) and (1, 0) of a 2 × 2 matrix of its own."""
+    if any(leaves[leaf].shape[-2:] != (2, 2) for leaf, _ in (*one, *two)):
         return False
-    return len({*one}) == len({*two}) == 1 and {one[0][0], two[0][0]} == {(0, 1), (1, 0)}
+    return ({at[-2:] for _, at in one}, {at[-2:] for _, at in two}) in (({(0, 1)}, {(1, 0)}), ({(1, 0)}, {(0, 1)}))
 
 
 def _make_table(entries: list[Any], negative: list[bool], alternates: bool) -> Table:
@@ -644,9 +642,9 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     for other in _OTHERS[probe.num_axes]:
         compare(probe, plan, layout.sizes(other))
     if len(turns) > 1 and probe.num_axes == 3:
-        for axis in {1, 2} - turns[0].axes - {layout.token}:
+        for axis in {1, 2} - {*turns[0].axes, layout.token}:
             compare(probe, plan, layout.sizes(axes, shared=axis))
-    for axis in sorted(turns[0].axes & set(range(probe.num_axes))):
+    for axis in [a for a in turns[0].axes if a < probe.num_axes]:
         wider = plan._replace(repeated=(*plan.repeated, axis))
         with suppress(Unlike):
             plan = wider if compare(probe, wider, layout.sizes(axes, single=axis)) else plan
