@@ -370,14 +370,14 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
         ours = copier.exchange(function) if isinstance(method, staticmethod) else None
         ours = copier.copy(function) if ours is None else ours
         if ours is not None:
-            exchanged[name] = ours if method is function else type(method)(ours)
-    return _derive(cls, tuple(sorted(exchanged.items())), recipe) if exchanged else cls
+            exchanged[name] = (ours, None if method is function else type(method))
+    return _derive(cls, tuple(exchanged.items()), recipe) if exchanged else cls
 
 
 @functools.cache
-def _derive(cls: type, methods: tuple[tuple[str, Any], ...], recipe: Recipe) -> Any:
+def _derive(cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Recipe) -> Any:
     own: dict[str, Any] = {
-        **dict(methods), _ORIGINAL: cls, _RECIPE: recipe, "__reduce_ex__": _reduce, "__module__": cls.__module__,
+        **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe, "__reduce_ex__": _reduce, "__module__": cls.__module__,
         "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
     }  # fmt: skip
     return type(cls)(cls.__name__, (cls,), own)
