@@ -13,6 +13,7 @@ it takes are exchanged in a copy of the module's methods. The cos and sin that t
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import warnings
 from types import FunctionType, MethodType
@@ -99,12 +100,26 @@ class Record:
 
     def __call__(self, function: Any) -> Any:
         ours = self.drop_ins(function)
-        if ours is None and _is_candidate(function) and _TURNS.search((name := _name(function)).rpartition(".")[2]):
-            self.refused[name] = _take(function, self.drop_ins.impl).reason or ""
+        if ours is None and _is_candidate(function):
+            name = _name(function)
+            if _TURNS.search(name.rpartition(".")[2]) and _DATA.intersection(_parameters(function)):
+                self.refused[name] = _take(function, self.drop_ins.impl).reason or ""
         return ours
 
+    def left(self) -> dict[str, str]:
+        """Return those that were refused; what turns half of the channels stands for the function that calls it."""
+        helpers = [name for name in self.refused if name.endswith("rotate_half")]
+        whole = {name: reason for name, reason in self.refused.items() if name not in helpers}
+        return whole or self.refused
 
-_TURNS = re.compile(r"^(?!_?(get|make|build|create|compute|precompute|prepare|init)_).*(rot|rope)", re.IGNORECASE)
+
+_TURNS = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
+_DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    code = inspect.unwrap(function.func if isinstance(function, functools.partial) else function).__code__
+    return code.co_varnames[: code.co_argcount]
 
 
 def _name(function: Any) -> str:
@@ -236,17 +251,17 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         for path, change in changes.items():
             name = (original_class(change.cls) or change.cls).__name__
             print(f"adapted: {path or 'model'} ({name}): {', '.join(exchanged_names(change.part))}")
-        for name, reason in record.refused.items():
+        for name, reason in record.left().items():
             print(f"left: {name}: {reason}")
-    elif record.refused:
-        warnings.warn(f"adapt_rotary: left as in the original: {', '.join(record.refused)}", stacklevel=2)
+    elif record.left():
+        warnings.warn(f"adapt_rotary: left as in the original: {', '.join(record.left())}", stacklevel=2)
     return model
 
 
 def _reasons(record: Record) -> str:
     if not record.refused:
         return ", where none was found"
-    return ", where " + "; ".join(f"{name} is none: {reason}" for name, reason in record.refused.items())
+    return ", where " + "; ".join(f"{name} is none: {reason}" for name, reason in record.left().items())
 
 
 def _plan(found: dict[str, Any], record: Record) -> dict[str, Change]:
