@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.call import Impl
-from .plans import EQUAL, Plan, Unlike, describe, flatten, relate, run_plan
+from .plans import EQUAL, MORE, Plan, Unlike, describe, flatten, relate, run_plan
 from .probing import find_plan, quietly
 
 __all__ = ["drop_in"]
@@ -27,7 +27,7 @@ __all__ = ["drop_in"]
 _MOST_PLANS = 256  # of one function; calls beyond go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
-_HEAD_DIM = 16  # of the first probes
+_HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or whole
 _EMPTY = inspect.Parameter.empty
 _FALL_BACK = object()
 
@@ -64,9 +64,10 @@ def _search(function: Callable[..., Any]) -> _Probed | Unlike:
     failure = Unlike(-1, "takes no tensors that look like q, k and tables")
     for signature, keys in _read_signatures(function):
         probed = _Probed(function, signature)
-        for key in keys:
-            plan = probed.probe(key, (EQUAL,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
+        for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
+            plan = probed.probe(key, (relation,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
+                probed.relation = relation
                 return probed
             failure = max(failure, plan, key=lambda e: e.depth)
     return failure
@@ -90,6 +91,7 @@ class _Probed:
     def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
         self.function, self.signature = function, signature
         self.plans: dict[Any, Plan | Unlike] = {}
+        self.relation = EQUAL  # of rows to tokens, which is tried first
 
     def find(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
         """Return the plan for a kind of arguments, probed when it first comes."""
@@ -148,7 +150,7 @@ def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature,
     )  # fmt: skip
     open_ones = [i for i, p in enumerate(named) if p.default is _EMPTY or p.default is None]
     data = {i for i in open_ones if _DATA.fullmatch(named[i].name)}
-    tables = {i for i in open_ones if i not in data and _TABLES.search(named[i].name)}
+    tables = {i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name}
     required = {i for i in open_ones if named[i].default is _EMPTY}
     owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
     owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
@@ -193,12 +195,15 @@ def _first_keys(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield kinds of arguments to try."""
     rest = [i for i in sorted(required) if i not in turned and i not in read]
-    for rank, forms, others in itertools.product((4, 3, 2), _table_forms(len(read)), _other_values(signature, rest)):
+    options = itertools.product(
+        (4, 3, 2), _head_dims(signature), _table_forms(len(read)), _other_values(signature, rest)
+    )
+    for rank, head_dim, forms, others in options:
         entries: list[Any] = []
         of_tables, of_rest = iter(forms), iter(others)
         for i, default in enumerate(signature.defaults):
             if i in turned:
-                entries.append(("data", rank, torch.float32, _HEAD_DIM))
+                entries.append(("data", rank, torch.float32, head_dim))
             elif i in read:
                 entries.append(next(of_tables))
             else:
@@ -211,10 +216,19 @@ def _describe_owned(signature: _Signature) -> list[tuple[Any, ...]]:
     return [("owned", tuple(t.shape), t.dtype) for t in held]
 
 
+def _head_dims(signature: _Signature) -> list[int]:
+    """Widths to try: those that tables of an object's own may be for."""
+    shapes = [entry[1] for entry in _describe_owned(signature)]
+    widths = [n * m for shape in shapes for n in shape[-2:] for m in (1, 2)]
+    return sorted({n for n in widths if n % 2 == 0 and n > 2}) if shapes else [_HEAD_DIM]
+
+
 def _table_forms(count: int) -> list[tuple[Any, ...]]:
     """Descriptions of so many arguments that are tables."""
     real, width = torch.float32, _HEAD_DIM
-    if count != 1:
+    if not count:
+        return [()]
+    if count > 1:
         return [(("table", n + 1, real, w),) * count for n in (2, 1, 3) for w in (width, width // 2)]
     one: list[Any] = []
     for n in (2, 1, 3):
@@ -222,6 +236,7 @@ def _table_forms(count: int) -> list[tuple[Any, ...]]:
         one += [("table", n + 1, torch.complex64, width // 2)]
         one += [("table", n + 3, real, width // 2, 2, 2), ("table", n + 2, real, width // 2, 2)]
         one += [("table", n + 1, real, w) for w in (width, 2 * width, width // 2)]
+    one.append(("tuple", *[("tuple", *[("table", 2, real, width // 3)] * 2)] * 3))  # by axis
     return [(form,) for form in one]
 
 
@@ -231,11 +246,12 @@ def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any,
     for i in rest:
         name = signature.names[i]
         if "section" in name:
-            options.append([("list", 2, 3, 3), ("list", 2, 2, 2, 2)])
+            options.append([("list", 3, 4, 5), ("list", 3, 3, 3, 3)])
         elif "dim" in name:
             options.append([1, 2, -1, -2])
         elif "pos" in name or "ids" in name:
-            options.append([("integers", n, torch.int64) for n in (2, 1)])
+            ids = [("integers", n, torch.int64) for n in (2, 1)]
+            options.append([*ids, ("tuple", *ids[:1] * 3)])
         else:
             options.append([None])
     return itertools.product(*options)
@@ -265,10 +281,13 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     signature = probed.signature
     owner, attributes = signature.owner, signature.attributes
 
-    @torch.compiler.assume_constant_result
     def find(key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | None:
         found = probed.find(key, relations)
         return found if isinstance(found, Plan) else None
+
+    # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
+    # is traced, with what the trace knows as constants.
+    find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def turn(values: list[Any]) -> Any:
         key, xs, leaves, offset = [], [], [], 0
@@ -282,9 +301,11 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         if attributes:
             leaves.extend([getattr(owner, name) for name in attributes])
             key.extend(_describe_owned(signature))
-        relations = (EQUAL,) * len(xs)
-        plan = find(tuple(key), relations)
-        if plan is None:
+        for relation in (MORE,) if offset else (probed.relation, EQUAL):
+            plan = find(tuple(key), (relation,) * len(xs))
+            if plan is not None:
+                break
+        else:
             return _FALL_BACK
         found = relate(plan, xs, leaves)
         if found is not None and found != plan.relations:

@@ -7,10 +7,11 @@ is the entry that multiplied it, which says where in the tables cos and sin of t
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,9 @@ def quietly(run: Callable[[], Any]) -> Any:
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
         try:
             torch.set_default_dtype(torch.float32)
-            with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            compiler = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+            stance = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+            with warnings.catch_warnings(), stance, torch.no_grad():
                 warnings.simplefilter("ignore")
                 result.append(run())
         except BaseException as e:  # raised again where quietly was called
@@ -186,17 +189,26 @@ class Layout(NamedTuple):
         return self.rows or axes[self.token] + (0 if set(self.relations) == {EQUAL} else 2)
 
 
-def leading_labels(count: int, num_axes: int, first_sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield labels for the dimensions of a table that are not channels: axes of x in order, 1, or another size first."""
+def leading_labels(count: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    """Yield labels for the dimensions of a table that are not channels: axes of x in order, or 1."""
     if count == 0:
         yield ()
     for used in range(min(count, num_axes), 0, -1):
         for chosen in itertools.combinations(range(num_axes - 1, -1, -1), used):
             for places in itertools.combinations(range(count), used):
                 yield tuple(sorted(chosen)[places.index(i)] if i in places else -1 for i in range(count))
+
+
+def labels_of_leaf(probe: Probe, entry: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield labels for a leaf without its channels, also with a first dimension of sections, or of cos and sin."""
+    count, num_axes = entry[1] - len(entry[3:]), probe.num_axes
+    for e in probe.key:
+        if count > 1 and isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int:
+            yield from ((1 - len(e), *rest) for rest in leading_labels(count - 1, num_axes))
+    yield from leading_labels(count, num_axes)
     if count > 1:
-        for first in first_sizes:
-            yield from ((-first, *rest) for rest in leading_labels(count - 1, num_axes, ()))
+        yield from ((-2, *rest) for rest in leading_labels(count - 1, num_axes))
+    yield from head_labels(probe, entry)
 
 
 def head_labels(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
@@ -210,10 +222,7 @@ def head_labels(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
 def layouts(probe: Probe, relations: tuple[str, ...]) -> Iterator[Layout]:
     """Yield shapes for the first probe, likely ones first."""
     groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "owned"))
-    sections = [len(e) - 1 for e in probe.key if isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int]
-    options = [
-        [*leading_labels(e[1] - len(e[3:]), probe.num_axes, (*sections, 2)), *head_labels(probe, e)] for e in groups
-    ]
+    options = [list(labels_of_leaf(probe, e)) for e in groups]
     owned = {n for e in probe.leaves if e[0] == "owned" for n in e[1][:-1]}
     backwards = range(probe.num_axes - 1, -1, -1)
     for chosen in itertools.islice(itertools.product(*options), _MOST_LAYOUTS):
@@ -380,16 +389,25 @@ def decode(cos: Tensor, sin: Tensor, first: Tensor, step: float) -> Codes:
         raise Unlike(5, "rotates some tokens, and not those between them")
     cos, sin = cos[tuple(box)], sin[tuple(box)]
     for angles in (False, True):
-        c, s = (cos.double().acos(), sin.double().abs().asin()) if angles else (cos.double(), sin.double().abs())
-        c, s = (c - 0.5) / step, (s - 0.5) / step
-        error = torch.stack((c - c.round(), s - s.round())).abs().max()
-        if error < (0.3 if angles else 0.01) and min(c.min(), s.min()) > -0.5 and max(c.max(), s.max()) * step < 0.5:
-            return Codes(c.round().long(), s.round().long(), sin < 0, first, angles, tuple(box))
+        whole = [numbers_of(t, step, f if angles else None) for t, f in ((cos, Tensor.acos), (sin.abs(), Tensor.asin))]
+        if whole[0] is not None and whole[1] is not None:
+            return Codes(whole[0], whole[1], sin < 0, first, angles, tuple(box))
     if (cos < 0).any() and (cos.abs() >= 0.5).all():
         raise Unlike(5, "negates cos, or has cos and sin in each other's places, which is not a rotation by the tables")
     raise Unlike(
         4, "does not turn pairs by entries of its tables (it scales or mixes them, or makes angles of its own)"
     )
+
+
+def numbers_of(values: Tensor, step: float, inverse: Callable[[Tensor], Tensor] | None) -> Tensor | None:
+    """Return the numbers of the entries that the values are, or are a function of; None for other values."""
+    tolerance = 0.01 if inverse is None else 0.3
+    for part in (values[(0,) * (values.ndim - 1)], values):  # most are refused by their first token
+        numbers = ((part.double() if inverse is None else inverse(part.double())) - 0.5) / step
+        rounded = numbers.round()
+        if not ((numbers - rounded).abs().max() < tolerance and rounded.min() >= 0 and rounded.max() * step < 0.5):
+            return None
+    return rounded.long()
 
 
 def read_turn(codes: Codes, leaves: list[Tensor], head_dim: int, shape: Any) -> Turn:
