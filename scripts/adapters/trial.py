@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import restore_rotary
-from lrpe_md.integrations.rotary import models_of
+from lrpe_md.integrations.rotary import exchanged_names, models_of, parts
 
 __all__ = [
     "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "find_tensors", "read", "try_library",
@@ -133,10 +133,11 @@ def try_model(library: str, candidate: Candidate) -> Row:
         return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
     same_names = _names(model) == names
     again = candidate.call(restore_rotary(model))
+    is_restored = not any(exchanged_names(part) for part in parts(model).values())
     for worse, reason in (
         (_distance(found, stock) > BOUND, f"differs by {_distance(found, stock):.1e}"),
         (not same_names, "names of parameters changed"),
-        (_distance(again, stock) > 0, "restored it differs"),
+        (_distance(again, stock) > 0 or not is_restored, "restored it differs"),
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
