@@ -18,11 +18,11 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Copier", "Recipe", "adapt_class", "find_method", "find_methods", "is_adapted", "looks_rotary", "original_class",
-    "private_names", "read_own",
+    "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods", "is_adapted", "looks_rotary",
+    "original_class", "private_names", "read_own", "restore_class",
 ]  # fmt: skip
 
-_ORIGINAL, _RECIPE = "_lrpe_original", "_lrpe_recipe"  # of an adapted class: what it is derived from, and how
+_ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # of a class that is derived here
 _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
 _DEPTH = 3  # of functions that call functions
@@ -355,10 +355,13 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """How an adapted class is made again, in a process that loads one of its objects."""
+    """How a class of ours is derived from another one, also in a process that loads one of its objects."""
 
     exchange: Exchange  # can be pickled
     entries: tuple[str, ...]
+
+    def derive(self, cls: type) -> Any:
+        return adapt_class(cls, self)
 
 
 def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
@@ -371,14 +374,24 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
         ours = copier.copy(function) if ours is None else ours
         if ours is not None:
             exchanged[name] = (ours, None if method is function else type(method))
-    return _derive(cls, tuple(exchanged.items()), recipe) if exchanged else cls
+    return derive_class(cls, tuple(exchanged.items()), recipe) if exchanged else cls
 
 
 @functools.cache
-def _derive(cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Recipe) -> Any:
+def derive_class(
+    cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
+) -> Any:
+    """Return a class of the same name with other methods; the same each time.
+
+    Args:
+        methods: name -> function and kind of method: None, ``staticmethod`` or ``classmethod``.
+        recipe: whose ``derive(cls)`` gives this class again.
+        extras: attributes that its objects have beside those of ``cls``.
+    """
     own: dict[str, Any] = {
-        **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe, "__reduce_ex__": _reduce, "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+        **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
+        _EXTRAS: extras, "__reduce_ex__": _reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
     }  # fmt: skip
     return type(cls)(cls.__name__, (cls,), own)
 
@@ -386,12 +399,25 @@ def _derive(cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe:
 def _reduce(part: Any, protocol: Any) -> Any:
     """Return what copies and files keep of an object whose class is found nowhere by name."""
     _, _, *state = object.__reduce_ex__(part, 2)
-    return (_make_anew, (getattr(type(part), _ORIGINAL), getattr(type(part), _RECIPE)), *state)
+    cls, recipes = type(part), []
+    while is_adapted(cls):
+        recipes.append(getattr(cls, _RECIPE))
+        cls = getattr(cls, _ORIGINAL)
+    return (_make_anew, (cls, *recipes[::-1]), *state)
 
 
-def _make_anew(cls: type, recipe: Recipe) -> Any:
-    made = adapt_class(cls, recipe)
-    return made.__new__(made)
+def _make_anew(cls: type, *recipes: Any) -> Any:
+    for recipe in recipes:
+        cls = recipe.derive(cls)
+    return cls.__new__(cls)
+
+
+def restore_class(part: Any) -> None:
+    """Give an object the class that it had; it must not have been derived further, see :func:`original_class`."""
+    while is_adapted(type(part)):
+        for name in getattr(type(part), _EXTRAS):
+            delattr(part, name)
+        part.__class__ = original_class(type(part))
 
 
 def private_names(cls: type) -> set[str]:

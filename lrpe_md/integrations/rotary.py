@@ -33,6 +33,7 @@ from .copies import (
     original_class,
     private_names,
     read_own,
+    restore_class,
 )  # fmt: skip
 
 __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
@@ -323,8 +324,7 @@ def _restore(found: dict[str, Any]) -> None:
     for part in found.values():
         if _SAVED in vars(part):
             vars(part).update(vars(part).pop(_SAVED))
-        if is_adapted(type(part)):
-            part.__class__ = original_class(type(part))
+        restore_class(part)
 
 
 def restore_rotary(model: Model) -> Model:
