@@ -193,11 +193,7 @@ def test_an_editable_install_has_the_same_names(source, tmp_path_factory, tmp_pa
 MISSING = [
     ("timm", "from lrpe_md import adapt"),
     ("timm", "from lrpe_md.integrations.timm import LrpeAttention"),
-    ("timm", "import lrpe_md.integrations.timm_rotary"),
     ("timm", "import lrpe_md.models.dit"),
-    ("diffusers", "import lrpe_md.integrations.diffusers"),
-    ("transformers", "import lrpe_md.integrations.transformers"),
-    ("transformers", "import lrpe_md.integrations.transformers"),
 ]
 
 
