@@ -98,6 +98,8 @@ def describe(value: Any, is_data: bool) -> Any:
 
 
 def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
+    if t.dtype == torch.bool:
+        return ("unknown",)
     if not (t.is_floating_point() or t.is_complex()):
         return ("integers", t.ndim, t.dtype)
     tail = t.shape[-1:]
@@ -116,21 +118,22 @@ def flatten(value: Any) -> list[Tensor]:
 # --- a call by a plan ---------------------------------------------------------------------------------------------
 
 
-def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> tuple[str, ...] | None:
+def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> tuple[str, ...] | None:
     """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
     for leaf, dim, size in plan.fixed:
         if leaves[leaf].shape[dim] != size:
             return None
     found = []
     for x, turn in zip(xs, plan.turns, strict=True):
-        relation = _relate(plan, turn, x, leaves)
+        relation = _relate(plan, turn, x, (leaves, offset))
         if relation is None:
             return None
         found.append(relation)
     return tuple(found)
 
 
-def _relate(plan: Plan, turn: Turn, x: Tensor, leaves: list[Tensor]) -> str | None:
+def _relate(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> str | None:
+    leaves, offset = others
     sizes = _sizes(turn, x)
     token, relation = max([a for a in turn.axes if a < x.ndim - 1]), EQUAL
     for leaf, dims in turn.sources:
@@ -146,7 +149,7 @@ def _relate(plan: Plan, turn: Turn, x: Tensor, leaves: list[Tensor]) -> str | No
             rows, tokens = leaves[leaf].shape[dim], sizes[source]
             if rows == tokens or (rows == 1 and source in plan.repeated):
                 continue
-            if source != token:
+            if source != token or (turn.rows == "offset" and not 0 <= offset <= rows - tokens):
                 return None
             relation = MORE if rows > tokens else FEWER
     return relation
@@ -235,6 +238,8 @@ def _arrange(plan: Plan, turn: Turn, x: Tensor, others_given: tuple[list[Tensor]
     elif turn.rows == "end" and token not in plan.repeated:
         prefix = sizes[token] - varying[token]
     cos, sin = (_lay_table(table, turn, leaves, axes, rows) for table in (turn.cos, turn.sin))
+    if cos.shape != sin.shape:
+        cos, sin = torch.broadcast_tensors(cos, sin)
     if turn.angles:
         cos, sin = cos.to(_wide(cos)).cos(), sin.to(_wide(sin)).sin()
     if varying[token] == 1 != sizes[token] and token in plan.repeated:

@@ -121,7 +121,7 @@ class Probe:
         values = []
         for entry in self.key:
             found = list(described(entry))
-            if found and found[0][0] == "owned":
+            if isinstance(entry, tuple) and entry[0] in ("owned", "settings"):
                 continue
             values.append(rebuild(entry, of_data if found and found[0][0] == "data" else of_leaves, self.offset))
         out = self.call(values, leaves[inner:])
@@ -141,9 +141,10 @@ class Probe:
         g = torch.Generator().manual_seed(seed)
         xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(sizes.xs, self.data, strict=True)]
         leaves = []
-        for e, shape in zip(self.leaves, sizes.leaves, strict=True):
+        for e, shape in zip(self.leaves, map(torch.Size, sizes.leaves), strict=True):
             if e[0] == "integers":
-                leaves.append(torch.rand(shape, generator=g).flatten().argsort().reshape(shape).to(e[2]) % 5)
+                mixed = torch.rand(shape, generator=g).flatten().argsort() % 5 + (shape.numel() == 1) * (1 + seed % 3)
+                leaves.append(mixed.reshape(shape).to(e[2]))
             else:
                 parts = torch.rand(*shape, 2, generator=g) * 2 - 1
                 leaves.append(torch.view_as_complex(parts) if e[2].is_complex else parts[..., 0])
@@ -659,6 +660,10 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     compare(probe, plan, layout.sizes(axes))
     for other in _OTHERS[probe.num_axes]:
         compare(probe, plan, layout.sizes(other))
+    if probe.offset is not None:
+        probe.offset = 2
+        compare(probe, plan, layout.sizes(axes))
+        probe.offset = 1
     if len(turns) > 1 and probe.num_axes == 3:
         for axis in {1, 2} - {*turns[0].axes, layout.token}:
             compare(probe, plan, layout.sizes(axes, shared=axis))
@@ -682,7 +687,7 @@ def compare(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
         expected = probe.run(xs, leaves)
     except Exception:  # the function does not take them
         return False
-    if relate(plan, xs, leaves) != plan.relations:
+    if relate(plan, xs, leaves, probe.offset or 0) != plan.relations:
         return False
     found = flatten(run_plan(plan, xs, leaves, probe.offset or 0, "reference"))
     if not all(is_close(a, b, 2e-5) for a, b in zip(found, expected, strict=True)):
