@@ -69,6 +69,11 @@ class Case:
     phase: bool = False
     amplitude_heads: int = 0  # 0: none
     masked: bool = False  # some rows of coords are not rotated
+    tables: Literal["none", "pairs", "full"] = "none"  # random cos and sin in place of frequencies and positions
+    tables_dtype: torch.dtype = torch.float32
+    tables_layout: Literal["dense", "odd", "expanded", "complex", "complex odd"] = "dense"
+    tables_batch: int = 1  # or batch; their heads are omega_heads
+    inverse: bool = False  # of a rotation with tables
     norm: Literal["none", "rms", "layer"] = "none"
     norm_over: Literal["head", "heads"] = "head"
     norm_weight: Literal["none", "shared", "by_head"] = "shared"  # over all heads it is by head
@@ -145,6 +150,7 @@ class Inputs:
     case: Case = field(default_factory=Case)
     amplitude: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)  # of the norm: weight0, weight1, bias0, bias1
+    tables: tuple[Tensor, ...] = ()  # cos and sin, or one complex tensor
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
         """With these weights instead of the inputs' own, in their order."""
@@ -154,6 +160,8 @@ class Inputs:
         """The same inputs with every floating-point tensor in another dtype."""
 
         def cast(t: Tensor) -> Tensor:
+            if t.is_complex():
+                return t.to(dtype.to_complex())
             return t.to(dtype) if t.is_floating_point() else t.double() if dtype == torch.float64 else t
 
         positions = self.positions
@@ -164,7 +172,8 @@ class Inputs:
         phase, amplitude = (None if t is None else cast(t) for t in (self.phase, self.amplitude))
         xs, grads = [*map(cast, self.xs)], [*map(cast, self.grads)]
         weights = {name: cast(t) for name, t in self.weights.items()}
-        return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude, weights)
+        tables = tuple(map(cast, self.tables))
+        return Inputs(xs, grads, cast(self.omega), phase, positions, self.case, amplitude, weights, tables)
 
 
 def _make_norm(case: Case, own: dict[str, Tensor], weights: Sequence[Tensor] | None) -> Norm | None:
@@ -243,7 +252,28 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     if case.amplitude_heads:
         amplitude = randn(case.amplitude_heads, case.channels).mul(0.5).add(1.5).to(device)
     weights = _make_weights(case, randn, device)
-    return Inputs(xs, grads, omega, phase, positions, case, amplitude, weights)
+    tables = _make_tables(case, randn, device)
+    return Inputs(xs, grads, omega, phase, positions, case, amplitude, weights, tables)
+
+
+def _make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Cos and sin of no angle, so that each entry counts; what lies between them in memory is NaN."""
+    if case.tables == "none":
+        return ()
+    width = case.channels * (2 if case.tables == "full" and case.map == "rotate" else 1)
+    rows = torch.Size(case.shape).numel()
+    cos, sin = (randn(case.tables_batch, case.omega_heads, rows, width).to(device, case.tables_dtype) for _ in range(2))
+    if case.tables_layout.startswith("complex"):
+        table = torch.complex(cos, sin)
+        return (_strided(table, "odd") if case.tables_layout.endswith("odd") else table,)
+    if case.tables_layout == "odd":
+        return _strided(cos, "odd"), _strided(sin, "bnhd")
+    if case.tables_layout == "expanded":
+        size = (case.batch, case.heads[-1], rows, width)
+        return tuple(t.expand(case.batch, -1, -1, -1) if case.omega_heads > 1 else t.expand(size) for t in (cos, sin))
+    if case.tables_batch == case.omega_heads == 1:
+        return cos[0, 0], sin[0, 0]
+    return (cos, sin) if case.omega_heads > 1 else (cos[:, 0], sin[:, 0])
 
 
 def _make_weights(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> dict[str, Tensor]:
@@ -270,8 +300,12 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
     """(xs, omega, phase=None, weights=None) -> ys: what the case asks for, with its arguments and at its positions."""
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
-    options: dict[str, Any] = {"positions": inputs.positions, "impl": impl, "act": case.act, "dim": case.dim}
-    options |= {"amplitude": inputs.amplitude}
+    options: dict[str, Any] = {"impl": impl, "act": case.act, "dim": case.dim}
+    if inputs.tables:
+        options |= {"tables": inputs.tables if len(inputs.tables) == 2 else inputs.tables[0], "prefix": case.prefix}
+        options |= {"inverse": case.inverse} if case.map == "rotate" else {}
+    else:
+        options |= {"positions": inputs.positions, "amplitude": inputs.amplitude}
     if case.map == "rotate":
         options |= {"pairs": case.pairs, "rotary_dim": case.rotary_dim}
     else:
@@ -280,13 +314,15 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
     def forward(
         xs: Sequence[Tensor], omega: Tensor, phase: Tensor | None = None, weights: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        return as_tuple(call(*xs, omega=omega, phase=phase, norm=inputs.norm(weights), **options))
+        frequencies = {} if inputs.tables else {"omega": omega, "phase": phase}
+        return as_tuple(call(*xs, norm=inputs.norm(weights), **frequencies, **options))
 
     return forward
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
     """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase, dweight0 and so on of a norm."""
+    frequencies = frequencies and not inputs.tables
     xs = [x.detach().requires_grad_() for x in inputs.xs]
     omega = inputs.omega.detach().requires_grad_(frequencies)
     phase = None if inputs.phase is None else inputs.phase.detach().requires_grad_(frequencies)

@@ -28,26 +28,26 @@ __all__ = [
 ]  # fmt: skip
 
 
-def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool, cache: bool = False) -> tuple[Tensor, ...]:
+def run_kernels(call: Call, xs: tuple[Tensor, ...], direct: bool) -> tuple[Tensor, ...]:
     """Run the kernels, differentiable once in reverse mode (more through the reference).
 
     direct: :func:`is_direct` of xs and the tables.
     """
     omega, phase = call.tables.omega, call.tables.phase
     if torch.is_grad_enabled() and (
-        omega.requires_grad
+        (omega is not None and omega.requires_grad)
         or (phase is not None and phase.requires_grad)
         or any(x.requires_grad for x in xs)
         or any(t is not None and t.requires_grad for t in call.weights)
     ):
         weights = call.weights if call.spec.norm != "none" else ()
-        return _Encode.apply(call, direct, cache, omega, phase, *xs, *weights)
-    return tuple(forward(call, xs, direct, cache)[: len(xs)])
+        return _Encode.apply(call, direct, omega, phase, *xs, *weights)
+    return tuple(forward(call, xs, direct)[: len(xs)])
 
 
 def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], start: Tensor | None) -> Any:
     """Run the kernels on plain tensors, past autograd; ``outs`` and ``start`` say where their outputs are to be."""
-    ys = _launcher(call).forward(call, xs, False, outs, start)
+    ys = _launcher(call).forward(call, xs, outs, start)
     # Autograd would not see that what another node saved is another value now.
     changed = [t for t in outs if t is not None and not t.is_inference()]
     torch.autograd.graph.increment_version(changed)
@@ -58,7 +58,7 @@ def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The reference on the arguments of an operator."""
     tables, layout = call.tables, call.layout
     scales = layout.scales(call.weights, xs[0].device)
-    if call.cos_sin.cos is not None:
+    if tables.omega is None:
         cos, sin = call.cos_sin.split()
         first = layout.start - layout.prefix
         ys = [
@@ -75,15 +75,21 @@ def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _differentiate_reference(
     call: Call, xs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor | None, list[Tensor | None]]:
+) -> tuple[list[Tensor], Tensor | None, Tensor | None, list[Tensor | None]]:
     """dx for each gradient, dω, dφ and those of the weights by the closed form, in plain torch operators. xs: none
     where none is needed."""
-    omega, phase, amplitude = call.tables.omega, call.tables.phase, call.tables.amplitude
-    s, rotated = call.layout.positions(call.tables, omega.device)
-    scales = call.layout.scales(call.weights, omega.device)
+    (omega, phase, *_, amplitude), layout = call.tables, call.layout
+    scales = layout.scales(call.weights, grads[0].device)
+    each = list(zip(grads, xs or (None,) * len(grads), scales, strict=False))
+    if omega is None:
+        cos, sin = call.cos_sin.split()
+        first = layout.start - layout.prefix
+        found = [reference.encode_tables_backward(call.spec, g, x, cos, sin, first, own) for g, x, own in each]
+        return [dx for dx, *_ in found], None, None, [t for _, *dscales in found for t in dscales]
+    s, rotated = layout.positions(call.tables, omega.device)
     found = [
         reference.encode_backward(call.spec, g, x, s, rotated, omega, phase, amplitude, scales=own)
-        for g, x, own in zip(grads, xs or (None,) * len(grads), scales, strict=False)
+        for g, x, own in each
     ]
     domega = torch.stack([domega for _, domega, *_ in found]).sum(0).to(omega.dtype)
     dphase = None if phase is None else torch.stack([dphase for _, _, dphase, *_ in found]).sum(0).to(phase.dtype)
@@ -96,9 +102,9 @@ def _differentiate_reference(
 _CALL = f"{declare(Tables)}, {declare(Layout, 'SymInt')}, {declare(Spec)}, {declare(Weights)}, {declare(CosSin)}"
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _lib = torch.library.Library(ops.name, "DEF")
-_lib.define(f"forward(Tensor[] xs, {_CALL}, bool cache, str source='') -> Tensor[]", tags=_TAGS)
+_lib.define(f"forward(Tensor[] xs, {_CALL}, str source='') -> Tensor[]", tags=_TAGS)
 _lib.define(
-    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, Tensor? angles, {_CALL}, {declare(Needs, prefix='need_')}, "
+    f"backward(Tensor[] grads, Tensor[] xs, Tensor[] stats, {_CALL}, {declare(Needs, prefix='need_')}, "
     "str source='') -> Tensor[]",
     tags=_TAGS,
 )
@@ -111,11 +117,11 @@ def _launcher(call: Call) -> Any:
     return launch_heads if call.spec.norm_over == "heads" else launch
 
 
-def forward(call: Call, xs: Sequence[Tensor], direct: bool, cache: bool = False) -> list[Tensor]:
-    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles."""
+def forward(call: Call, xs: Sequence[Tensor], direct: bool) -> list[Tensor]:
+    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum."""
     if direct:
-        return _launcher(call).forward(call, xs, cache)
-    return ops.forward(list(xs), *flatten(call), cache, compiled.SOURCE)
+        return _launcher(call).forward(call, xs)
+    return ops.forward(list(xs), *flatten(call), compiled.SOURCE)
 
 
 def backward(
@@ -123,7 +129,6 @@ def backward(
     grads: Sequence[Tensor],
     xs: Sequence[Tensor],
     stats: Sequence[Tensor],
-    angles: Tensor | None,
     needs: Needs,
     direct: bool,
     outs: Sequence[Tensor] = (),
@@ -131,8 +136,8 @@ def backward(
     """dx for each gradient, then dω, dφ and those of all weights that there are, where needed. outs: where dx is to be,
     for the launcher."""
     if direct:
-        return _launcher(call).backward(call, grads, xs, stats, angles, needs, outs)
-    return ops.backward(list(grads), list(xs), list(stats), angles, *flatten(call), *needs, compiled.SOURCE)
+        return _launcher(call).backward(call, grads, xs, stats, needs, outs)
+    return ops.backward(list(grads), list(xs), list(stats), *flatten(call), *needs, compiled.SOURCE)
 
 
 def _take_needs(rest: Sequence[Any]) -> Needs:
@@ -141,22 +146,20 @@ def _take_needs(rest: Sequence[Any]) -> Needs:
 
 
 def _forward_cuda(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    call, (cache, *_) = unflatten(args)
-    return _launcher(call).forward(call, xs, cache)
+    call, _ = unflatten(args)
+    return _launcher(call).forward(call, xs)
 
 
-def _backward_cuda(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
-) -> list[Tensor]:
+def _backward_cuda(grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any) -> list[Tensor]:
     call, needs = unflatten(args)
-    return _launcher(call).backward(call, grads, xs, stats, angles, _take_needs(needs))
+    return _launcher(call).backward(call, grads, xs, stats, _take_needs(needs))
 
 
 def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    call, (cache, *_) = unflatten(args)
-    spec, layout, tables = call.spec, call.layout, call.tables
+    call, _ = unflatten(args)
+    spec, tables = call.spec, call.tables
     with torch.no_grad():
-        omega, phase = tables.omega.detach(), None if tables.phase is None else tables.phase.detach()
+        omega, phase = (None if t is None else t.detach() for t in tables[:2])
         weights = Weights(*(None if t is None else t.detach() for t in call.weights))
         detached = call._replace(tables=tables._replace(omega=omega, phase=phase), weights=weights)
         ys = run_reference(detached, tuple(x.detach() for x in xs))
@@ -168,41 +171,30 @@ def _forward_reference(xs: list[Tensor], *args: Any) -> list[Tensor]:
                 wide = x.to(accumulator(x.dtype))
                 top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
                 out.append(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
-        if cache:
-            s, on_grid = layout.positions(tables, omega.device)
-            angles = reference.angles(s, omega, phase, on_grid)
-            out.append((angles.double() - 2 * torch.pi * (angles.double() / (2 * torch.pi)).round()).float())
         return out
 
 
-def _backward_reference(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
-) -> list[Tensor]:
+def _backward_reference(grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any) -> list[Tensor]:
     call, needs = unflatten(args)
     need = _take_needs(needs)
     dxs, domega, dphase, dweights = _differentiate_reference(call, xs, grads)
     out = [like_in_memory(g, dx.shape[3]).copy_(dx) for g, dx in zip(grads, dxs, strict=True)]
-    out += ([domega] if need.omega else []) + ([dphase] if need.phase and dphase is not None else [])
+    out += [t for t, needed in ((domega, need.omega), (dphase, need.phase)) if needed and t is not None]
     return out + [t.contiguous() for t in dweights if need.norm and t is not None]
 
 
 def _forward_fake(xs: list[Tensor], *args: Any) -> list[Tensor]:
     compiled.register()
-    call, (cache, *_) = unflatten(args)
-    spec, layout, (omega, phase, *_) = call.spec, call.layout, call.tables
+    call, _ = unflatten(args)
+    spec = call.spec
     out = [like_in_memory(x, spec.out_dim(x.shape[3])) for x in xs]
     if spec.dim == -2:
         for x in xs:
             out.append(x.new_empty(2, x.shape[0], x.shape[1], x.shape[3], dtype=accumulator(x.dtype)))
-    if cache:
-        heads = max(omega.shape[0], 1 if phase is None else phase.shape[0])
-        out.append(omega.new_empty(heads, layout.num_tokens, spec.num_channels, dtype=torch.float32))
     return out
 
 
-def _backward_fake(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Tensor | None, *args: Any
-) -> list[Tensor]:
+def _backward_fake(grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any) -> list[Tensor]:
     compiled.register()
     call, needs = unflatten(args)
     need = _take_needs(needs)
@@ -235,48 +227,47 @@ class _Encode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, direct, cache, omega, phase, *inputs):
-        _, _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
+    def forward(ctx, call, direct, omega, phase, *inputs):
+        _, _, need_omega, need_phase, *_ = ctx.needs_input_grad
         normed = call.spec.norm != "none"
         xs = inputs[: -len(call.weights)] if normed else inputs
-        out, num = forward(call, xs, direct, cache), len(xs)
-        ys, stats = out[:num], out[num : len(out) - cache]
-        angles = out[-1] if cache else None
+        out, num = forward(call, xs, direct), len(xs)
+        ys, stats = out[:num], out[num:]
         keep = xs if need_omega or need_phase or call.spec.act != "none" or normed else ()
-        ctx.save_for_backward(*call.tables, *call.weights, angles, *stats, *keep)
-        ctx.args = call.spec, call.layout, call.launches, direct, len(stats)
+        ctx.save_for_backward(*call.tables, *call.weights, *call.cos_sin[:2], *stats, *keep)
+        ctx.args = call.spec, call.layout, call.launches, call.cos_sin.inverse, direct, len(stats)
         ctx.split = find_split(xs) if direct else None
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
-        spec, layout, launches, direct, num_stats = ctx.args
+        spec, layout, launches, inverse, direct, num_stats = ctx.args
         saved = iter(ctx.saved_tensors)
         tables, weights = take_fields(Tables, saved), take_fields(Weights, saved)
-        angles, *rest = saved
-        call = Call(spec, layout, tables, launches, weights)
+        cos, sin, *rest = saved
+        call = Call(spec, layout, tables, launches, weights, CosSin(cos, sin, inverse))
         stats, xs = rest[:num_stats], rest[num_stats:]
-        _, _, _, need_omega, need_phase, *need_inputs = ctx.needs_input_grad
+        _, _, need_omega, need_phase, *need_inputs = ctx.needs_input_grad
         needs = Needs(need_omega, need_phase, any(need_inputs[len(grads) :]))
         dweights = (None,) * len(weights) if spec.norm != "none" else ()
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():  # create_graph: a double backward
                 domega, dphase, dxs, found = _differentiate_twice(call, xs, grads, needs)
-                return None, None, None, domega, dphase, *dxs, *(found if needs.norm else dweights)
+                return None, None, domega, dphase, *dxs, *(found if needs.norm else dweights)
             # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
             if transforming() or any(is_legacy_batchedtensor(g) for g in grads):
                 dxs, domega, dphase, found = _differentiate_reference(call, xs, grads)
                 found = (*found, None, None)[: len(weights)] if needs.norm else dweights
-                return None, None, None, domega if need_omega else None, dphase if need_phase else None, *dxs, *found
+                return None, None, domega if need_omega else None, dphase if need_phase else None, *dxs, *found
         direct = direct and is_plain(grads)
         outs = ctx.split.allocate(grads[0], len(grads)) if direct and ctx.split is not None else ()
-        out = iter(backward(call, grads, xs, stats, angles, needs, direct, outs))
+        out = iter(backward(call, grads, xs, stats, needs, direct, outs))
         dxs = [next(out) for _ in grads]
         domega = next(out) if need_omega else None
         dphase = next(out) if need_phase else None
         if needs.norm:
             dweights = [None if t is None else next(out) for t in weights]
-        return None, None, None, domega, dphase, *dxs, *dweights
+        return None, None, domega, dphase, *dxs, *dweights
 
 
 def _differentiate_twice(
@@ -290,8 +281,7 @@ def _differentiate_twice(
     if not xs:  # linear in x: any x will do
         xs = [g.new_zeros((*g.shape[:3], call.spec.head_dim(g.shape[3]))) for g in grads]
         xs = [x.requires_grad_() for x in xs]
-    omega, phase = call.tables.omega, call.tables.phase
-    omega, phase = omega.view_as(omega), None if phase is None else phase.view_as(phase)
+    omega, phase = (None if t is None else t.view_as(t) for t in call.tables[:2])
     xs = [x.view_as(x) for x in xs]
     weights = Weights(*(None if t is None else t.view_as(t) for t in call.weights))
     inputs: list[Any] = [*([omega] if needs.omega else []), *([phase] if needs.phase else [])]

@@ -77,6 +77,31 @@ class CosSin(NamedTuple):
         assert self.cos is not None
         return self.cos.shape if self.sin is not None else self.cos.shape[:-1]
 
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The tensors that there are."""
+        return tuple(t for t in self[:2] if t is not None)
+
+    def strides(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the strides (b, h, n, d) of cos and of sin, 0 where samples or heads share their rows."""
+        found = []
+        for t in self.given:
+            *outer, rows, entries = t.stride()[: len(self.shape)]
+            steps = [step if size > 1 else 0 for step, size in zip(outer, self.shape, strict=False)]
+            batch, heads = {0: (0, 0), 1: (*steps, 0)}.get(len(steps), tuple(steps))
+            found.append((batch, heads, rows, entries))
+        return tuple(found)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that have rows of their own; 1 where all share them."""
+        return self.shape[1] if any(heads for _, heads, _, _ in self.strides()) else 1
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether each sample has rows of its own."""
+        return any(batch for batch, _, _, _ in self.strides())
+
     def split(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin as the formula has them, as views where nothing is negated."""
         assert self.cos is not None
@@ -196,15 +221,18 @@ class Variant(NamedTuple):
     need_dangles: bool = False
     load_x: bool = True
     has_k: bool = False
-    load_angles: bool = False
-    store_angles: bool = False
     has_start: bool = False  # an output begins at a place of its tensor that is read on the device
     # Positions.
     explicit: bool = False  # from a table of coordinates
-    by_sample: bool = False  # each sample has coordinates or an origin of its own
+    by_sample: bool = False  # each sample has coordinates, an origin or tables of its own
     affine: bool = False
     has_origin: bool = False
     has_phase: bool = False
+    # Given cos and sin: see kernels/tables.py.
+    tables: str = "none"  # | "pairs" | "full"
+    joined: bool = False  # cos and sin are side by side
+    inverse: bool = False  # sin is negated
+    table_unit: int = 1  # what strides are multiples of, where entries are side by side and rows aligned as their loads
     # The norm.
     has_weight: bool = False
     has_bias: bool = False

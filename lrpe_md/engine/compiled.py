@@ -103,23 +103,19 @@ class _Left(Exception):
 def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
     from . import launch, launch_heads
 
-    call, (cache_angles, *_) = unflatten(args)
-    if cache_angles:
-        raise _Left
+    call, _ = unflatten(args)
     launcher = launch_heads if call.spec.norm_over == "heads" else launch
     return launcher.forward(call, xs)
 
 
 def _backward(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], angles: Any, *args: Any, outs: Sequence[Tensor] = ()
+    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     from . import launch, launch_heads
 
     call, needs = unflatten(args)
-    if angles is not None:
-        raise _Left
     launcher = launch_heads if call.spec.norm_over == "heads" else launch
-    return launcher.backward(call, grads, xs, stats, angles, Needs(*needs[: len(Needs._fields)]), outs)
+    return launcher.backward(call, grads, xs, stats, Needs(*needs[: len(Needs._fields)]), outs)
 
 
 def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], *args: Any) -> list[Tensor]:

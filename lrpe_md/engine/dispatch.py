@@ -17,7 +17,19 @@ from ..positions.grid import Grid
 from ..positions.sequences import Packed
 from ..reference import activate
 from . import boundary, sharding
-from .call import NO_WEIGHTS, Call, Known, NormOptions, Options, Tables, Weights, remember, remembered
+from .call import (
+    NO_COS_SIN,
+    NO_WEIGHTS,
+    Call,
+    CosSin,
+    Known,
+    NormOptions,
+    Options,
+    Tables,
+    Weights,
+    remember,
+    remembered,
+)
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_target, write
@@ -68,9 +80,12 @@ def run(
             checked = validate(options, xs, omega, positions, phase, amplitude, weights)
             known = remember(key, Known(checked.spec, checked.layout, {}))
         spec, layout, launches = known
-        grid: Any = positions
-        origin = None if grid.origin is None else grid.origin_row
-        call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
+        if given is not None:
+            call = Call(spec, layout, NO_TABLES, launches, weights, given.cos_sin)
+        else:
+            grid: Any = positions
+            origin = None if grid.origin is None else grid.origin_row
+            call = Call(spec, layout, Tables(omega, phase, None, origin, None, None, amplitude), launches, weights)
     if target is None:
         ys = run_checked(call, xs, phase, options.impl, direct)
     else:
@@ -78,6 +93,7 @@ def run(
     return ys[0] if len(xs) == 1 else ys
 
 
+NO_TABLES = Tables(None)
 _POSITIONS = (Grid, Coordinates, Tensor)
 _DENSE = torch.strided
 
@@ -85,14 +101,19 @@ _DENSE = torch.strided
 def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any) -> tuple | None:
     """All that :func:`validate` looks at, where its result holds no tensors but those that were given: checking again
     would find the same."""
-    if type(positions) is not Grid or positions.scale is not None or positions.shift is not None:
+    is_given = type(positions) is GivenTables
+    if not is_given and (type(positions) is not Grid or positions.scale is not None or positions.shift is not None):
         return None
-    if not 1 <= len(xs) <= 2 or any(t is None for t in (omega, *xs)):
+    if not 1 <= len(xs) <= 2 or any(x is None for x in xs):
         return None
     for option in options:
         kind = type(option)
         if not (option is None or kind is str or kind is int or kind is NormOptions):  # 1.0 and True equal 1
             return None
+    if is_given:
+        return _tables_key(options, xs, positions)
+    if omega is None or type(positions) is not Grid:
+        return None
     if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
         return None
     for t in (omega, phase, amplitude, *xs):
@@ -110,6 +131,22 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
         q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
         None if phase is None else (phase.shape, phase.dtype, phase.device),
         None if amplitude is None else (amplitude.shape, amplitude.dtype, amplitude.device),
+    )  # fmt: skip
+
+
+def _tables_key(options: Options, xs: Any, given: GivenTables) -> tuple | None:
+    """The key of a call with given tables. Their strides are in those of its launches."""
+    (cos, sin, inverse), prefix = given
+    for t in (cos, sin, *xs):
+        if t is not None and (not isinstance(t, Tensor) or t.is_nested or t.layout is not _DENSE):
+            return None
+    q, k = xs[0], xs[-1]
+    if cos is None:
+        return None
+    return (
+        options, len(xs), prefix, inverse, cos.shape, cos.dtype, cos.device,
+        None if sin is None else (sin.shape, sin.dtype, sin.device),
+        q.shape, q.dtype, q.device, k.shape, k.dtype, k.device,
     )  # fmt: skip
 
 
@@ -136,9 +173,7 @@ def run_checked(
     tables = call.tables
     if not direct and sharding.is_sharded(*xs, tables.omega, phase, *call.cos_sin[:2], *call.weights):
         return sharding.run_shards(lambda local, parts: _run_shard(local, parts, impl), call, xs)
-    if impl not in IMPLS:
-        check_impl(impl)
-    if call.cos_sin.cos is None and use_triton(impl, xs, tables):
+    if use_triton(impl, xs, tables, call.cos_sin):
         if direct and not (tables.coords is tables.origin is tables.rotated is tables.amplitude is None):
             direct = boundary.is_plain((tables.coords, tables.origin, tables.rotated, tables.amplitude))
         return boundary.run_kernels(call, xs, direct)
@@ -146,8 +181,9 @@ def run_checked(
 
 
 def _run_shard(call: Call, xs: tuple[Tensor, ...], impl: str) -> tuple[Tensor, ...]:
-    phase = call.tables.phase
-    return run_checked(call, xs, phase, impl, boundary.is_direct((*xs, call.tables.omega, phase, *call.weights)))
+    omega, phase, *_ = call.tables
+    direct = boundary.is_direct((*xs, omega, phase, *call.cos_sin[:2], *call.weights))
+    return run_checked(call, xs, phase, impl, direct)
 
 
 def _run_into(
@@ -160,7 +196,7 @@ def _run_into(
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
         tables = call.tables
         others = tables.coords, tables.origin, tables.rotated, tables.amplitude
-        if call.cos_sin.cos is None and use_triton(impl, xs, tables) and boundary.is_plain(others):
+        if use_triton(impl, xs, tables, call.cos_sin) and boundary.is_plain(others):
             return boundary.run_into(call, xs, *target)
     return write(target, run_checked(call, xs, phase, impl, direct, groups))
 
@@ -317,7 +353,7 @@ def _side_by_side(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor
 # --- the path ----------------------------------------------------------------------------------------------------
 
 
-def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
+def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSin = NO_COS_SIN) -> bool:
     """The path that ``impl`` and the inputs ask for."""
     if impl not in IMPLS:
         check_impl(impl)
@@ -338,11 +374,11 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
             "lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning, stacklevel=5
         )
         return False
-    if torch.is_grad_enabled() and _needs_other_gradients(tables):
+    if torch.is_grad_enabled() and _needs_other_gradients(tables, cos_sin):
         if asked:
             raise ValueError(
-                "positions, amplitude: the kernels give no gradient to amplitude, coords, scale or shift; use "
-                "impl='auto' or detach them"
+                "positions, amplitude, tables: the kernels give no gradient to amplitude, coords, scale, shift, cos or "
+                "sin; use impl='auto' or detach them"
             )
         return False
     if boundary.transforming():
@@ -355,7 +391,7 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables) -> bool:
     return True
 
 
-def _needs_other_gradients(tables: Tables) -> bool:
+def _needs_other_gradients(tables: Tables, cos_sin: CosSin) -> bool:
     """Beyond those that the kernels form."""
     _, _, *others = tables
-    return any(t is not None and t.requires_grad for t in others)
+    return any(t is not None and t.requires_grad for t in (*others, *cos_sin[:2]))

@@ -24,10 +24,10 @@ from .plan import Pass, Plan, Work, plan, share_rows
 from .recording import is_recording, start
 
 __all__ = [
-    "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_far", "count_grid",
-    "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "launches_early", "lay_weight",
-    "limit_registers", "make_readable", "materialise", "num_groups", "prepare", "recall_launches", "reduce_partial",
-    "reduce_partials", "reduce_weights", "run", "strides_in_eights",
+    "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_entries", "count_far",
+    "count_grid", "count_tables", "current_device", "describe", "forward", "has_ptx", "in_eights", "launches_early",
+    "lay_weight", "limit_registers", "make_readable", "materialise", "num_groups", "prepare", "recall_launches",
+    "reduce_partial", "reduce_partials", "reduce_weights", "run", "strides_in_eights",
 ]  # fmt: skip
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -41,30 +41,22 @@ MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as c
 
 
 def forward(
-    call: Call,
-    xs: Sequence[Tensor],
-    cache: bool = False,
-    outs: Sequence[Tensor | None] = (),
-    start: Tensor | None = None,
+    call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor | None] = (), start: Tensor | None = None
 ) -> list[Tensor]:
-    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum; with ``cache`` the angles.
+    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum.
 
     outs, start: where outputs are to be: see :class:`lrpe_md.engine.output.Target`.
     """
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
-    stats, angles = [], None
+    stats = []
     with current_device(xs[0]):
         if call.spec.dim == -2:
             for x in xs:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(x.dtype)))
                 _launch_softmax(x, stats[-1])
-        if cache:
-            heads = num_groups(ready.tables)
-            size = (heads, call.layout.num_tokens, call.spec.num_channels)
-            angles = ready.tables.omega.new_empty(size, dtype=torch.float32)
-        ys, _ = run(ready, Rows(xs, [], stats, angles, outs, None if start is None else start.contiguous()))
-    return [*ys, *stats, angles] if angles is not None else [*ys, *stats]
+        ys, _ = run(ready, Rows(xs, [], stats, outs, None if start is None else start.contiguous()))
+    return [*ys, *stats]
 
 
 def backward(
@@ -72,13 +64,11 @@ def backward(
     grads: list[Tensor],
     xs: list[Tensor],
     stats: list[Tensor],
-    angles: Tensor | None,
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    angles = None if angles is None else angles.contiguous()
     ready = make_readable(call)
     over_sequence = call.spec.dim == -2
     with current_device(grads[0]):
@@ -86,7 +76,7 @@ def backward(
         if over_sequence:
             inner = ready._replace(spec=call.spec._replace(act="none"))
         load = xs if any(needs) or inner.spec.act != "none" or inner.spec.norm != "none" else []
-        dxs, partials = run(inner, Rows(load, grads, stats, angles, () if over_sequence else outs), needs)
+        dxs, partials = run(inner, Rows(load, grads, stats, () if over_sequence else outs), needs)
         if over_sequence:
             dx_bars = dxs
             dxs = list(outs) or [like_in_memory(g, t.shape[3]) for g, t in zip(grads, dx_bars, strict=True)]
@@ -103,7 +93,6 @@ class Rows(NamedTuple):
     xs: list[Tensor]  # none where the backward needs none
     dys: list[Tensor]  # none in the forward
     stats: list[Tensor]
-    angles: Tensor | None = None  # to be kept in the forward, to be read in the backward
     outs: Sequence[Any] = ()  # what is written, tensors; allocated where there are none, or None
     start: Tensor | None = None  # (1,) or (B,): the token of each of outs where they begin
 
@@ -120,7 +109,7 @@ class Sums(NamedTuple):
 class Launch:
     """Everything about a launch but the tensors."""
 
-    __slots__ = ("compiled", "grid", "options", "outs", "packed", "placed", "scalars", "sums", "variant")
+    __slots__ = ("compiled", "grid", "options", "outs", "packed", "placed", "scalars", "sums", "tables", "variant")
 
     def __init__(
         self, programs: int, outs: list, sums: Sums, scalars: tuple[int, ...], variant: Variant, options: dict
@@ -130,7 +119,8 @@ class Launch:
         self.sums = sums
         self.scalars = scalars
         self.packed: tuple[int, ...] = pack(0, 0)  # numbers of the norm
-        self.placed: tuple[int, ...] = ()  # and of where outputs begin
+        self.placed: tuple[int, ...] = ()  # of where outputs begin
+        self.tables: tuple[int, ...] = ()  # and the strides of tables
         self.variant = variant
         self.options = options
         self.compiled: Any = None
@@ -139,9 +129,14 @@ class Launch:
 def make_readable(call: Call) -> Call:
     """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
-    layout, weights = call.layout, call.weights
+    layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
+    if any(t.is_neg() for t in cos_sin.given):
+        cos, sin = (None if t is None else materialise(t) for t in cos_sin[:2])
+        call = call._replace(cos_sin=cos_sin._replace(cos=cos, sin=sin))
     if call.spec.norm != "none":
         weights = Weights(*(None if t is None else lay_weight(t) for t in weights))
+    if omega is None:
+        return call if weights is call.weights else call._replace(weights=weights)
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
         if call.weights.token_groups > 1:
             raise ValueError("norm.weight: expected one for all tokens of a grid of 2^31 tokens or more")
@@ -161,7 +156,7 @@ def make_readable(call: Call) -> Call:
         None if t is None else materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
     )
     tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
-    return Call(call.spec, layout, tables, call.launches, weights)
+    return call._replace(layout=layout, tables=tables, weights=weights)
 
 
 def lay_weight(t: Tensor) -> Tensor:
@@ -209,13 +204,13 @@ def run(
     """Launch the kernel on q (and k); returns its outputs, of this dtype or that of the inputs, and the partial
     sums."""
     spec = call.spec
-    xs, dys, _, angles, given, start = rows
+    xs, dys, _, given, start = rows
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
     if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
         dtype = accumulator(dtype)
     call = count_far(call, dtype, needs)
-    tables, launches, weights = call.tables, call.launches, call.weights
+    tables, launches, weights, cos_sin = call.tables, call.launches, call.weights, call.cos_sin
     address, geometry = 0, []
     for t in (*xs, *dys):
         address |= t.data_ptr()
@@ -227,11 +222,14 @@ def run(
     if start is not None:
         geometry.append((start.dtype, len(start), *(None if t is None else t.shape[2] for t in given)))
     aligned = address % 16 == 0
+    if cos_sin.cos is not None:
+        for t in cos_sin.given:
+            geometry.append((t.stride(), t.data_ptr() % 16 == 0))
     if spec.norm != "none":
         geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
     if launches is None:
         launches = recall_launches(call, rows)
-    key = dtype, spec.act, bool(xs), bool(dys), needs, angles is None, aligned, *geometry
+    key = dtype, spec.act, bool(xs), bool(dys), needs, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
         launch = launches[key] = prepare(call, rows, dtype, aligned, needs, launches_early(needs))
@@ -245,17 +243,24 @@ def run(
         if spec.norm != "none":
             norm = (weights.weight, weights.bias, weights.weight_k, weights.bias_k, partials.weights, launch.packed)
         more = norm if start is None else (norm, (start, launch.placed))
-        _start(launch, order_tensors(rows, outs, tables, partials.angles, more))
+        turn = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
+        _start(launch, order_tensors(rows, outs, (*tables, turn), partials.angles, more))
     return outs, partials
 
 
-def order_tensors(rows: Rows, outs: Sequence[Any], tables: Tables, partial: Any, more: Any = None) -> tuple[Any, ...]:
-    """The first arguments of ``lrpe_kernel``. more: what it takes for a norm, and for where outputs begin."""
+def order_tensors(
+    rows: Rows, outs: Sequence[Any], tables: tuple[Any, ...], partial: Any, more: Any = None
+) -> tuple[Any, ...]:
+    """Return the first arguments of ``lrpe_kernel``.
+
+    tables: those of the call, then given cos and sin with their strides. more: what the kernel takes for a norm, and
+    for where outputs begin.
+    """
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
     stat0, stat1 = (*rows.stats, None, None)[:2]
     o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, rows.angles, partial, more
+    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, partial, more
 
 
 def allocate_partials(sums: Sums, device: torch.device) -> Partials:
@@ -266,9 +271,9 @@ def allocate_partials(sums: Sums, device: torch.device) -> Partials:
 
 def recall_launches(call: Call, rows: Rows) -> dict:
     """Those of calls with the same sizes, dtypes and devices, for a call that comes without."""
-    tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights)
+    tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
-    key = "launches", call.spec, call.layout, len(rows.xs), len(rows.dys), metas
+    key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
     known = remembered.get(key) or remember(key, Known(call.spec, call.layout, {}))
     return known.launches
 
@@ -287,7 +292,7 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False) -> Launch:
     """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes; early: the
     second pass of dω may be launched while this one runs."""
-    spec, layout, tables = call.spec, call.layout, call.tables
+    spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
     batch, heads0, num_tokens, last = sources[0].shape
@@ -305,7 +310,7 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
     if not spec.dim and aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
-    groups = max(1, num_groups(tables))
+    groups = max(1, num_groups(call))
     group0, group1 = heads0 // groups, heads1 // groups
     samples = batch if variant.by_sample else 1
     num_rows = num_tokens * max(1, variant.flat)
@@ -319,7 +324,7 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
         step=variant.flat if variant.flat and walks else 1,  # each thread stays with its channels
-        interpreting=INTERPRETING, common=common,
+        interpreting=INTERPRETING, common=common, tables=variant.tables,
     )  # fmt: skip
     chosen = plan(work)
     variant = variant._replace(
@@ -350,6 +355,7 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
         sums = sums._replace(counts=(sums.counts[0], rows_of))
     launch = Launch(programs, outs, sums, scalars, variant, _compiler_options(chosen))
     launch.packed = pack(q_parts, outer * samples)
+    launch.tables = count_entries(call, variant)
     if rows.start is not None:
         lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
         launch.placed = pack(*lengths, int(len(rows.start) > 1))
@@ -366,17 +372,19 @@ def _count_sums(variant: Variant, programs: int, groups: int, of_q: int) -> Sums
     return Sums(angles, weights, (of_q, 0))
 
 
-def num_groups(tables: Tables) -> int:
-    """Groups of heads that share frequencies."""
-    return max(t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None)
+def num_groups(call: Call) -> int:
+    """Groups of heads that share frequencies, or rows of tables."""
+    tables = call.tables
+    heads = [t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None]
+    return max(*heads, 1 if call.cos_sin.cos is None else call.cos_sin.num_heads, 0)
 
 
 def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict) -> Variant:
     """The variant, but for how the work is cut. row: head_dim, and whether all rows are aligned."""
-    spec, layout, tables, weights = call.spec, call.layout, call.tables, call.weights
+    spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     positions = tables.coords if tables.coords is not None else tables.origin
-    rotating, cached = spec.map == "rotate", rows.angles is not None
+    rotating, given = spec.map == "rotate", cos_sin.cos is not None
     block_c = triton.next_power_of_2(spec.num_channels)
     begins, widths, blocks = [0], [spec.num_channels], [block_c]
     if rotating:
@@ -390,28 +398,53 @@ def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], 
     elif spec.map == "none":
         block_c = triton.next_power_of_2(head_dim)
         widths, blocks = [head_dim], [block_c]
-    explicit, affine, wide = not layout.sizes, tables.affine is not None, dtype == torch.float64
+    explicit, affine, wide = tables.coords is not None, tables.affine is not None, dtype == torch.float64
     fast, ptx, unit = _is_fast(dtype, weights, needs), has_ptx(dtype), 8 if aligned else 1
-    given = [t for t in weights if t is not None]
+    scales = [t for t in weights if t is not None]
     return Variant(
-        *spec, head_dim=head_dim, num_axes=tables.omega.shape[2],
+        *spec, head_dim=head_dim, num_axes=0 if tables.omega is None else tables.omega.shape[2],
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2,
-        load_angles=cached and bool(rows.dys), store_angles=cached and not rows.dys,
         has_start=rows.start is not None,
-        explicit=explicit, by_sample=positions is not None and positions.ndim == 3, affine=affine,
+        explicit=explicit, affine=affine,
+        by_sample=(positions is not None and positions.ndim == 3) or (given and cos_sin.by_sample),
         has_origin=tables.origin is not None, has_phase=tables.phase is not None,
         has_weight=weights.weight is not None, has_bias=weights.bias is not None,
-        weight_by_head=any(t.shape[0] > 1 for t in given), token_groups=given[0].shape[1] if given else 1,
-        need_dweight=needs.norm,
-        wide=wide, fast=fast,
+        weight_by_head=any(t.shape[0] > 1 for t in scales), token_groups=scales[0].shape[1] if scales else 1,
+        need_dweight=needs.norm, **_describe_tables(call),
+        wide=wide, fast=fast and not given,
         # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
-        fixed=positions is None and not (affine or wide or fast), functions=2 if fast else int(ptx),
+        fixed=positions is None and not (affine or wide or fast or given), functions=2 if fast else int(ptx),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
         num_turned={"rotate": 2, "cosine": 1, "none": 0}[spec.map], begins=tuple(begins), widths=tuple(widths),
         blocks=tuple(blocks),
         block_c=block_c,
     )  # fmt: skip
+
+
+def _describe_tables(call: Call) -> dict[str, Any]:
+    """The fields of a variant that say how given cos and sin are read."""
+    cos_sin, entries = call.cos_sin, 1
+    if cos_sin.cos is None:
+        return {}
+    joined = cos_sin.sin is None
+    strides = cos_sin.strides()
+    side_by_side = all(d == 1 + joined for _, _, _, d in strides)
+    if side_by_side and all(t.data_ptr() % 16 == 0 for t in cos_sin.given):
+        # As many entries as a load takes, at most, divide all steps to where one may begin.
+        steps = [step for b, h, n, _ in strides for step in (b, h, n)]
+        entries = math.gcd(8, *steps)
+    kind = "pairs" if cos_sin.shape[-1] == call.spec.num_channels else "full"
+    unit = entries if entries > 1 else 1
+    return {"tables": kind, "joined": joined, "inverse": cos_sin.inverse, "table_unit": unit}
+
+
+def count_entries(call: Call, variant: Variant) -> tuple[int, ...]:
+    """The packed strides (b, h, n, d) of cos and of sin, as :func:`kernels.tables.point_to_tables` takes them."""
+    if call.cos_sin.cos is None:
+        return ()
+    cos, sin = (*call.cos_sin.strides(), (0, 0, 0, 0))[:2]
+    return pack(*(step // variant.table_unit if i % 4 < 3 else step for i, step in enumerate((*cos, *sin))))
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
@@ -452,8 +485,8 @@ def count_tables(call: Call, variant: Variant) -> dict[str, int]:
         return size if t is not None and t.shape[0] > 1 else 0
 
     return {
-        "positions_b": positions.stride(0) if positions is not None and variant.by_sample else 0,
-        "rotated_b": rotated.stride(0) if rotated is not None and variant.by_sample else 0,
+        "positions_b": positions.stride(0) if positions is not None and positions.ndim == 3 else 0,
+        "rotated_b": rotated.stride(0) if rotated is not None and rotated.ndim == 2 else 0,
         "omega_h": step(omega, channels * variant.num_axes),
         "phase_h": step(phase, channels), "amplitude_h": step(amplitude, channels),
     }  # fmt: skip

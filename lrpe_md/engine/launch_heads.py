@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .call import NO_WEIGHTS, Call, Layout, Needs, Variant
+from .call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
 from .kernels.signature import pack
 from .launch import (
     INTERPRETING,
@@ -17,6 +17,7 @@ from .launch import (
     Rows,
     Sums,
     allocate_partials,
+    count_entries,
     count_far,
     count_grid,
     count_tables,
@@ -40,12 +41,12 @@ __all__ = ["backward", "forward"]
 heads_kernel: Any = kernels.heads_kernel
 
 
-def forward(call: Call, xs: list[Tensor], cache: bool = False) -> list[Tensor]:
+def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """The outputs."""
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
     with current_device(xs[0]):
-        if num_groups(ready.tables) == 1:
+        if num_groups(ready) == 1:
             return _run_heads(ready, Rows(xs, [], []))[0]
         return run(_map_alone(ready), Rows(_normalise(ready, xs), [], []), dtype=xs[0].dtype)[0]
 
@@ -55,7 +56,6 @@ def backward(
     grads: list[Tensor],
     xs: list[Tensor],
     stats: list[Tensor],
-    angles: Tensor | None,
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
@@ -63,14 +63,14 @@ def backward(
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     ready = make_readable(call)
     with current_device(grads[0]):
-        if num_groups(ready.tables) == 1:
-            dxs, partials = _run_heads(ready, Rows(xs, grads, [], None, outs), needs)
+        if num_groups(ready) == 1:
+            dxs, partials = _run_heads(ready, Rows(xs, grads, [], outs), needs)
         else:  # frequencies by head: x̂ goes by memory
             wide = accumulator(grads[0].dtype)
             rows = Rows(_normalise(ready, xs), grads, [])
             dx_bars, of_map = run(_map_alone(ready), rows, needs._replace(norm=False), wide)
             dxs, of_norm = _run_heads(
-                _norm_alone(ready), Rows(xs, dx_bars, [], None, outs), Needs(norm=needs.norm), grads[0].dtype
+                _norm_alone(ready), Rows(xs, dx_bars, [], outs), Needs(norm=needs.norm), grads[0].dtype
             )  # fmt: skip
             partials = of_norm._replace(angles=of_map.angles)
         if any(needs):
@@ -87,7 +87,7 @@ def _norm_alone(call: Call) -> Call:
     spec = call.spec._replace(
         map="none", act="none", dim=0, pairs="half", rotary_start=0, num_channels=0, sections=(), order="cos_sin"
     )
-    return call._replace(spec=spec, launches=None)
+    return call._replace(spec=spec, launches=None, cos_sin=NO_COS_SIN)
 
 
 def _map_alone(call: Call) -> Call:
@@ -103,6 +103,7 @@ class _Launch(NamedTuple):
     sums: Sums
     strides: tuple[tuple[tuple[int, ...], ...], ...]  # of q and k in x, dy and o, packed
     numbers: tuple[tuple[int, ...], tuple[int, ...]]
+    tables: tuple[int, ...]  # packed strides of cos and sin
     variant: Variant
     options: dict[str, Any]
 
@@ -118,10 +119,12 @@ def _run_heads(
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
     call = count_far(call, dtype, needs)
-    tables, weights = call.tables, call.weights
+    tables, weights, cos_sin = call.tables, call.weights, call.cos_sin
     aligned = all(t.data_ptr() % 16 == 0 for t in (*xs, *dys, *given))
     launches = recall_launches(call, rows) if call.launches is None else call.launches
-    key = "heads", dtype, bool(dys), needs, aligned, *(t.stride() for t in (*xs, *dys, *given))
+    geometry = [t.stride() for t in (*xs, *dys, *given)]
+    geometry += [(t.stride(), t.data_ptr() % 16 == 0) for t in cos_sin.given]
+    key = "heads", dtype, bool(dys), needs, aligned, *geometry
     launch: _Launch | None = launches.get(key)
     if launch is None:
         launch = launches[key] = _make_launch(call, rows, dtype, aligned, needs)
@@ -132,7 +135,8 @@ def _run_heads(
     if launch.programs:
         x, dy, o = map(_join, (xs, dys, outs), launch.strides)
         sums = (partials.angles, partials.weights)
-        args = (x, dy if dys else None, o, tuple(tables), tuple(weights), sums, launch.numbers)
+        turn = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
+        args = (x, dy if dys else None, o, (*tables, turn), tuple(weights), sums, launch.numbers)
         start(heads_kernel, launch.programs, args, launch.variant, launch.options)
     return outs, partials
 
@@ -184,7 +188,8 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
     options = {"num_warps": chosen.num_warps}
-    return _Launch(programs, outs, sums, packed, (pack(*counts), pack(*axes)), variant, options)
+    entries = count_entries(call, variant)
+    return _Launch(programs, outs, sums, packed, (pack(*counts), pack(*axes)), entries, variant, options)
 
 
 def _axes(layout: Layout) -> list[int]:

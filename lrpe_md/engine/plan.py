@@ -37,6 +37,7 @@ class Work(NamedTuple):
     step: int = 1  # what the number of programs along the tokens must be divisible by
     interpreting: bool = False  # for Triton's interpreter
     common: int = 0  # not 0: rows, one behind the other, that have weights in common, as all of a program must
+    tables: str = "none"  # of cos and sin that are read: Variant.tables
 
 
 class Plan(NamedTuple):

@@ -157,7 +157,7 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
     def backward(*args: Tensor) -> Any:
         grads, omega = args[:number], args[number]
         call = checked._replace(tables=checked.tables._replace(omega=omega))
-        return single(boundary.backward(call, grads, [], [], None, Needs(), direct=True))
+        return single(boundary.backward(call, grads, [], [], Needs(), direct=True))
 
     def define(name: str, function: Any) -> Any:
         schema = f"({', '.join(names)}, Tensor omega) -> {result}"

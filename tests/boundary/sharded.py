@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -133,6 +134,34 @@ def kernel(mesh, impl):
             mesh, [p], lambda *xs, **w: rotate(*xs, positions=GRID, impl=impl, **w), {}, q=normal(mesh, batch, 4, 7, 8),
             k=normal(mesh, batch, 2, 7, 8), omega=(normal(mesh, 2, 4, 2), [Replicate()]),
         )  # fmt: skip
+
+
+@case
+def tables(mesh, impl):
+    """Cos and sin, whole and plain or sharded as x is, with their gradients; through the kernels without these."""
+
+    def encode(*xs, cos, sin, prefix=1, impl="reference", norm=None):
+        return rotate(*xs, tables=(cos, sin), prefix=prefix, norm=norm, impl=impl)
+
+    q, k = normal(mesh, 3, 4, 7, 8), normal(mesh, 3, 2, 7, 8)
+    for p, size in itertools.product((Shard(0), Shard(1), Shard(2)), ((5, 8), (3, 5, 4), (3, 2, 5, 8), (1, 2, 5, 4))):
+        cos, sin = normal(mesh, *size), normal(mesh, *size, seed=1)
+        same(mesh, [p], encode, {"cos": cos, "sin": sin}, q=q, k=k)
+        whole = rotate(q, k, tables=(cos, sin), prefix=1, norm=Norm("rms"))
+        shards = [distribute_tensor(x, mesh, [p]) for x in (q, k)]
+        for y, expected in zip(encode(*shards, cos=cos, sin=sin, norm=Norm("rms"), impl=impl), whole, strict=True):
+            close("y", y.full_tensor(), expected)
+        if len(size) == 4 and size[0] > 1:  # heads and samples that share rows, without a copy of these
+            table = normal(mesh, 5, 8).expand(3, 2, 5, 8)
+            ys = encode(*shards, cos=table, sin=table, impl=impl)
+            close("expanded", ys[1].full_tensor(), encode(q, k, cos=table[0, 0], sin=table[0, 0])[1])
+    rows = {"cos": (normal(mesh, 3, 1, 7, 8), [Shard(2)]), "sin": (normal(mesh, 3, 1, 7, 8, seed=1), [Shard(2)])}
+    same(mesh, [Shard(2)], partial(encode, prefix=0), {}, q=q, k=k, **rows)
+    rows = {"cos": (normal(mesh, 5, 8), [Shard(0)]), "sin": (normal(mesh, 5, 8, seed=1), [Replicate()])}
+    same(mesh, [Shard(2)], encode, {}, q=q, k=k, **rows)
+    x, by_head = distribute_tensor(normal(mesh, 1, 6, 7, 8), mesh, [Shard(1)]), normal(mesh, 1, 3, 7, 8)
+    with pytest.raises(ValueError, match=r"tables: expected heads that 2 ranks divide, .* got 3"):
+        rotate(x, tables=(by_head, by_head))
 
 
 @case

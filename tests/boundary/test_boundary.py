@@ -290,20 +290,17 @@ def test_checkpoint(map, impl, act, device):
 
 
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
-@pytest.mark.parametrize("cache", [False, True])
-def test_opcheck(map, act, dim, cache, device):
+def test_opcheck(map, act, dim, device):
     _, args = example(map, device, dtype=torch.float32, act=act, dim=dim)
     *xs, omega, phase = (a.detach() for a in args)
     grid = Grid((2, 3), prefix=1, scale=0.5)
-    amplitude = None if cache else torch.rand(omega.shape[:2], device=device)
+    amplitude = torch.rand(omega.shape[:2], device=device)
     call = flatten(validate(Options(map, act, dim), tuple(xs), omega, grid, phase, amplitude))
-    outs = torch.ops.lrpe_md.forward(xs, *call, cache)
-    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, *call, cache))
+    outs = torch.ops.lrpe_md.forward(xs, *call)
+    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, *call))
     grads = [torch.randn_like(y) for y in outs[:2]]
-    stats = outs[2:4] if dim == -2 else []
-    theta = outs[-1] if cache else None
     for need in (False, True):
-        args = (grads, xs, stats, theta, *call, *Needs(need, need))
+        args = (grads, xs, outs[2:], *call, *Needs(need, need))
         torch.library.opcheck(torch.ops.lrpe_md.backward.default, args)
 
 
@@ -312,9 +309,9 @@ def test_operator_agrees_with_launcher(map, device):
     _, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
     *xs, omega, phase = (a.detach() for a in args)
     call = validate(Options(map, "softmax", -2), tuple(xs), omega, Grid((2, 3), 1), phase)
-    expected = torch.ops.lrpe_md.forward(xs, *flatten(call), True)
-    found = boundary.forward(call, xs, direct=True, cache=True)
-    assert len(found) == len(expected) == 5
+    expected = torch.ops.lrpe_md.forward(xs, *flatten(call))
+    found = boundary.forward(call, xs, direct=True)
+    assert len(found) == len(expected) == 4
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b)

@@ -102,19 +102,19 @@ def calls(device, form):
 @forms
 def test_opcheck(form, device):
     inputs, call = calls(device, form)
-    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (inputs.xs, *flatten(call), False))
+    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (inputs.xs, *flatten(call)))
     for needs in (Needs(), Needs(norm=True), Needs(omega=True, norm=True)):
-        args = (inputs.grads, inputs.xs, [], None, *flatten(call), *needs)
+        args = (inputs.grads, inputs.xs, [], *flatten(call), *needs)
         torch.library.opcheck(torch.ops.lrpe_md.backward.default, args)
 
 
 @forms
 def test_operator_agrees_with_launcher(form, device):
     inputs, call = calls(device, form)
-    args = (inputs.grads, inputs.xs, [], None)
+    args = (inputs.grads, inputs.xs, [])
     needs = Needs(omega=True, norm=True)
     expected = [
-        *torch.ops.lrpe_md.forward(inputs.xs, *flatten(call), False),
+        *torch.ops.lrpe_md.forward(inputs.xs, *flatten(call)),
         *torch.ops.lrpe_md.backward(*args, *flatten(call), *needs),
     ]
     found = boundary.forward(call, inputs.xs, direct=True)

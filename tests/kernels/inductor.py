@@ -310,7 +310,7 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         load = xs if need or case.act != "none" or case.norm != "none" else []
         stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
         needs = Needs(need, need and case.phase, "weights" in case.run)
-        found = boundary.backward(call, grads, load, stats, None, needs, False)
+        found = boundary.backward(call, grads, load, stats, needs, False)
         other = grads[1] if "given" in case.run else grads[1].sin()
         return join(case, [*found[:2], other], found) if "joined" in case.run else found
 

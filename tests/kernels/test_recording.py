@@ -89,7 +89,7 @@ def test_maps(kernels):
         return launcher.forward(unflatten(args)[0], xs)
 
     def backward(grads, xs, *args):
-        return launcher.backward(unflatten(args)[0], grads, xs, [], None, needs)
+        return launcher.backward(unflatten(args)[0], grads, xs, [], needs)
 
     for run, args in (
         (forward, [inputs.xs, *flatten(call)]),
@@ -171,6 +171,6 @@ def test_further_programs_copy(num_key_heads, num_tokens):
     fixed = fix(start.kernel, tensors.give(start.args), copy._replace(source=dv, place=tensors.give(places[2])))
     assert fixed.programs == copy.programs > 0
     fixed.kernel[(start.programs + fixed.programs,)](*fixed.tensors, fixed.numbers, fixed.types, V=start.variant)
-    expected = launcher.backward(call, grads, inputs.xs, [], None, Needs())
+    expected = launcher.backward(call, grads, inputs.xs, [], Needs())
     for place, value in zip(split_projection(real, num_key_heads), (*expected, dv), strict=True):
         torch.testing.assert_close(place, value, rtol=0, atol=0)

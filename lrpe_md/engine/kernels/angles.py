@@ -185,16 +185,13 @@ def _of_tokens(hi, lo):
 
 
 @triton.jit
-def form_angles(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
+def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """Θ (block_n, block_c) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
 
     The unit is a half turn, which leaves small remainders to round. V.fast: radians, up to half a turn an axis is left,
-    and the lowest bit says nothing. V.wide: float64 radians, all in the remainder. cache: pointer to angles, their rows
-    and which of them there are.
+    and the lowest bit says nothing. V.wide: float64 radians, all in the remainder.
     """
-    if V.load_angles:
-        return load_angles(cache, o_c, V)
-    elif V.wide:
+    if V.wide:
         return form_wide_angles(omega, positions, o_g, m_g, V)
     elif V.fixed:
         if V.fast:
@@ -203,21 +200,6 @@ def form_angles(omega, positions, cache, o_g, m_g, o_c, V: tl.constexpr):
             return form_fixed_angles(omega, positions, o_g, m_g, V)
     else:
         return form_float_angles(omega, positions, o_g, m_g, V)
-
-
-@triton.jit
-def load_angles(cache, o_c, V: tl.constexpr):
-    """From radians that a forward has stored."""
-    UNIT: tl.constexpr = 1.0 if V.fast else 2.0
-    p_angles, o_angles, m_angles = cache
-    half = zeros(V, dtype=tl.int32)
-    mask = m_angles[:, None] & (o_c < V.num_channels)
-    angles = tl.load(p_angles + o_angles[:, None] * V.num_channels + o_c, mask=mask, other=0)
-    if V.wide:
-        angles = angles.to(tl.float64)
-    elif not V.fast:
-        angles, half = drop_turns(angles * (UNIT * INV_TAU), 1.0, ANY_SIZE=False)
-    return angles, half
 
 
 @triton.jit
@@ -346,13 +328,3 @@ def take_cos_sin(angles, half, V: tl.constexpr):
         cos = (c.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         sin = (s.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return cos, sin
-
-
-@triton.jit
-def to_radians(angles, half, V: tl.constexpr):
-    """The angle in [-π, π] as float32, to be cached."""
-    if V.wide or V.fast:
-        x = angles - TAU * tl.floor(angles * INV_TAU + 0.5)
-    else:
-        x = tl.where((half & 1) != 0, tl.where(angles > 0.0, angles - 1.0, angles + 1.0), angles) * (TAU / 2.0)
-    return x.to(tl.float32)

@@ -21,7 +21,6 @@ from .angles import (
     load_channels,
     load_frequencies,
     take_cos_sin,
-    to_radians,
 )
 from .norm import (
     add_weight_gradients,
@@ -38,6 +37,7 @@ from .reduce import launch_second_pass
 from .rows import add_product, round_product, subtract_product
 from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
+from .tables import load_tables, point_to_tables, split_turn, zero_turn
 from .tiles import (
     find_channels,
     first_channel,
@@ -57,25 +57,32 @@ from .tiles import (
 
 @triton.jit
 def apply_map(x_bar, cos, sin, V: tl.constexpr):
-    """What the map turns, turned: (x̄) -> (x̄ cos Θ, x̄ sin Θ); (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)."""
+    """What the map turns, turned: (x̄) -> (x̄ cos Θ, x̄ sin Θ); (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
+
+    With V.tables "full" each channel of a pair has its own cos and sin.
+    """
     if V.map == "cosine":
         return round_product(x_bar[0], cos), round_product(x_bar[0], sin)
     elif V.map == "rotate":
         a, b = x_bar[0], x_bar[1]
-        return subtract_product(a * cos, b, sin), add_product(a * sin, b, cos)
+        cos_a, cos_b = split_turn(cos, V)
+        sin_a, sin_b = split_turn(sin, V)
+        return subtract_product(a * cos_a, b, sin_a), add_product(a * sin_b, b, cos_b)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
 
 
 @triton.jit
 def apply_map_backward(dy, cos, sin, V: tl.constexpr):
-    """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ."""
+    """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ, or the transposed map of tables."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return (add_product(dy_cos * cos, dy_sin, sin),)
     elif V.map == "rotate":
         da, db = dy
-        return add_product(da * cos, db, sin), subtract_product(db * cos, da, sin)
+        cos_a, cos_b = split_turn(cos, V)
+        sin_a, sin_b = split_turn(sin, V)
+        return add_product(da * cos_a, db, sin_b), subtract_product(db * cos_b, da, sin_a)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
 
@@ -324,29 +331,25 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
     """cos Θ and sin Θ of tokens n0 + o_n; their index on the grid (0 off it) and whether they are on it.
 
-    positions: those of :func:`find_coordinate`. tables: which tokens are rotated, the amplitude, the angles kept for
-    the backward and the first row of the group in them, whether this program keeps them; tokens, the index on the
-    grid of the first and the tokens on it.
+    positions: those of :func:`find_coordinate`. tables: which tokens are rotated, the amplitude, the tables of cos and
+    sin that :func:`point_to_tables` found, the index on the grid (or the row) of the first token and the tokens on it.
     """
-    p_rotated, p_amplitude, p_angles, angles_row, keeps, N, first_index, num_grid = tables
-    m_n = n0 + o_n < N
+    p_rotated, p_amplitude, given, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_g = tl.where(m_g, o_g, 0)
-    o_angles = angles_row + n0 + o_n
-    angles, half = form_angles(omega, positions, (p_angles, o_angles, m_n), o_g, m_g, o_c, V)
-    cos, sin = take_cos_sin(angles, half, V)
-    if p_amplitude is not None:
-        amplitude = load_channels(p_amplitude + o_c, m_c).to(cos.dtype)
-        gain = tl.where(m_g[:, None], amplitude if V.flat else amplitude[None, :], 1.0)
-        cos *= gain
-        sin *= gain
-    if V.store_angles:
-        if keeps:
-            m_angles = m_n[:, None] & (o_c < V.num_channels)
-            tl.store(p_angles + o_angles[:, None] * V.num_channels + o_c, to_radians(angles, half, V), mask=m_angles)
+    if V.tables != "none":
+        cos, sin = load_tables(given, o_g, m_g, V)
+    else:
+        angles, half = form_angles(omega, positions, o_g, m_g, V)
+        cos, sin = take_cos_sin(angles, half, V)
+        if p_amplitude is not None:
+            amplitude = load_channels(p_amplitude + o_c, m_c).to(cos.dtype)
+            gain = tl.where(m_g[:, None], amplitude if V.flat else amplitude[None, :], 1.0)
+            cos *= gain
+            sin *= gain
     return cos, sin, o_g, m_g
 
 
@@ -436,7 +439,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, p_angles, p_partial, more,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, tables, p_partial, more,
     # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -458,11 +461,11 @@ def lrpe_kernel(
 
     x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
     sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
-    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), angles (G, N, C) cached angles in
-    radians, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that of token 0 on the grid,
-    below 0 where tokens are in front of it. more: of a norm, None, or pointers to weight, bias, those of k, and partial
-    sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then have weights in common.
-    With V.has_start that and where outputs begin, see :func:`move_output`.
+    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), tables None or what
+    :func:`point_to_tables` takes, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that
+    of token 0 on the grid, below 0 where tokens are in front of it. more: of a norm, None, or pointers to weight, bias,
+    those of k, and partial sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then
+    have weights in common. With V.has_start that and where outputs begin, see :func:`move_output`.
 
     V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
     """
@@ -486,7 +489,7 @@ def lrpe_kernel(
         outer -= sample * P
         if V.explicit:
             p_coords += sample.to(tl.int64) * positions_b
-        else:
+        elif V.has_origin:
             p_origin += sample.to(tl.int64) * positions_b
         if p_rotated is not None:
             p_rotated += sample.to(tl.int64) * rotated_b
@@ -501,14 +504,13 @@ def lrpe_kernel(
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
     tensors = (x, dy, o, (p_stat0, p_stat1, B), more)
     rows = (r_hi, sample, g, G, heads)
-    p_omega += g * omega_h
+    if V.num_axes > 0:
+        p_omega += g * omega_h
     if V.has_phase:
         p_phase += g * phase_h
     if p_amplitude is not None:
         p_amplitude += g * amplitude_h
     positions = (p_coords, p_origin, p_affine, (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3))
-    angles_row = tl.cast(g, tl.int64) * N
-    tables = (p_rotated, p_amplitude, p_angles, angles_row, slot == 0, N, first_index, num_grid)
     o_n = tl.arange(0, V.block_n)
     n0 = t * V.block_n
     c0 = first_channel()
@@ -520,6 +522,10 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
+    given = 0
+    if V.tables != "none":
+        given = point_to_tables(tables, sample, g, c0, V)
+    tables = (p_rotated, p_amplitude, given, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:
         norm = more
@@ -561,7 +567,7 @@ def lrpe_kernel(
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
         # What a block's first step sets.
-        cos = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
+        cos = zero_turn(V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         o_g = tl.zeros([BLOCK_N], dtype=tl.int32)

@@ -209,7 +209,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
         tables, _ = pointers
         _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = tables
         counts, _, axes = numbers
-        num_tokens, first_index, num_grid = unpack(counts)
+        _, first_index, num_grid = unpack(counts)
         grid = unpack(axes)
         loaded, _ = own
         omega, amplitude, coords, rotated = loaded
@@ -223,7 +223,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
             if p_rotated is not None:
                 p_rotated += rotated
         positions = (p_coords, p_origin, p_affine, grid)
-        tables = (p_rotated, p_amplitude, None, 0, False, num_tokens, first_index, num_grid)
+        tables = (p_rotated, p_amplitude, 0, first_index, num_grid)
         o_c = tl.arange(0, V.block_c)
         m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
         return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=V)

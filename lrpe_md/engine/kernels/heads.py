@@ -38,6 +38,7 @@ from .norm import (
 from .reduce import launch_second_pass
 from .rows import add_row_products, add_rows, round_product, scale_row, sum_row
 from .signature import kernel, unpack
+from .tables import point_to_tables
 from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
 
 
@@ -154,7 +155,7 @@ def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
     x_bar = activate_row(x, 0, V=V)
     dy = to_gradient_tiles(gs, V=V)
     dx_bar = turn_back(dy, cos, sin, V=V)
-    dangles = cos
+    dangles = x_hat[0]
     if V.need_dangles:
         dangles = form_angle_gradient(x_bar, (dy[0], dy[1]), dx_bar, cos, sin, V=V)
     return activate_row_backward(x, x_bar, dx_bar, V=V), x_hat, dangles
@@ -216,21 +217,25 @@ def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
 @triton.jit
 def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     """cos Θ and sin Θ of a token, a row for each head of a tile; what dΘ counts for dω and dφ."""
-    p_coords, p_origin, p_affine, p_rotated, p_amplitude = tables
+    p_coords, p_origin, p_affine, p_rotated, p_amplitude, given = tables
     _, b, n = token
-    N, first_index, num_grid, positions_b, rotated_b = counts
+    first_index, num_grid, positions_b, rotated_b = counts
     if V.by_sample:
         if V.explicit:
             p_coords += b.to(tl.int64) * positions_b
-        else:
+        elif V.has_origin:
             p_origin += b.to(tl.int64) * positions_b
         if p_rotated is not None:
             p_rotated += b.to(tl.int64) * rotated_b
     positions = (p_coords, p_origin, p_affine, grid)
-    places = (p_rotated, p_amplitude, None, 0, False, N, first_index, num_grid)
+    o_n = tl.arange(0, V.block_n) * 0
+    if V.tables != "none":
+        o_n = tl.zeros([1], dtype=tl.int32)  # a row that all heads share, in registers once
+        given = point_to_tables(given, b, 0, first_channel(), V)
+    places = (p_rotated, p_amplitude, given, first_index, num_grid)
     o_c = tl.arange(0, V.block_c)
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    cos, sin, o_g, m_g = turn_tokens(omega, positions, places, n, tl.arange(0, V.block_n) * 0, o_c, m_c, V=V)
+    cos, sin, o_g, m_g = turn_tokens(omega, positions, places, n, o_n, o_c, m_c, V=V)
     shares = (0,)
     if V.need_dangles:
         shares = weigh_tokens(o_g, m_g, positions, V=V)
@@ -309,13 +314,14 @@ def heads_kernel(
     """Both maps behind a norm over all heads, forward and backward, for one tensor or for q and k.
 
     The first programs go through the tokens of q, the others through those of k. x, dy, o: pointer and strides (b, n,
-    h, d) of q and of k. tables: pointers, as of :func:`lrpe_kernel`. norm: to weight, bias and those of k. sums: to
-    partial sums (programs, J, C) for dω and dφ, and (programs, ..) for the gradients of the weights.
+    h, d) of q and of k. tables: pointers, and tables of cos and sin, as of :func:`lrpe_kernel`. norm: to weight, bias
+    and those of k. sums: to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for the gradients of the
+    weights.
     """
     counts, axes = numbers
     N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack(counts)
     grid = unpack(axes)
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude = tables
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, given = tables
     p_partial, p_dweight = sums
     pid = tl.program_id(0)
     is_k = pid >= num_q
@@ -362,8 +368,8 @@ def heads_kernel(
             fetch_next(x, dy, is_k, item + step, counts=(N, num_items), H=H, V=V)
             cos, sin, shares = 0, 0, 0
             if V.map != "none":
-                places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude)
-                spots = (N, first_index, num_grid, positions_b, rotated_b)
+                places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude, given)
+                spots = (first_index, num_grid, positions_b, rotated_b)
                 cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
             turned = (cos, sin)
             group = find_token_group(n + first_index, num_grid, V=V)

@@ -1,0 +1,148 @@
+"""Cos and sin of a block of tokens, read from tables where encode.py otherwise forms angles.
+
+A row of a table has an entry for each angle (V.tables "pairs": for each channel of the cosine map, for each pair of a
+rotation), or for both channels of each pair ("full"). Tables have any strides and any float dtype. With V.joined cos
+and sin lie side by side, as the two parts of a complex number.
+"""
+
+import triton
+import triton.language as tl
+
+from .signature import unpack
+from .tiles import find_pairs, mask_channels, upcast
+
+
+@triton.jit
+def _multiply(o, stride):
+    """Return o · stride in 64 bits, neither of them negative; of 32-bit factors that is one instruction."""
+    if stride.dtype == tl.int64:
+        return tl.cast(o, tl.int64) * stride
+    else:
+        product = tl.cast(tl.cast(o, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride, tl.uint32), tl.uint64)
+        return tl.cast(product, tl.int64)
+
+
+@triton.jit
+def _point_to_table(p, strides, sample, g, V: tl.constexpr):
+    """Return a pointer to the first row for a sample and a group of heads, and the strides of a row and of an entry."""
+    stride_b, stride_h, stride_n, stride_d = strides
+    p = p + (_multiply(sample, stride_b) + _multiply(g, stride_h)) * V.table_unit
+    if V.table_unit > 1:
+        BYTES: tl.constexpr = V.table_unit * p.dtype.element_ty.primitive_bitwidth // 8
+        p = tl.multiple_of(p, 16 if BYTES > 16 else BYTES)
+    return p, stride_n, stride_d
+
+
+@triton.jit
+def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
+    """Find the rows for a sample and a group of heads.
+
+    tables: pointers to cos and sin, and the packed strides (b, h, n, d) of both, in units of V.table_unit entries. With
+    V.joined there is no pointer to sin. c0: the first channel or pair of the tile.
+    """
+    p_cos, p_sin, numbers = tables
+    cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack(numbers)
+    cos = _point_to_table(p_cos, (cos_b, cos_h, cos_n, cos_d), sample, g, V)
+    if V.joined:
+        p, stride_n, stride_d = cos
+        sin = (p + 1, stride_n, stride_d)
+    else:
+        sin = _point_to_table(p_sin, (sin_b, sin_h, sin_n, sin_d), sample, g, V)
+    return cos, sin, c0
+
+
+@triton.jit
+def _load_at(table, o_r, o_e, mask, missing, V: tl.constexpr):
+    """Load entries o_e (1 or rows, entries) of rows o_r, in the dtype of the arithmetic; ``missing`` where masked."""
+    p, stride_n, stride_d = table
+    places = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
+    if V.table_unit > 1:
+        places += o_e
+    else:
+        places += _multiply(o_e, stride_d)
+    return upcast(tl.load(places, mask=mask, other=missing), V)
+
+
+@triton.jit
+def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
+    """Load cos and sin of entries o_e, wherever these are in a row."""
+    cos_table, sin_table, _ = tables
+    o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # where strides have no say
+    return _load_at(cos_table, o_r, o_d, mask, 1.0, V), _load_at(sin_table, o_r, o_d, mask, 0.0, V)
+
+
+@triton.jit
+def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr = 1):
+    """Load cos and sin of TIMES · V.block_c entries side by side, from first + c0 on."""
+    WIDTH: tl.constexpr = TIMES * V.num_channels
+    COUNT: tl.constexpr = TIMES * V.block_c
+    if V.joined and V.table_unit > 1:
+        table, _, _ = tables
+        o_d = 2 * (first + c0) + tl.arange(0, 2 * COUNT)[None, :]
+        both = _load_at(table, o_r, o_d, mask_channels(m_r, 2 * c0, 2 * WIDTH, 2 * COUNT), 0.0, V)
+        cos, sin = split_last(both)
+        return tl.where(m_r[:, None], cos, 1.0), sin
+    else:
+        o_e = first + c0 + tl.arange(0, COUNT)[None, :]
+        return _load_entries(tables, o_r, o_e, mask_channels(m_r, c0, WIDTH, COUNT), V)
+
+
+@triton.jit
+def split_last(x):
+    """Return every other entry of each row, from the first and from the second on."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
+
+
+@triton.jit
+def load_tables(tables, o_r, m_r, V: tl.constexpr):
+    """Load cos and sin of rows o_r, 1 and 0 where m_r is False; with V.tables "full" both channels of each pair."""
+    _, _, c0 = tables
+    if V.tables == "pairs":
+        cos, sin = _load_span(tables, o_r, m_r, c0, 0, V)
+        return cos, _give_sign(sin, V)
+    else:
+        if V.pairs == "interleaved":
+            cos, sin = _load_span(tables, o_r, m_r, 2 * c0, 0, V, TIMES=2)
+            cos_a, cos_b = split_last(cos)
+            sin_a, sin_b = split_last(sin)
+        elif V.pairs == "blocks":
+            o_a, o_b = find_pairs(c0, V)
+            mask = mask_channels(m_r, c0, V.num_channels, V.block_c)
+            cos_a, sin_a = _load_entries(tables, o_r, o_a - V.rotary_start, mask, V)
+            cos_b, sin_b = _load_entries(tables, o_r, o_b - V.rotary_start, mask, V)
+        else:
+            cos_a, sin_a = _load_span(tables, o_r, m_r, c0, 0, V)
+            cos_b, sin_b = _load_span(tables, o_r, m_r, c0, V.num_channels, V)
+        return (cos_a, cos_b), (_give_sign(sin_a, V), _give_sign(sin_b, V))
+
+
+@triton.jit
+def _give_sign(sin, V: tl.constexpr):
+    """Negate sin where tables are turned back; a minus sign would be a subtraction from 0."""
+    if V.inverse:
+        return sin * -1.0
+    else:
+        return sin
+
+
+@triton.jit
+def split_turn(t, V: tl.constexpr):
+    """Return the cos, or sin, of both channels of a pair."""
+    if V.tables == "full":
+        return t[0], t[1]
+    else:
+        return t, t
+
+
+@triton.jit
+def zero_turn(V: tl.constexpr):
+    """Return zeros in the form that :func:`load_tables` and angles give cos and sin."""
+    BLOCK_N: tl.constexpr = V.block_n
+    BLOCK_C: tl.constexpr = V.block_c
+    zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
+    if V.tables == "full":
+        return zero, zero
+    else:
+        return zero
