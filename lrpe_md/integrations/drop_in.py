@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.call import Impl
 from .plans import EQUAL, MORE, Plan, Unlike, describe, flatten, relate, run_plan
 from .probing import find_plan, quietly
 from .sample_grids import Grids, find_grids, replace_on_grids
@@ -32,7 +33,7 @@ _EMPTY = inspect.Parameter.empty
 _FALL_BACK = object()
 
 
-def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
+def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
     """Return an equal function that runs our kernel, with the same signature.
 
     Args:
@@ -40,6 +41,7 @@ def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
             2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
             sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU,
             on a copy of its object.
+        impl: see :func:`lrpe_md.rotate`.
 
     Returns:
         A function with the attribute ``original``. Kinds of arguments (ranks, widths, dtypes, values of flags) are
@@ -56,9 +58,9 @@ def drop_in(function: Callable[..., Any]) -> Callable[..., Any]:
             f"function: expected one that rotates pairs of channels by tables of cos and sin, got {name}, which {found}"
         )
     if isinstance(found, _Probed):
-        return _replace(function, found)
+        return _replace(function, found, impl)
     grids, signature = found
-    return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults)
+    return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
 
 
 def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Signature]:
@@ -71,7 +73,7 @@ def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Si
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
             plan = probed.probe(key, (relation,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
-                probed.relation = relation
+                probed.key, probed.relation = key, relation
                 return probed
             failure = max(failure, plan, key=lambda e: e.depth)
     return failure
@@ -96,7 +98,8 @@ class _Probed:
     def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
         self.function, self.signature = function, signature
         self.plans: dict[Any, Plan | Unlike] = {}
-        self.relation = EQUAL  # of rows to tokens, which is tried first
+        self.key: tuple[Any, ...] = ()  # the kind of arguments that was found first
+        self.relation = EQUAL  # of its rows to tokens
 
     def find(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
         """Return the plan for a kind of arguments, probed when it first comes."""
@@ -266,7 +269,7 @@ def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any,
             options.append([1, 2, -1, -2])
         elif "pos" in name or "ids" in name:
             ids = [("integers", n, torch.int64) for n in (2, 1)]
-            options.append([*ids, ("tuple", *ids[:1] * 3)])
+            options.append([*ids, ("integers", 3, torch.int64, 2), ("tuple", *ids[:1] * 3)])
         else:
             options.append([None])
     return itertools.product(*options)
@@ -292,7 +295,7 @@ def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return values if used == len(kwargs) else None
 
 
-def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any]:
+def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
     signature = probed.signature
     owner = signature.owner
 
@@ -330,7 +333,7 @@ def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any
             return _FALL_BACK
         if not plan.autocast and torch.is_autocast_enabled(xs[0].device.type):
             return _FALL_BACK
-        return run_plan(plan, xs, leaves, offset)
+        return run_plan(plan, xs, leaves, offset, impl)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = _bind(signature, args, kwargs)
@@ -341,7 +344,7 @@ def _replace(function: Callable[..., Any], probed: _Probed) -> Callable[..., Any
         return function(*args, **kwargs)
 
     functools.update_wrapper(replacement, _forward(function), updated=())
-    replacement.original = function  # pyright: ignore[reportFunctionMemberAccess]
+    replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement
 
 

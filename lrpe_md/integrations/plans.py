@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
     repeated: axes of x along which a table may have one row for all.
-    fixed: (leaf, dimension, size) of dimensions that are neither tokens nor channels.
+    fixed: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
     """
 
     turns: tuple[Turn, ...]
@@ -101,7 +101,7 @@ def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
     if t.dtype == torch.bool:
         return ("unknown",)
     if not (t.is_floating_point() or t.is_complex()):
-        return ("integers", t.ndim, t.dtype)
+        return ("integers", t.ndim, t.dtype, *[operator.index(n) for n in t.shape[2:][-1:]])
     tail = t.shape[-1:]
     if not is_data and t.ndim > 1 and t.shape[-1] == 2:
         tail = t.shape[-3:] if t.ndim > 2 and t.shape[-2] == 2 else t.shape[-2:]
@@ -121,7 +121,7 @@ def flatten(value: Any) -> list[Tensor]:
 def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> tuple[str, ...] | None:
     """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
     for leaf, dim, size in plan.fixed:
-        if leaves[leaf].shape[dim] != size:
+        if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
     found = []
     for x, turn in zip(xs, plan.turns, strict=True):

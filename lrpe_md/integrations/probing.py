@@ -27,6 +27,7 @@ _OTHERS = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
+_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2))  # of tensors that a function may not read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 
@@ -117,14 +118,7 @@ class Probe:
     def run(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
         """Call the function and return its outputs."""
         inner = len(leaves) - self.num_owned
-        of_data, of_leaves = iter(xs), iter(leaves[:inner])
-        values = []
-        for entry in self.key:
-            found = list(described(entry))
-            if isinstance(entry, tuple) and entry[0] in ("owned", "settings"):
-                continue
-            values.append(rebuild(entry, of_data if found and found[0][0] == "data" else of_leaves, self.offset))
-        out = self.call(values, leaves[inner:])
+        out = self.call(self.arguments(xs, leaves), leaves[inner:])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
         if not all(o is None or isinstance(o, Tensor) for o in items):
@@ -135,6 +129,16 @@ class Probe:
             raise Unlike(1, f"returns shapes {got} for inputs of {', '.join(str(tuple(x.shape)) for x in xs)}")
         self.form = kind, tuple(o is not None for o in items)
         return outs
+
+    def arguments(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Any]:
+        """Return the arguments of a call with these tensors."""
+        of_data, of_leaves = iter(xs), iter(leaves)
+        values = []
+        for entry in self.key:
+            if not (isinstance(entry, tuple) and entry and entry[0] in ("owned", "settings")):
+                is_data = any(e[0] == "data" for e in described(entry))
+                values.append(rebuild(entry, of_data if is_data else of_leaves, self.offset))
+        return values
 
     def inputs(self, sizes: Sizes, seed: int, like_key: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """Return random tensors of these sizes, float32 or in the dtypes of the key."""
@@ -647,17 +651,11 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if set(layout.relations) != {EQUAL} and any(token_axis(t, probe.num_axes) != layout.token for t in turns):
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    fixed = {
-        (leaf, dim, -layout.labels[leaf][dim])
-        for t in turns
-        for leaf, dims in t.sources
-        for dim, source in enumerate(dims[: len(layout.labels[leaf]) - len(probe.leaves[leaf][3:])])
-        if source is None and probe.leaves[leaf][0] == "table" and layout.labels[leaf][dim] < 0
-    }
     float32 = (torch.float32,) * len(turns)
-    plan = Plan(turns, layout.relations, probe.form, float32, (), tuple(sorted(fixed)))
+    plan = Plan(turns, layout.relations, probe.form, float32)
     axes = _AXES[probe.num_axes]
     compare(probe, plan, layout.sizes(axes))
+    plan = plan._replace(fixed=find_fixed(probe, plan, layout))
     for other in _OTHERS[probe.num_axes]:
         compare(probe, plan, layout.sizes(other))
     if probe.offset is not None:
@@ -673,6 +671,33 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
             plan = wider if compare(probe, wider, layout.sizes(axes, single=axis)) else plan
     plan = plan._replace(detach=compare_gradients(probe, plan, layout.sizes(axes)))
     return with_dtypes(probe, plan, layout.sizes(axes))
+
+
+def find_fixed(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
+    """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
+    sources = {leaf: dims for turn in plan.turns for leaf, dims in turn.sources}
+    positions = {s[1] for dims in sources.values() for s in dims if isinstance(s, tuple)}
+    sizes, fixed = layout.sizes(_AXES[probe.num_axes]), []
+    for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
+        count = len(labels) - len(entry[3:])
+        if entry[0] == "owned" or leaf in positions:
+            continue
+        if leaf in sources:
+            several = [(leaf, dim, labels[dim]) for dim in range(count) if sources[leaf][dim] is None]
+            if any(label >= 0 for _, _, label in several):
+                raise Unlike(0, "takes tables of another shape")
+            fixed += several
+        elif not all(_is_indifferent(probe, plan, sizes, leaf, (*n[:count], *entry[3:])) for n in _ANY_SHAPES):
+            fixed += [(leaf, dim, labels[dim]) for dim in range(count)]
+    return tuple(fixed)
+
+
+def _is_indifferent(probe: Probe, plan: Plan, sizes: Sizes, leaf: int, shape: tuple[int, ...]) -> bool:
+    """Say whether the function does the same with another shape of a leaf that it does not read."""
+    leaves = (*sizes.leaves[:leaf], shape, *sizes.leaves[leaf + 1 :])
+    with suppress(Unlike):
+        return compare(probe, plan, sizes._replace(leaves=leaves))
+    return False
 
 
 def token_axis(turn: Turn, num_axes: int) -> int:

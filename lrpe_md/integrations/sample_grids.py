@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.call import Impl
 from ..functional import rotate
 from .probing import quietly
 
@@ -49,13 +50,13 @@ def _agrees(function: Callable[..., Any], found: Grids, head_dim: int) -> bool:
     x, sizes, table = args[found.x], args[found.sizes], args[found.table]
     try:
         expected = function(*[args[i] for i in range(3)])
-        ours = turn_on_grids(x, sizes.tolist(), table)
+        ours = turn_on_grids(x, sizes.tolist(), table, "reference")
     except Exception:  # whatever somebody else's function raises
         return False
     return isinstance(expected, Tensor) and expected.shape == x.shape and torch.allclose(ours, expected.float(), atol=1e-5)
 
 
-def turn_on_grids(x: Tensor, sizes: list[list[int]], table: Tensor) -> Tensor:
+def turn_on_grids(x: Tensor, sizes: list[list[int]], table: Tensor, impl: Impl) -> Tensor:
     """Rotate the first tokens of each sample, which are a grid (T, H, W) in this order; the rest pass."""
     width = table.shape[1]
     parts = table.split([width - 2 * (width // 3), width // 3, width // 3], dim=1)
@@ -67,12 +68,16 @@ def turn_on_grids(x: Tensor, sizes: list[list[int]], table: Tensor) -> Tensor:
             for axis, (part, n) in enumerate(zip(parts, each, strict=True))
         ]
         sample = heads_first if same else heads_first[i : i + 1]
-        outs.append(rotate(sample, tables=torch.cat(rows, -1).flatten(0, 2), pairs="interleaved"))
+        outs.append(rotate(sample, tables=torch.cat(rows, -1).flatten(0, 2), pairs="interleaved", impl=impl))
     return torch.cat(outs).transpose(1, 2) if len(outs) > 1 else outs[0].transpose(1, 2)
 
 
 def replace_on_grids(
-    function: Callable[..., Any], found: Grids, bind: Callable[..., list[Any] | None], defaults: tuple[Any, ...]
+    function: Callable[..., Any],
+    found: Grids,
+    bind: Callable[..., list[Any] | None],
+    defaults: tuple[Any, ...],
+    impl: Impl,
 ) -> Callable[..., Any]:
     """Return the function in place of one that :func:`find_grids` knows."""
     dtypes: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
@@ -99,7 +104,7 @@ def replace_on_grids(
             return function(*args, **kwargs)
         dtype = out_dtype(x, table)
         wide = x.to(dtype) if dtype.itemsize > x.dtype.itemsize else x
-        return turn_on_grids(wide, sizes.tolist(), table).to(dtype)
+        return turn_on_grids(wide, sizes.tolist(), table, impl).to(dtype)
 
     replacement.original = function  # pyright: ignore[reportAttributeAccessIssue]
     return replacement
