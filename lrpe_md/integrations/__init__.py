@@ -4,12 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .drop_ins import drop_in as drop_in
     from .exchange import adapt_rotary as adapt_rotary
     from .exchange import restore_rotary as restore_rotary
+    from .recognition import recognise as recognise
     from .timm import adapt as adapt
 
 _PLACES = {
-    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    "adapt": ".timm", "drop_in": ".drop_ins", "recognise": ".recognition", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
     **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
 }  # fmt: skip
 

@@ -341,7 +341,8 @@ def find_distance(out: Tensor, span: tuple[int, int]) -> int:
     start, stop = span
     hit = out.flatten(0, -2).any(0).nonzero().flatten().tolist()
     if len(hit) == 1:
-        raise Unlike(4, "scales channels, without turning pairs of them")
+        does = "scales" if hit[0] == start else "moves"
+        raise Unlike(4, f"{does} channels, without turning pairs of them")
     distance = hit[1] - hit[0] if len(hit) == 2 else 0
     if not distance or hit[0] != start or (stop - start) % (2 * distance):
         raise Unlike(
@@ -482,7 +483,9 @@ def _read_heads(codes: Codes, head: int, leaves: list[Tensor], shape: Any) -> tu
     sources: dict[int, tuple[Any, ...]] = {}
     begins: dict[int, set[int]] = {}  # axis -> its first row, less its first token
     entries = [_find_entries(t, leaves, (box, begins), sources) for t in (cos, sin)]
-    by_pair = [[[e for e, f in zip(each, first, strict=True) if f == which] for which in (True, False)] for each in entries]
+    by_pair = [
+        [[e for e, f in zip(each, first, strict=True) if f == which] for which in (True, False)] for each in entries
+    ]
     per_pair = all(one == two for one, two in by_pair)
     inverse = bool(signs.all())
     if signs.any() and not inverse and (per_pair or not _are_matrices(*by_pair[1], leaves)):

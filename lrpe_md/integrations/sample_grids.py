@@ -53,7 +53,9 @@ def _agrees(function: Callable[..., Any], found: Grids, head_dim: int) -> bool:
         ours = turn_on_grids(x, sizes.tolist(), table, "reference")
     except Exception:  # whatever somebody else's function raises
         return False
-    return isinstance(expected, Tensor) and expected.shape == x.shape and torch.allclose(ours, expected.float(), atol=1e-5)
+    return (
+        isinstance(expected, Tensor) and expected.shape == x.shape and torch.allclose(ours, expected.float(), atol=1e-5)
+    )
 
 
 def turn_on_grids(x: Tensor, sizes: list[list[int]], table: Tensor, impl: Impl) -> Tensor:
@@ -95,8 +97,10 @@ def replace_on_grids(
     @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = bind(args, kwargs)
-        if values is None or torch.compiler.is_compiling() or any(
-            value is not default for value, default in zip(values[3:], defaults[3:], strict=True)
+        if (
+            values is None
+            or torch.compiler.is_compiling()
+            or any(value is not default for value, default in zip(values[3:], defaults[3:], strict=True))
         ):
             return function(*args, **kwargs)
         x, sizes, table = values[found.x], values[found.sizes], values[found.table]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lrpe_md.integrations import plans, probing
-from lrpe_md.integrations.drop_in import drop_in
+from lrpe_md.integrations import drop_in
 
 __all__ = ["Row", "functions", "try_function"]
 

@@ -158,7 +158,9 @@ def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature,
     )  # fmt: skip
     open_ones = [i for i, p in enumerate(named) if p.default is _EMPTY or p.default is None]
     data = {i for i in open_ones if _DATA.fullmatch(named[i].name)}
-    tables = {i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name}
+    tables = {
+        i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name
+    }
     required = {i for i in open_ones if named[i].default is _EMPTY}
     owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
     owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
