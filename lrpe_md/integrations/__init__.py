@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .timm import adapt as adapt
 
 _PLACES = {
-    "adapt": ".timm", "drop_in": ".drop_ins", "recognise": ".recognition", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    "drop_in": ".drop_ins", "recognise": ".recognition",
     **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
 }  # fmt: skip
 

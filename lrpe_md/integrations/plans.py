@@ -92,7 +92,9 @@ def describe(value: Any, is_data: bool) -> Any:
         return (type(value).__name__, *[describe(v, is_data) for v in value])
     if isinstance(value, int) and not isinstance(value, bool):
         return operator.index(value)  # also where it is symbolic
-    if value is None or isinstance(value, (bool, float, str, torch.dtype)):
+    if isinstance(value, (bool, float)):
+        return ("value", type(value).__name__, value)  # as a key, 1 == 1.0 == True
+    if value is None or isinstance(value, (str, torch.dtype)):
         return value
     return ("unknown",)
 

@@ -27,7 +27,7 @@ _OTHERS = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2))  # of tensors that a function may not read
+_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that a function may not read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 
@@ -84,6 +84,8 @@ def rebuild(entry: Any, tensors: Iterator[Tensor], offset: int | None) -> Any:
         return next(tensors)
     if entry[0] == "offset":
         return offset
+    if entry[0] == "value":
+        return entry[2]
     if entry[0] not in ("tuple", "list"):
         raise Unlike(0, "takes an argument that is neither a tensor nor a number")
     values = [rebuild(e, tensors, offset) for e in entry[1:]]

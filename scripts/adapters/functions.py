@@ -2,8 +2,9 @@
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-Every function and static method of their model files whose name looks rotary is tried. One that is taken is called with
-the kinds of arguments that it was found to take, at other sizes, in float32 and bfloat16, and compared with the original.
+Every function and static method of their model files whose name looks rotary is tried. One that is taken is called
+with the kinds of arguments that it was found to take, at other sizes, in float32 and bfloat16, and compared with the
+original.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lrpe_md.integrations import plans, probing
-from lrpe_md.integrations import drop_in
+from lrpe_md.integrations import drop_in, plans, probing
 
 __all__ = ["Row", "functions", "try_function"]
 
