@@ -1,6 +1,6 @@
-"""Rotary functions as other code bases write them, re-implemented from their formulas: each with arguments for a call.
+"""Rotary functions as other code bases write them, re-implemented from their formulas, each with arguments for a call.
 
-``CALLS`` lists (name, function, arguments, keyword arguments). Tensors are small; sizes of batch, heads and tokens differ.
+Tensors are small, and the sizes of batch, heads and tokens differ.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def wan(x, grid_sizes, freqs):
     return torch.stack(out).float()
 
 
-# --- classes -----------------------------------------------------------------------------------------------------------
+# --- classes -----------------------------------------------------------------------------------------------------
 
 
 class TorchtuneRotary(nn.Module):
@@ -301,7 +301,7 @@ class Attention(nn.Module):
         return dinov3_with_prefix(q, k, rope)
 
 
-# --- calls -------------------------------------------------------------------------------------------------------------
+# --- calls -------------------------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):

@@ -4,12 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .drop_ins import drop_in as drop_in
+    from .recognition import recognise as recognise
     from .rotary import adapt_rotary as adapt_rotary
     from .rotary import restore_rotary as restore_rotary
     from .timm import adapt as adapt
 
 _PLACES = {
     "adapt": ".timm", **dict.fromkeys(("adapt_rotary", "restore_rotary"), ".rotary"),
+    "drop_in": ".drop_ins", "recognise": ".recognition",
     **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
 }  # fmt: skip
 

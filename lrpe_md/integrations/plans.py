@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
     repeated: axes of x along which a table may have one row for all.
-    fixed: (leaf, dimension, size) of dimensions that are neither tokens nor channels.
+    fixed: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
     """
 
     turns: tuple[Turn, ...]
@@ -92,12 +92,16 @@ def describe(value: Any, is_data: bool) -> Any:
         return (type(value).__name__, *[describe(v, is_data) for v in value])
     if isinstance(value, int) and not isinstance(value, bool):
         return operator.index(value)  # also where it is symbolic
-    if value is None or isinstance(value, (bool, float, str, torch.dtype)):
+    if isinstance(value, (bool, float)):
+        return ("value", type(value).__name__, value)  # as a key, 1 == 1.0 == True
+    if value is None or isinstance(value, (str, torch.dtype)):
         return value
     return ("unknown",)
 
 
 def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
+    if t.dtype == torch.bool:
+        return ("unknown",)
     if not (t.is_floating_point() or t.is_complex()):
         few = t.shape[-1:] if t.ndim > 2 and t.shape[-1] < 5 else ()  # coordinates of a token
         return ("integers", t.ndim, t.dtype, *[operator.index(n) for n in few])
@@ -117,21 +121,22 @@ def flatten(value: Any) -> list[Tensor]:
 # --- a call by a plan ---------------------------------------------------------------------------------------------
 
 
-def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> tuple[str, ...] | None:
+def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> tuple[str, ...] | None:
     """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
     for leaf, dim, size in plan.fixed:
-        if leaves[leaf].shape[dim] != size:
+        if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
     found = []
     for x, turn in zip(xs, plan.turns, strict=True):
-        relation = _relate(plan, turn, x, leaves)
+        relation = _relate(plan, turn, x, (leaves, offset))
         if relation is None:
             return None
         found.append(relation)
     return tuple(found)
 
 
-def _relate(plan: Plan, turn: Turn, x: Tensor, leaves: list[Tensor]) -> str | None:
+def _relate(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> str | None:
+    leaves, offset = others
     sizes = _sizes(turn, x)
     token, relation = max([a for a in turn.axes if a < x.ndim - 1]), EQUAL
     for leaf, dims in turn.sources:
@@ -147,7 +152,7 @@ def _relate(plan: Plan, turn: Turn, x: Tensor, leaves: list[Tensor]) -> str | No
             rows, tokens = leaves[leaf].shape[dim], sizes[source]
             if rows == tokens or (rows == 1 and source in plan.repeated):
                 continue
-            if source != token:
+            if source != token or (turn.rows == "offset" and not 0 <= offset <= rows - tokens):
                 return None
             relation = MORE if rows > tokens else FEWER
     return relation
@@ -236,6 +241,8 @@ def _arrange(plan: Plan, turn: Turn, x: Tensor, others_given: tuple[list[Tensor]
     elif turn.rows == "end" and token not in plan.repeated:
         prefix = sizes[token] - varying[token]
     cos, sin = (_lay_table(table, turn, leaves, axes, rows) for table in (turn.cos, turn.sin))
+    if cos.shape != sin.shape:
+        cos, sin = torch.broadcast_tensors(cos, sin)
     if turn.angles:
         cos, sin = cos.to(_wide(cos)).cos(), sin.to(_wide(sin)).sin()
     if varying[token] == 1 != sizes[token] and token in plan.repeated:

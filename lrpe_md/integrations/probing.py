@@ -27,6 +27,7 @@ _OTHERS = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
+_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that a function may not read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 
@@ -83,6 +84,8 @@ def rebuild(entry: Any, tensors: Iterator[Tensor], offset: int | None) -> Any:
         return next(tensors)
     if entry[0] == "offset":
         return offset
+    if entry[0] == "value":
+        return entry[2]
     if entry[0] not in ("tuple", "list"):
         raise Unlike(0, "takes an argument that is neither a tensor nor a number")
     values = [rebuild(e, tensors, offset) for e in entry[1:]]
@@ -117,14 +120,7 @@ class Probe:
     def run(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
         """Call the function and return its outputs."""
         inner = len(leaves) - self.num_owned
-        of_data, of_leaves = iter(xs), iter(leaves[:inner])
-        values = []
-        for entry in self.key:
-            found = list(described(entry))
-            if found and found[0][0] == "owned":
-                continue
-            values.append(rebuild(entry, of_data if found and found[0][0] == "data" else of_leaves, self.offset))
-        out = self.call(values, leaves[inner:])
+        out = self.call(self.arguments(xs, leaves), leaves[inner:])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
         if not all(o is None or isinstance(o, Tensor) for o in items):
@@ -136,14 +132,25 @@ class Probe:
         self.form = kind, tuple(o is not None for o in items)
         return outs
 
+    def arguments(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Any]:
+        """Return the arguments of a call with these tensors."""
+        of_data, of_leaves = iter(xs), iter(leaves)
+        values = []
+        for entry in self.key:
+            if not (isinstance(entry, tuple) and entry and entry[0] in ("owned", "settings")):
+                is_data = any(e[0] == "data" for e in described(entry))
+                values.append(rebuild(entry, of_data if is_data else of_leaves, self.offset))
+        return values
+
     def inputs(self, sizes: Sizes, seed: int, like_key: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """Return random tensors of these sizes, float32 or in the dtypes of the key."""
         g = torch.Generator().manual_seed(seed)
         xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(sizes.xs, self.data, strict=True)]
         leaves = []
-        for e, shape in zip(self.leaves, sizes.leaves, strict=True):
+        for e, shape in zip(self.leaves, map(torch.Size, sizes.leaves), strict=True):
             if e[0] == "integers":
-                leaves.append(torch.rand(shape, generator=g).flatten().argsort().reshape(shape).to(e[2]) % 5)
+                mixed = torch.rand(shape, generator=g).flatten().argsort() % 5 + (shape.numel() == 1) * (1 + seed % 3)
+                leaves.append(mixed.reshape(shape).to(e[2]))
             else:
                 parts = torch.rand(*shape, 2, generator=g) * 2 - 1
                 leaves.append(torch.view_as_complex(parts) if e[2].is_complex else parts[..., 0])
@@ -336,7 +343,8 @@ def find_distance(out: Tensor, span: tuple[int, int]) -> int:
     start, stop = span
     hit = out.flatten(0, -2).any(0).nonzero().flatten().tolist()
     if len(hit) == 1:
-        raise Unlike(4, "scales channels, without turning pairs of them")
+        does = "scales" if hit[0] == start else "moves"
+        raise Unlike(4, f"{does} channels, without turning pairs of them")
     distance = hit[1] - hit[0] if len(hit) == 2 else 0
     if not distance or hit[0] != start or (stop - start) % (2 * distance):
         raise Unlike(
@@ -477,7 +485,9 @@ def _read_heads(codes: Codes, head: int, leaves: list[Tensor], shape: Any) -> tu
     sources: dict[int, tuple[Any, ...]] = {}
     begins: dict[int, set[int]] = {}  # axis -> its first row, less its first token
     entries = [_find_entries(t, leaves, (box, begins), sources) for t in (cos, sin)]
-    by_pair = [[[e for e, f in zip(each, first, strict=True) if f == which] for which in (True, False)] for each in entries]
+    by_pair = [
+        [[e for e, f in zip(each, first, strict=True) if f == which] for which in (True, False)] for each in entries
+    ]
     per_pair = all(one == two for one, two in by_pair)
     inverse = bool(signs.all())
     if signs.any() and not inverse and (per_pair or not _are_matrices(*by_pair[1], leaves)):
@@ -646,19 +656,17 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if set(layout.relations) != {EQUAL} and any(token_axis(t, probe.num_axes) != layout.token for t in turns):
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    fixed = {
-        (leaf, dim, -layout.labels[leaf][dim])
-        for t in turns
-        for leaf, dims in t.sources
-        for dim, source in enumerate(dims[: len(layout.labels[leaf]) - len(probe.leaves[leaf][3:])])
-        if source is None and probe.leaves[leaf][0] == "table" and layout.labels[leaf][dim] < 0
-    }
     float32 = (torch.float32,) * len(turns)
-    plan = Plan(turns, layout.relations, probe.form, float32, (), tuple(sorted(fixed)))
+    plan = Plan(turns, layout.relations, probe.form, float32)
     axes = _AXES[probe.num_axes]
     compare(probe, plan, layout.sizes(axes))
+    plan = plan._replace(fixed=find_fixed(probe, plan, layout))
     for other in _OTHERS[probe.num_axes]:
         compare(probe, plan, layout.sizes(other))
+    if probe.offset is not None:
+        probe.offset = 2
+        compare(probe, plan, layout.sizes(axes))
+        probe.offset = 1
     if len(turns) > 1 and probe.num_axes == 3:
         for axis in {1, 2} - {*turns[0].axes, layout.token}:
             compare(probe, plan, layout.sizes(axes, shared=axis))
@@ -668,6 +676,33 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
             plan = wider if compare(probe, wider, layout.sizes(axes, single=axis)) else plan
     plan = plan._replace(detach=compare_gradients(probe, plan, layout.sizes(axes)))
     return with_dtypes(probe, plan, layout.sizes(axes))
+
+
+def find_fixed(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
+    """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
+    sources = {leaf: dims for turn in plan.turns for leaf, dims in turn.sources}
+    positions = {s[1] for dims in sources.values() for s in dims if isinstance(s, tuple)}
+    sizes, fixed = layout.sizes(_AXES[probe.num_axes]), []
+    for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
+        count = len(labels) - len(entry[3:])
+        if entry[0] == "owned" or leaf in positions:
+            continue
+        if leaf in sources:
+            several = [(leaf, dim, labels[dim]) for dim in range(count) if sources[leaf][dim] is None]
+            if any(label >= 0 for _, _, label in several):
+                raise Unlike(0, "takes tables of another shape")
+            fixed += several
+        elif not all(_is_indifferent(probe, plan, sizes, leaf, (*n[:count], *entry[3:])) for n in _ANY_SHAPES):
+            fixed += [(leaf, dim, labels[dim]) for dim in range(count)]
+    return tuple(fixed)
+
+
+def _is_indifferent(probe: Probe, plan: Plan, sizes: Sizes, leaf: int, shape: tuple[int, ...]) -> bool:
+    """Say whether the function does the same with another shape of a leaf that it does not read."""
+    leaves = (*sizes.leaves[:leaf], shape, *sizes.leaves[leaf + 1 :])
+    with suppress(Unlike):
+        return compare(probe, plan, sizes._replace(leaves=leaves))
+    return False
 
 
 def token_axis(turn: Turn, num_axes: int) -> int:
@@ -682,7 +717,7 @@ def compare(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
         expected = probe.run(xs, leaves)
     except Exception:  # the function does not take them
         return False
-    if relate(plan, xs, leaves) != plan.relations:
+    if relate(plan, xs, leaves, probe.offset or 0) != plan.relations:
         return False
     found = flatten(run_plan(plan, xs, leaves, probe.offset or 0, "reference"))
     if not all(is_close(a, b, 2e-5) for a, b in zip(found, expected, strict=True)):

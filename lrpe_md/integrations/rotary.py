@@ -84,7 +84,7 @@ def _is_candidate(function: Any) -> bool:
 
 @functools.cache
 def _take(function: Any, impl: Impl) -> Taken:
-    from .drop_in import drop_in
+    from .drop_ins import drop_in
 
     try:
         return Taken(drop_in(function, impl=impl), None)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..engine.call import Impl
 from .plans import EQUAL, MORE, Plan, Unlike, describe, flatten, relate, run_plan
 from .probing import find_plan, quietly
+from .sample_grids import Grids, find_grids, replace_on_grids
 
 __all__ = ["drop_in"]
 
@@ -56,25 +57,30 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         raise TypeError(
             f"function: expected one that rotates pairs of channels by tables of cos and sin, got {name}, which {found}"
         )
-    return _replace(function, found, impl)
+    if isinstance(found, _Probed):
+        return _replace(function, found, impl)
+    grids, signature = found
+    return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
 
 
-def _search(function: Callable[..., Any]) -> _Probed | Unlike:
+def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Signature]:
     """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
     failure = Unlike(-1, "takes no tensors that look like q, k and tables")
     for signature, keys in _read_signatures(function):
+        if signature.owner is None and (grids := find_grids(function, signature.names, signature.defaults)):
+            return grids, signature
         probed = _Probed(function, signature)
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
             plan = probed.probe(key, (relation,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
-                probed.relation = relation
+                probed.key, probed.relation = key, relation
                 return probed
             failure = max(failure, plan, key=lambda e: e.depth)
     return failure
 
 
 class _Signature(NamedTuple):
-    """The parameters of a function; which of them are turned; which tensors of its object it may read."""
+    """The parameters of a function; which of them are turned; what it may read of its object: tensors and settings."""
 
     names: tuple[str, ...]
     defaults: tuple[Any, ...]
@@ -83,6 +89,7 @@ class _Signature(NamedTuple):
     offsets: frozenset[int]
     owner: Any = None
     attributes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 class _Probed:
@@ -91,7 +98,8 @@ class _Probed:
     def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
         self.function, self.signature = function, signature
         self.plans: dict[Any, Plan | Unlike] = {}
-        self.relation = EQUAL  # of rows to tokens, which is tried first
+        self.key: tuple[Any, ...] = ()  # the kind of arguments that was found first
+        self.relation = EQUAL  # of its rows to tokens
 
     def find(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
         """Return the plan for a kind of arguments, probed when it first comes."""
@@ -150,14 +158,16 @@ def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature,
     )  # fmt: skip
     open_ones = [i for i, p in enumerate(named) if p.default is _EMPTY or p.default is None]
     data = {i for i in open_ones if _DATA.fullmatch(named[i].name)}
-    tables = {i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name}
+    tables = {
+        i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name
+    }
     required = {i for i in open_ones if named[i].default is _EMPTY}
     owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
     owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
     if owner is not None and not inspect.isclass(owner) and (found := _own_tensors(owner)):
         owners.append((owner, found))
     for (at, attributes), (turned, read) in itertools.product(owners, _roles(data, tables, required)):
-        signature = base._replace(data=frozenset(turned), owner=at, attributes=attributes)
+        signature = base._replace(data=frozenset(turned), owner=at, attributes=attributes, settings=_settings(at))
         yield signature, list(_first_keys(signature, turned, read, required))
 
 
@@ -173,6 +183,12 @@ def _own_tensors(owner: Any) -> tuple[str, ...]:
     return tuple(
         n for n, t in held.items() if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.ndim > 1
     )
+
+
+def _settings(owner: Any) -> tuple[str, ...]:
+    """The names of the numbers, flags and strings that an object holds."""
+    held = vars(owner) if hasattr(owner, "__dict__") and not inspect.isclass(owner) else {}
+    return tuple(name for name, value in held.items() if isinstance(value, (bool, int, float, str)))
 
 
 def _roles(data: set[int], tables: set[int], required: set[int]) -> Iterator[tuple[set[int], set[int]]]:
@@ -208,17 +224,21 @@ def _first_keys(
                 entries.append(next(of_tables))
             else:
                 entries.append(next(of_rest) if i in rest else describe(default, False))
-        yield (*entries, *_describe_owned(signature))
+        yield (*entries, *_describe_owner(signature))
 
 
-def _describe_owned(signature: _Signature) -> list[tuple[Any, ...]]:
-    held = [getattr(signature.owner, name) for name in signature.attributes]
-    return [("owned", tuple(t.shape), t.dtype) for t in held]
+def _describe_owner(signature: _Signature) -> list[tuple[Any, ...]]:
+    """Return what a plan depends on of a function's object."""
+    found: list[tuple[Any, ...]] = []
+    for name in signature.attributes:
+        t = getattr(signature.owner, name)
+        found.append(("owned", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",))
+    return [*found, ("settings", *[describe(getattr(signature.owner, name), False) for name in signature.settings])]
 
 
 def _head_dims(signature: _Signature) -> list[int]:
     """Widths to try: those that tables of an object's own may be for."""
-    shapes = [entry[1] for entry in _describe_owned(signature)]
+    shapes = [entry[1] for entry in _describe_owner(signature) if entry[0] == "owned"]
     widths = [n * m for shape in shapes for n in shape[-2:] for m in (1, 2)]
     return sorted({n for n in widths if n % 2 == 0 and n > 2}) if shapes else [_HEAD_DIM]
 
@@ -251,7 +271,7 @@ def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any,
             options.append([1, 2, -1, -2])
         elif "pos" in name or "ids" in name:
             ids = [("integers", n, torch.int64) for n in (2, 1)]
-            options.append([*ids, ("tuple", *ids[:1] * 3)])
+            options.append([*ids, ("integers", 3, torch.int64, 2), ("tuple", *ids[:1] * 3)])
         else:
             options.append([None])
     return itertools.product(*options)
@@ -279,7 +299,7 @@ def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
     signature = probed.signature
-    owner, attributes = signature.owner, signature.attributes
+    owner = signature.owner
 
     def find(key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | None:
         found = probed.find(key, relations)
@@ -298,19 +318,19 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
                 continue
             key.append(describe(value, i in signature.data))
             (xs if i in signature.data else leaves).extend(flatten(value))
-        if attributes:
-            leaves.extend([getattr(owner, name) for name in attributes])
-            key.extend(_describe_owned(signature))
+        if owner is not None:
+            leaves.extend([getattr(owner, name) for name in signature.attributes])
+            key.extend(_describe_owner(signature))
         for relation in (MORE,) if offset else (probed.relation, EQUAL):
             plan = find(tuple(key), (relation,) * len(xs))
             if plan is not None:
                 break
         else:
             return _FALL_BACK
-        found = relate(plan, xs, leaves)
+        found = relate(plan, xs, leaves, offset)
         if found is not None and found != plan.relations:
             plan = find(tuple(key), found)
-            found = None if plan is None else relate(plan, xs, leaves)
+            found = None if plan is None else relate(plan, xs, leaves, offset)
         if plan is None or found != plan.relations:
             return _FALL_BACK
         if not plan.autocast and torch.is_autocast_enabled(xs[0].device.type):
@@ -326,7 +346,7 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         return function(*args, **kwargs)
 
     functools.update_wrapper(replacement, _forward(function), updated=())
-    replacement.original = function  # pyright: ignore[reportFunctionMemberAccess]
+    replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement
 
 
