@@ -12,6 +12,7 @@ from .call import CosSin, Layout, Spec
 
 __all__ = ["GivenTables", "check_tables", "take_tables"]
 
+COS, SIN = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -57,7 +58,10 @@ def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> Given
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
         got = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
         raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {got}")
-    return GivenTables(CosSin(tables[0], tables[1], inverse), number)
+    cos, sin = tables
+    if sin is None:
+        check_dense(SIN, sin, FORM)
+    return GivenTables(CosSin(cos, sin, inverse), number)
 
 
 def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
@@ -66,8 +70,8 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
     if sin is None:
         _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
     else:
-        _check_table("tables[0] (cos)", cos, spec, xs)
-        _check_table("tables[1] (sin)", sin, spec, xs)
+        _check_table(COS, cos, spec, xs)
+        _check_table(SIN, sin, spec, xs)
         if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(f"tables: expected cos and sin of one shape, got {given.cos_sin.shape} and {sin.shape}")
     num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]

@@ -37,7 +37,7 @@ from .reduce import launch_second_pass
 from .rows import add_product, round_product, subtract_product
 from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
-from .tables import load_tables, point_to_tables, split_turn, zero_turn
+from .tables import load_cos_sin, point_to_tables, split_turn, zero_turn
 from .tiles import (
     find_channels,
     first_channel,
@@ -341,7 +341,7 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_g = tl.where(m_g, o_g, 0)
     if V.tables != "none":
-        cos, sin = load_tables(given, o_g, m_g, V)
+        cos, sin = load_cos_sin(given, o_g, m_g, V)
     else:
         angles, half = form_angles(omega, positions, o_g, m_g, V)
         cos, sin = take_cos_sin(angles, half, V)

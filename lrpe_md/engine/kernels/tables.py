@@ -96,7 +96,7 @@ def split_last(x):
 
 
 @triton.jit
-def load_tables(tables, o_r, m_r, V: tl.constexpr):
+def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
     """Load cos and sin of rows o_r, 1 and 0 where m_r is False; with V.tables "full" both channels of each pair."""
     _, _, c0 = tables
     if V.tables == "pairs":
@@ -138,7 +138,7 @@ def split_turn(t, V: tl.constexpr):
 
 @triton.jit
 def zero_turn(V: tl.constexpr):
-    """Return zeros in the form that :func:`load_tables` and angles give cos and sin."""
+    """Return zeros in the form that :func:`load_cos_sin` and angles give cos and sin."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
