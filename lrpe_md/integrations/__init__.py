@@ -4,12 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention_adapter import adapt_attention as adapt_attention
+    from .attention_adapter import restore_attention as restore_attention
+    from .attention_adapter import set_positions as set_positions
     from .exchange import adapt_rotary as adapt_rotary
     from .exchange import restore_rotary as restore_rotary
     from .timm import adapt as adapt
 
 _PLACES = {
     "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    **dict.fromkeys(("adapt_attention", "restore_attention", "set_positions"), ".attention_adapter"),
     **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
 }  # fmt: skip
 
