@@ -165,45 +165,37 @@ class Copier:
         if not found and all(map(operator.is_, constants, code.co_consts)):
             return code
         names = {name: _publish(name, places) for name, places in found.items()}
-        return code.replace(
-            co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants)
-        )
+        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants))
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
         """Return where each name is found that stands for a function which is exchanged, wherever the code has it."""
         lookups, space = read_lookups(code), function.__globals__
-        found: dict[str, list[Place]] = {}
-        others = set(lookups.others)
+        places: list[tuple[str, Place | None]] = [(name, None) for name in lookups.others]
         for name in lookups.globals:
             value = space.get(name)
-            if value is None or isinstance(value, (type, ModuleType)):
-                continue
-            ours = self._take(value, function, depth)
-            if ours is None:
-                others.add(name)
-            else:
-                found[name] = [(space, ours)]
+            if value is not None and not isinstance(value, (type, ModuleType)):
+                ours = self._take(value, function, depth)
+                places.append((name, None if ours is None else (space, ours)))
         for kind, base, name in lookups.dotted:
             module = space.get(base) if kind == "global" else _cell(function, base) if kind == "cell" else None
-            if isinstance(module, ModuleType) and vars(module).get("__package__", "").partition(".")[0] != "torch":
-                self._add(found, others, name, module, function, depth)
-            else:
-                others.add(name)
-        for place, name in lookups.imports:
-            self._add(found, others, name, _imported(place, space), function, depth)
-        for name in others & found.keys():  # it stands for something else, too
-            del found[name]
+            is_taken = isinstance(module, ModuleType) and _package(vars(module)) != "torch"
+            places.append((name, self._take_of(module, name, function, depth) if is_taken else None))
+        for path, name in lookups.imports:
+            places.append((name, self._take_of(_imported(path, space), name, function, depth)))
+        found: dict[str, list[Place]] = {}
+        for name, place in places:
+            if place is not None:
+                found.setdefault(name, []).append(place)
+        for name, place in places:
+            if place is None:  # it stands for something else, too
+                found.pop(name, None)
         return found
 
-    def _add(
-        self, found: dict[str, list[Place]], others: set[str], name: str, module: Any, function: FunctionType, depth: int
-    ) -> None:
+    def _take_of(self, module: Any, name: str, function: FunctionType, depth: int) -> Place | None:
+        """Return where a module has a name, and what takes the place of its value; None for nothing."""
         space = {} if module is None else vars(module)
         ours = self._take(space[name], function, depth) if name in space else None
-        if ours is None:
-            others.add(name)
-        else:
-            found.setdefault(name, []).append((space, ours))
+        return None if ours is None else (space, ours)
 
     def _take(self, value: Any, caller: FunctionType, depth: int) -> Any:
         """Return what takes the place of a value, or None."""
@@ -272,7 +264,7 @@ def _publish(name: str, places: Sequence[Place]) -> str:
     number = 0
     while True:
         private = f"{_PRIVATE}{name}{number or ''}"
-        if all([holder.get(private, ours) is ours for holder, ours in places]):
+        if all(holder.get(private, ours) is ours for holder, ours in places):
             for holder, ours in places:
                 holder[private] = ours
             return private
@@ -312,7 +304,7 @@ def _copy_function(function: FunctionType, code: CodeType, closure: tuple[CellTy
 
 @functools.cache
 def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
-    """Return what a method looks up in its object, ``("rope", "rotate")`` for ``self.rope.rotate``, decorators aside."""
+    """Return what a method looks up in its object, ``("rope", "rotate")`` for ``self.rope.rotate``."""
     code = function.__code__
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
@@ -406,7 +398,7 @@ def _reduce(part: Any, protocol: Any) -> Any:
     return (_make_anew, (cls, *recipes[::-1]), *state)
 
 
-def _make_anew(cls: type, *recipes: Any) -> Any:
+def _make_anew(cls: Any, *recipes: Any) -> Any:
     for recipe in recipes:
         cls = recipe.derive(cls)
     return cls.__new__(cls)

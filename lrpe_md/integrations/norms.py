@@ -15,7 +15,12 @@ from ..norm import Norm, NormName
 __all__ = ["is_plain", "join_norms", "norm_of", "takes_norm"]
 
 _LIBRARIES: dict[str, tuple[tuple[str, NormName], ...]] = {  # known classes of each module
-    "timm.layers.norm": (("LayerNorm", "layer"), ("LayerNormFp32", "layer"), ("RmsNorm", "rms"), ("RmsNormFp32", "rms")),
+    "timm.layers.norm": (
+        ("LayerNorm", "layer"),
+        ("LayerNormFp32", "layer"),
+        ("RmsNorm", "rms"),
+        ("RmsNormFp32", "rms"),
+    ),
     "diffusers.models.normalization": (("RMSNorm", "rms"),),
     "transformers.models.qwen3.modeling_qwen3": (("Qwen3RMSNorm", "rms"),),
 }
@@ -114,8 +119,8 @@ def _kind(cls: type, forward: Any) -> NormName | None:
     """Return what a class computes, told by the code of its forward; None where that is not known."""
     if (cls, forward) not in _KINDS:
         code = getattr(forward, "__code__", None)
-        same = (kind for known, kind in _known() if code is not None and _formula(code) == _formula(known.__code__))
-        _KINDS[cls, forward] = next(same, None)
+        same: list[NormName] = [kind for known, kind in _known() if code and _formula(code) == _formula(known.__code__)]
+        _KINDS[cls, forward] = same[0] if same else None
     return _KINDS[cls, forward]
 
 

@@ -27,7 +27,13 @@ _OTHERS = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that a function may not read
+_ANY_SHAPES = (
+    (1, 1, 1, 1),
+    (4, 3, 2, 5),
+    (2, 7, 3, 2),
+    (3, 2, 4, 3),
+    (7, 4, 7, 4),
+)  # of tensors that a function may not read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 

@@ -35,6 +35,7 @@ from .copies import (
     read_own,
     restore_class,
 )  # fmt: skip
+from .drop_ins import drop_in
 
 __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
 
@@ -84,8 +85,6 @@ def _is_candidate(function: Any) -> bool:
 
 @functools.cache
 def _take(function: Any, impl: Impl) -> Taken:
-    from .drop_ins import drop_in
-
     try:
         return Taken(drop_in(function, impl=impl), None)
     except TypeError as error:
@@ -171,6 +170,7 @@ def _is_of(part: Any, library: str) -> bool:
 def parts(model: Any) -> dict[str, Any]:
     """Return all modules by name, and the other objects that they call: attention processors."""
     found: dict[str, Any] = {}
+    callables: dict[type, bool] = {Exchanged: False}
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = list(models_of(model).items())[::-1]
     while waiting:
@@ -181,7 +181,9 @@ def parts(model: Any) -> dict[str, Any]:
         found[path] = module
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
-            if isinstance(getattr(type(value), "__call__", None), FunctionType) and not isinstance(value, Exchanged):
+            if type(value) not in callables:
+                callables[type(value)] = isinstance(find_method(type(value), "__call__"), FunctionType)
+            if callables[type(value)]:
                 found[f"{prefix}{name}"] = value
         waiting += [(f"{prefix}{name}", child) for name, child in module._modules.items()][::-1]
     return found

@@ -8,9 +8,9 @@
     set_scaling(model, None)                                                  # as trained
     set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
 
-Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``), and
-those of other libraries whose tables of cos and sin follow from a formula that is known (:mod:`.table_modules`): timm's
-ViTs with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and what has the same rotary modules, vision towers of
+Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``),
+and those of other libraries whose cos and sin follow from a formula that is known (:mod:`.table_modules`): timm's ViTs
+with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and what has the same rotary modules, vision towers of
 transformers. Language models scale by their configuration.
 """
 

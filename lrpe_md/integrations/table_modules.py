@@ -1,8 +1,8 @@
 """Modules of other libraries that make cos and sin: their frequencies, to be scaled at run time (run_time.py).
 
-A module goes on making its tables. What ``set_scaling`` and ``set_places`` change is turned onto them: by the difference
-of the angles, which is exactly zero where nothing was changed. The frequencies and positions are those of a formula that
-is known for the module, and that was compared with its tables.
+A module goes on making its tables. What ``set_scaling`` and ``set_places`` change is turned onto them: by the
+difference of the angles, which is exactly zero where nothing was changed. The frequencies and positions are those of a
+formula that is known for the module, and that was compared with its tables.
 """
 
 from __future__ import annotations
@@ -273,8 +273,8 @@ def read_formula(path: str, module: nn.Module) -> Formula:
             if formula is not None and _agrees(formula, twin):
                 return formula
     raise UnknownTablesError(
-        f"{path}: expected a module whose tables are known, got {type(module).__name__}; language models scale by their "
-        "configuration (rope_parameters), other modules by their own frequencies"
+        f"{path}: expected a module whose tables are known, got {type(module).__name__}; language models scale by "
+        "their configuration (rope_parameters), other modules by their own frequencies"
     )
 
 

@@ -1,6 +1,6 @@
 """Commands that try ``adapt_rotary`` on whole libraries.
 
-    python -m scripts.adapters table --library timm > scripts/results/adapters/timm.csv
+python -m scripts.adapters table --library timm > scripts/results/adapters/timm.csv
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import test_rotary_models as models
 import test_text_models as text_models
 import torch
 import torch.distributed as dist
+from lrpe_md.scripts.adapters import trial_diffusers, trial_timm, trial_transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import CheckpointError
 from lrpe_md import Coordinates, Grid, RotateMd, adapt, adapt_rotary, rotate
 from lrpe_md.integrations import plans, restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
-from lrpe_md.scripts.adapters import trial_diffusers, trial_timm, trial_transformers
 
 BY_RULE = {"qwen image": "QwenImageTransformer2DModel", "skyreels": "SkyReelsV2Transformer3DModel"}  # of diffusers
 NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed", *BY_RULE]

@@ -8,7 +8,7 @@ import plain_models as plain
 import pytest
 import torch
 
-from lrpe_md.integrations import adapt_attention, restore_attention
+from lrpe_md.integrations import adapt_attention
 
 pytest.importorskip("timm")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lrpe_md.scripts.adapters import trial
 
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
-from lrpe_md.scripts.adapters import trial
 
 pytest.importorskip("diffusers")
 

@@ -191,4 +191,3 @@ def test_norms_that_are_not_known():
     assert [tuple(t.shape) for t in over.weight] == [(2, 4), (1, 4)]
     assert join_norms((known, None)) is None
     assert join_norms((known, known._replace(eps=1.0))) is None
-

@@ -5,16 +5,15 @@ import inspect
 
 import pytest
 import torch
+from lrpe_md.scripts.adapters import trial
 
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
-from lrpe_md.scripts.adapters import trial
 
 pytest.importorskip("diffusers")
 
 import diffusers
-
 from lrpe_md.scripts.adapters import trial_diffusers
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from functools import partial
 
 import pytest
 import torch

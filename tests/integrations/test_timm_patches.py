@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from lrpe_md.scripts.adapters import trial
 
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import restore_rotary
-from lrpe_md.scripts.adapters import trial
 
 timm = pytest.importorskip("timm", minversion="1.0.31")
 
@@ -134,4 +134,3 @@ def test_gemma4_without_fused_attention():
 
     stock = call(model)
     same(call(adapt_rotary(model)), stock)
-

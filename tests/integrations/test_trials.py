@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lrpe_md.scripts.adapters import trial
+from lrpe_md.scripts.adapters.__main__ import app
 from torch import nn
 from typer.testing import CliRunner
 
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import __main__ as command
 from lrpe_md.integrations import plans, restore_rotary
-from lrpe_md.scripts.adapters import trial
-from lrpe_md.scripts.adapters.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "scripts" / "results" / "adapters"
@@ -102,7 +102,9 @@ def test_refusals_are_few():
 def test_a_library_that_is_not_known():
     done = CliRunner().invoke(app, ["table", "--library", "keras"])
     assert done.exit_code == 2
-    assert "expected one of timm, diffusers, transformers, got 'keras'" in " ".join(done.output.replace("│", " ").split())
+    assert "expected one of timm, diffusers, transformers, got 'keras'" in " ".join(
+        done.output.replace("│", " ").split()
+    )
 
 
 def test_a_table_is_written_line_by_line():

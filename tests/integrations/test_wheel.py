@@ -238,7 +238,9 @@ def test_without_extras_the_library_runs_and_knows_no_model(bare, tmp_path):
         except TypeError as error:
             print(error)
     """
-    assert run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).startswith("model: expected one that calls functions which turn q")
+    assert run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).startswith(
+        "model: expected one that calls functions which turn q"
+    )
 
 
 def test_importing_costs_little_more_than_torch(bare, tmp_path):
