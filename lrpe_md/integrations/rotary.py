@@ -245,8 +245,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     changes = _plan(found, record)
     if not changes:
         raise TypeError(
-            f"model: expected one that calls functions which turn q and k by cos and sin, got {type(model).__module__}."
-            f"{type(model).__qualname__}{_reasons(record)}"
+            "model: expected one that calls a function to turn q and k by cos and sin, got "
+            f"{type(model).__module__}.{type(model).__qualname__}; {_reasons(record)}"
         )
     for change in changes.values():
         change.apply()
@@ -255,16 +255,20 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             name = (original_class(change.cls) or change.cls).__name__
             print(f"adapted: {path or 'model'} ({name}): {', '.join(exchanged_names(change.part))}")
         for name, reason in record.left().items():
-            print(f"left: {name}: {reason}")
+            print(f"left: {name}: {_say(reason)}")
     elif record.left():
         warnings.warn(f"adapt_rotary: left as in the original: {', '.join(record.left())}", stacklevel=2)
     return model
 
 
 def _reasons(record: Record) -> str:
-    if not record.refused:
-        return ", where none was found"
-    return ", where " + "; ".join(f"{name} is none: {reason}" for name, reason in record.left().items())
+    refused = [f"refused {name}, which {_say(reason)}" for name, reason in record.left().items()]
+    return "; ".join(refused) or "found no such function"
+
+
+def _say(reason: str) -> str:
+    """Return what a function does of the message that it is refused with."""
+    return reason.rpartition(", which ")[2]
 
 
 def _plan(found: dict[str, Any], record: Record) -> dict[str, Change]:

@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
-UNKNOWN = "none was found"
+UNKNOWN = "found no such function"
 BOUND = 1e-5  # of outputs and gradients, relative to the largest of each kind where that is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
 Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: nothing in it is rotary
@@ -207,7 +207,7 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def _say(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text.partition(", where ")[2] or text or type(error).__name__
+    return text.partition("; ")[2] or text or type(error).__name__
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
