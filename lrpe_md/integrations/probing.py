@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .plans import EQUAL, FEWER, MORE, Piece, Plan, Table, Turn, Unlike, flatten, relate, run_plan
+from .plans import EQUAL, FEWER, MORE, Piece, Plan, Table, Turn, Unlike, flatten, prepare, relate, run
 
 __all__ = ["Probe", "find_plan", "quietly"]
 
@@ -27,7 +27,13 @@ _OTHERS = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that a function may not read
+_ANY_SHAPES = (
+    (1, 1, 1, 1),
+    (4, 3, 2, 5),
+    (2, 7, 3, 2),
+    (3, 2, 4, 3),
+    (7, 4, 7, 4),
+)  # of tensors that a function may not read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 
@@ -719,13 +725,17 @@ def compare(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
         return False
     if relate(plan, xs, leaves, probe.offset or 0) != plan.relations:
         return False
-    found = flatten(run_plan(plan, xs, leaves, probe.offset or 0, "reference"))
+    found = run_plan(probe, plan, xs, leaves)
     if not all(is_close(a, b, 2e-5) for a, b in zip(found, expected, strict=True)):
         raise Unlike(5, "is a rotation for some sizes and values of its arguments, and not for others")
     large = probe.run([x * 1e3 for x in xs], leaves)
     if not all(is_close(a.float() / 1e3, b.float(), 1e-4) for a, b in zip(large, expected, strict=True)):
         raise Unlike(4, "is not linear in x")
     return True
+
+
+def run_plan(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    return flatten(run(prepare(plan, xs, leaves, probe.offset or 0), xs, leaves, "reference"))
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
@@ -741,7 +751,7 @@ def compare_gradients(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
     with torch.enable_grad():
         inputs = [t.requires_grad_() for t in (*xs, *[leaves[i] for i in used])]
         grads = []
-        for outs in (probe.run(xs, leaves), flatten(run_plan(plan, xs, leaves, probe.offset or 0, "reference"))):
+        for outs in (probe.run(xs, leaves), run_plan(probe, plan, xs, leaves)):
             if not all(o.requires_grad for o in outs):
                 raise Unlike(6, "passes no gradient to the tensors that it turns")
             weights = [torch.linspace(-1, 1, o.numel()).reshape(o.shape) for o in outs]
@@ -773,7 +783,7 @@ def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
     except Exception as e:
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
     plan = plan._replace(dtypes=tuple(o.dtype for o in outs))
-    found = flatten(run_plan(plan, xs, leaves, probe.offset or 0, "reference"))
+    found = run_plan(probe, plan, xs, leaves)
     if not all(is_close(a, b, 0.05) for a, b in zip(found, outs, strict=True)):
         raise Unlike(6, f"computes something else for {xs[0].dtype}")
     return plan._replace(autocast=[o.dtype for o in cast] == [o.dtype for o in outs])
