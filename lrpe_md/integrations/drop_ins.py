@@ -361,9 +361,9 @@ def _measure(signature: _Signature, values: Sequence[Any]) -> tuple[Any, list[Te
     leaves: list[Tensor] = []
     for i, value in enumerate(values):
         group = xs if i in signature.data else leaves
-        several = type(value) is tuple or type(value) is list
         sizes.append(type(value))
-        for each in value if several else (value,):
+        each: Any
+        for each in value if type(value) is tuple or type(value) is list else (value,):
             kind = type(each)
             if kind is Tensor or kind is nn.Parameter:
                 sizes += (each.shape, each.dtype, each.device)

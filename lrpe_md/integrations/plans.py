@@ -164,12 +164,12 @@ def _sizes(turn: Turn, x: Tensor) -> tuple[int, ...]:
 
 
 class _View(NamedTuple):
-    """How a table is viewed: the leaf, rows by positions, then an index, then an order of dimensions."""
+    """How a run of channels is viewed: rows of a leaf by positions, then an index, then an order of dimensions."""
 
     leaf: int
     is_complex: bool
     gathers: tuple[tuple[int, int], ...]
-    index: tuple[Any, ...] | None
+    at: tuple[Any, ...] | None
     order: tuple[int, ...] | None
     negated: bool
 
@@ -177,13 +177,13 @@ class _View(NamedTuple):
 class _Side(NamedTuple):
     """How one x is viewed as (B, H, N, D), what rotates it, and how the output is viewed as x was.
 
-    shape: with the heads as a dimension of their own. index: None for a new axis. tokens: their number where the tables
-    have one row for all, else 0.
+    shape: with the heads as a dimension of their own. insert: an index with None for each new dimension. tokens: their
+    number where the tables have one row for all, else 0.
     """
 
     shape: tuple[int, ...] | None
     order: tuple[int, ...] | None
-    index: tuple[Any, ...] | None
+    insert: tuple[Any, ...] | None
     shuffle: tuple[int, int] | None
     span: tuple[int, int]
     cos: tuple[_View, ...]
@@ -193,7 +193,7 @@ class _Side(NamedTuple):
     tokens: int
     by_head: bool
     options: dict[str, Any]
-    back_index: tuple[Any, ...] | None
+    remove: tuple[Any, ...] | None
     back_order: tuple[int, ...] | None
 
 
@@ -234,7 +234,7 @@ def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
     sizes = list(side.shape or x.shape)
     sizes = [sizes[i] for i in side.order] if side.order else sizes
     kept = iter(sizes)
-    return [1 if i is None else next(kept) for i in side.index] if side.index else sizes
+    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes
 
 
 def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:
@@ -264,20 +264,22 @@ def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor],
     rotary_dim = slice(start, stop) if start else stop if stop < width else None
     present = [a for a in axes if a is not None]
     order = tuple(present) if present != sorted(present) else None
-    index = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
+    insert = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
+    cos, sin = (tuple(_view_piece(p, turn, leaves, axes, rows) for p in table.pieces) for table in (turn.cos, turn.sin))
     return _Side(
         (*sizes, turn.heads) if turn.heads else None,
         None if order is None else (*order, len(order)),
-        index,
+        insert,
         turn.shuffle,
         turn.span,
-        *(tuple(_view_piece(p, turn, leaves, axes, rows) for p in table.pieces) for table in (turn.cos, turn.sin)),
+        cos,
+        sin,
         (turn.cos.alternating, turn.sin.alternating),
         turn.angles,
         last if varying[token] == 1 != last and token in plan.repeated else 0,
         varying.get(cast(int, axes[1]), 1) != 1,
         {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
-        None if index is None else tuple(0 if i is None else i for i in index),
+        None if insert is None else tuple(0 if i is None else i for i in insert),
         None if order is None else (*[order.index(a) for a in range(len(order))], len(order)),
     )
 
@@ -335,8 +337,8 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
         ys = rotate(*views, tables=(cos, sin), impl=impl, **side.options)
         for y in (ys,) if size == 1 else ys:
             i = len(outs)
-            if recipe.sides[i].back_index is not None:
-                y = y[recipe.sides[i].back_index]
+            if recipe.sides[i].remove is not None:
+                y = y[recipe.sides[i].remove]
             if recipe.sides[i].back_order is not None:
                 y = y.permute(recipe.sides[i].back_order)
             if recipe.sides[i].shape is not None:
@@ -358,8 +360,8 @@ def _view_x(side: _Side, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.unflatten(-1, side.shape[-2:])
     if side.order is not None:
         x = x.permute(side.order)
-    if side.index is not None:
-        x = x[side.index]
+    if side.insert is not None:
+        x = x[side.insert]
     if side.shuffle is not None:
         start, stop = side.span
         middle = x[..., start:stop].unflatten(-1, side.shuffle).mT.flatten(-2)
@@ -375,8 +377,8 @@ def _lay(views: tuple[_View, ...], alternating: bool, leaves: list[Tensor]) -> T
             t = torch.view_as_real(t.resolve_conj())
         for dim, positions in view.gathers:
             t = t[(*[slice(None)] * dim, leaves[positions])]
-        if view.index is not None:
-            t = t[view.index]
+        if view.at is not None:
+            t = t[view.at]
         if view.order is not None:
             t = t.permute(view.order)
         parts.append(-t if view.negated else t)

@@ -31,8 +31,8 @@ __all__ = [
     "quietly",
 ]
 
-_AXES = {1: (5,), 2: (3, 5), 3: (2, 3, 5)}  # sizes of x's axes in the first probe
-_OTHERS = {
+_AXES: dict[int, tuple[int, ...]] = {1: (5,), 2: (3, 5), 3: (2, 3, 5)}  # sizes of x's axes in the first probe
+_OTHERS: dict[int, list[tuple[int, ...]]] = {
     1: [(3,), (1,)],
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
@@ -118,10 +118,11 @@ class Probe:
         self.leaves = [e for e in tensors if e[0] in ("table", "integers")] + owned
         self.num_inner = len(self.leaves) - len(owned)
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
-        if len({e[1] for e in self.data}) != 1 or self.data[0][1] not in _AXES_OF or any(e[3] < 2 for e in self.data):
+        ranks = {e[1] for e in self.data}
+        self.num_axes = max(ranks, default=0) - 1
+        if len(ranks) != 1 or self.num_axes not in _AXES or any(e[3] < 2 for e in self.data):
             raise Unlike(0, "takes no tensors to turn, of 2, 3 or 4 dimensions")
-        self.num_axes: int = self.data[0][1] - 1
-        self.axes = _AXES[self.num_axes]
+        self.axes: tuple[int, ...] = _AXES[self.num_axes]
 
     def arguments(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Any]:
         """Return the arguments of a call with these tensors."""
@@ -155,9 +156,6 @@ class Probe:
                 parts = torch.rand(*shape, 2, generator=g) * 2 - 1
                 leaves.append(torch.view_as_complex(parts) if e[2].is_complex else parts[..., 0])
         return xs, leaves
-
-
-_AXES_OF = {n + 1: axes for n, axes in _AXES.items()}
 
 
 # --- sizes to try ---------------------------------------------------------------------------------------------------
@@ -579,7 +577,8 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: tuple[s
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
     """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
-    turns, axes = read_turns(probe, layout), probe.axes
+    turns = read_turns(probe, layout)
+    axes: tuple[int, ...] = probe.axes
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(max(a for a in t.axes if a < len(axes)) != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
@@ -594,9 +593,10 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         probe.offset = 2
         compare(probe, plan, sizes)
         probe.offset = 1
-    for axis in {1, 2} - {*turns[0].axes, layout.token} if len(turns) > 1 and len(axes) == 3 else ():
+    first = turns[0].axes
+    for axis in {1, 2} - {*first, layout.token} if len(turns) > 1 and len(axes) == 3 else ():
         compare(probe, plan, layout.sizes(axes, shared=axis))
-    for axis in [a for a in turns[0].axes if a < len(axes)]:
+    for axis in [a for a in first if a < len(axes)]:
         wider = plan._replace(repeated=(*plan.repeated, axis))
         with suppress(Unlike):
             plan = wider if compare(probe, wider, layout.sizes(axes, single=axis)) else plan
