@@ -129,10 +129,8 @@ class _Probed:
         if signature.owner is None:
             return self.function(*args, **kwargs)
         replaced = copy.copy(signature.owner)
-        if isinstance(replaced, nn.Module):
-            replaced.__dict__ = dict(replaced.__dict__)
-            for group in ("_parameters", "_buffers"):
-                replaced.__dict__[group] = dict(replaced.__dict__[group])
+        if hasattr(replaced, "__dict__"):  # what the function stores must not arrive in the object
+            vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
         for name, t in zip(signature.attributes, owned, strict=True):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
