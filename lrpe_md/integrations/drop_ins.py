@@ -12,14 +12,14 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.call import Impl
-from .plans import EQUAL, MORE, Plan, Unlike, describe, flatten, relate, run_plan
+from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, flatten, prepare, relate, run
 from .probing import find_plan, quietly
 from .sample_grids import Grids, find_grids, replace_on_grids
 
@@ -30,7 +30,9 @@ _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|valu
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
 _HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or whole
 _EMPTY = inspect.Parameter.empty
-_FALL_BACK = object()
+_MOST_RECIPES = 64  # of one function, kept from call to call
+_MISSING: Any = object()
+_CONSTANTS = (int, float, bool, str)
 
 
 def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
@@ -127,10 +129,8 @@ class _Probed:
         if signature.owner is None:
             return self.function(*args, **kwargs)
         replaced = copy.copy(signature.owner)
-        if isinstance(replaced, nn.Module):
-            replaced.__dict__ = dict(replaced.__dict__)
-            for group in ("_parameters", "_buffers"):
-                replaced.__dict__[group] = dict(replaced.__dict__[group])
+        if hasattr(replaced, "__dict__"):  # what the function stores must not arrive in the object
+            vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
         for name, t in zip(signature.attributes, owned, strict=True):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
@@ -284,7 +284,8 @@ def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Return the arguments in the order of the parameters; None for a call that the signature does not take."""
     if len(args) > signature.num_positional:
         return None
-    values, used = list(args), 0
+    values: list[Any] = list(args)
+    used = 0
     for i in range(len(args), len(signature.names)):
         name = signature.names[i]
         if name in kwargs:
@@ -299,7 +300,10 @@ def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
     signature = probed.signature
-    owner = signature.owner
+    defaults = signature.defaults
+    module = signature.owner if isinstance(signature.owner, nn.Module) else None
+    least = sum(default is _EMPTY for default in defaults)
+    recipes: dict[Any, Recipe | None] = {}
 
     def find(key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | None:
         found = probed.find(key, relations)
@@ -309,45 +313,104 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     # is traced, with what the trace knows as constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def turn(values: list[Any]) -> Any:
-        key, xs, leaves, offset = [], [], [], 0
-        for i, value in enumerate(values):
-            if i in signature.offsets and isinstance(value, int) and value:
-                key.append(("offset",))
-                offset = value
-                continue
-            key.append(describe(value, i in signature.data))
-            (xs if i in signature.data else leaves).extend(flatten(value))
-        if owner is not None:
-            leaves.extend([getattr(owner, name) for name in signature.attributes])
-            key.extend(_describe_owner(signature))
-        for relation in (MORE,) if offset else (probed.relation, EQUAL):
-            plan = find(tuple(key), (relation,) * len(xs))
-            if plan is not None:
-                break
-        else:
-            return _FALL_BACK
-        found = relate(plan, xs, leaves, offset)
-        if found is not None and found != plan.relations:
-            plan = find(tuple(key), found)
-            found = None if plan is None else relate(plan, xs, leaves, offset)
-        if plan is None or found != plan.relations:
-            return _FALL_BACK
-        if not plan.autocast and torch.is_autocast_enabled(xs[0].device.type):
-            return _FALL_BACK
-        return run_plan(plan, xs, leaves, offset, impl)
-
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        values = _bind(signature, args, kwargs)
-        if values is not None and not (isinstance(owner, nn.Module) and _is_changed(owner)):
-            out = turn(values)
-            if out is not _FALL_BACK:
-                return out
-        return function(*args, **kwargs)
+        if kwargs or not least <= len(args) <= signature.num_positional:
+            values = _bind(signature, args, kwargs)
+        else:
+            values = (*args, *defaults[len(args) :])
+        if values is None or (module is not None and _is_changed(module)):
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            xs, leaves = _split(signature, values)
+            recipe = _resolve(probed, find, values)
+        else:
+            sizes, xs, leaves = _measure(signature, values)
+            recipe = recipes.get(sizes, _MISSING)
+            if recipe is _MISSING:
+                recipe = _resolve(probed, find, values)
+                if sizes is not None:
+                    if len(recipes) >= _MOST_RECIPES:
+                        recipes.clear()
+                    recipes[sizes] = recipe
+        if recipe is None or not (recipe.autocast or not torch.is_autocast_enabled(xs[0].device.type)):
+            return function(*args, **kwargs)
+        return run(recipe, xs, leaves, impl)
 
     functools.update_wrapper(replacement, _forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement
+
+
+def _split(signature: _Signature, values: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that are turned, and all others."""
+    xs: list[Tensor] = []
+    leaves: list[Tensor] = []
+    for i, value in enumerate(values):
+        (xs if i in signature.data else leaves).extend(flatten(value))
+    if signature.owner is not None:
+        leaves.extend([getattr(signature.owner, name) for name in signature.attributes])
+    return xs, leaves
+
+
+def _measure(signature: _Signature, values: Sequence[Any]) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """Split the tensors, and return all that a recipe depends on; None for what is not worth keeping. Without calls."""
+    sizes: list[Any] = []
+    xs: list[Tensor] = []
+    leaves: list[Tensor] = []
+    for i, value in enumerate(values):
+        group = xs if i in signature.data else leaves
+        sizes.append(type(value))
+        each: Any
+        for each in value if type(value) is tuple or type(value) is list else (value,):
+            kind = type(each)
+            if kind is Tensor or kind is nn.Parameter:
+                sizes += (each.shape, each.dtype, each.device)
+                group.append(each)
+            elif each is None or kind in _CONSTANTS:
+                sizes += (kind, each)
+            else:
+                return None, *_split(signature, values)
+        if i in signature.offsets and values[i]:
+            return None, *_split(signature, values)
+    for name in signature.attributes:
+        each = getattr(signature.owner, name)
+        if not isinstance(each, Tensor):
+            return None, *_split(signature, values)
+        sizes += (each.shape, each.dtype, each.device)
+        leaves.append(each)
+    for name in signature.settings:
+        each = getattr(signature.owner, name)
+        if type(each) not in _CONSTANTS:
+            return None, *_split(signature, values)
+        sizes += (type(each), each)
+    return tuple(sizes), xs, leaves
+
+
+def _resolve(probed: _Probed, find: Callable[..., Plan | None], values: Sequence[Any]) -> Recipe | None:
+    """Find the plan for a call, and return it worked out for its sizes; None for what goes to the original."""
+    signature = probed.signature
+    key: list[Any] = []
+    offset = 0
+    for i, value in enumerate(values):
+        if i in signature.offsets and isinstance(value, int) and value:
+            key.append(("offset",))
+            offset = value
+        else:
+            key.append(describe(value, i in signature.data))
+    if signature.owner is not None:
+        key.extend(_describe_owner(signature))
+    xs, leaves = _split(signature, values)
+    for relation in (MORE,) if offset else (probed.relation, EQUAL):
+        plan = find(tuple(key), (relation,) * len(xs))
+        if plan is not None:
+            break
+    else:
+        return None
+    found = relate(plan, xs, leaves, offset)
+    if found is not None and found != plan.relations:
+        plan = find(tuple(key), found)
+        found = None if plan is None else relate(plan, xs, leaves, offset)
+    return None if plan is None or found != plan.relations else prepare(plan, xs, leaves, offset)
 
 
 def _is_changed(module: nn.Module) -> bool:

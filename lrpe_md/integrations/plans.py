@@ -11,7 +11,8 @@ from torch import Tensor
 from ..functional import rotate
 
 __all__ = [
-    "EQUAL", "FEWER", "MORE", "Piece", "Plan", "Table", "Turn", "Unlike", "describe", "flatten", "relate", "run_plan",
+    "EQUAL", "FEWER", "MORE", "Piece", "Plan", "Recipe", "Table", "Turn", "Unlike", "describe", "flatten", "prepare",
+    "relate", "run",
 ]  # fmt: skip
 
 EQUAL, MORE, FEWER = "equal", "more", "fewer"  # rows of a table, compared with the tokens
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
     """A run of channels of a table: an entry for each dimension, None for one that follows an axis of x."""
 
     leaf: int
-    index: tuple[Any, ...]  # None, an integer, or (start, stop, step) for the channels
+    entries: tuple[Any, ...]  # None, an integer, or (start, stop, step) for the channels
     negated: bool = False
 
 
@@ -163,155 +164,229 @@ def _sizes(turn: Turn, x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:-1], x.shape[-1] // turn.heads) if turn.heads else tuple(x.shape[:-1])
 
 
-class _Given(NamedTuple):
-    """What one launch of rotate takes, and how its output goes back into the place of x."""
+class _View(NamedTuple):
+    """How a run of channels is viewed: rows of a leaf by positions, then an index, then an order of dimensions."""
 
-    x: Tensor
-    tables: tuple[Tensor, Tensor]
-    prefix: int
-    axes: tuple[int | None, ...]
-
-
-def run_plan(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0, impl: Any = "auto") -> Any:
-    """Turn xs as the function would have, with our kernel, and return them as it would have."""
-    if plan.detach:
-        leaves = [t.detach() for t in leaves]
-    wide = [x.to(dtype) if dtype.itemsize > x.dtype.itemsize else x for x, dtype in zip(xs, plan.dtypes, strict=True)]
-    given = [_arrange(plan, turn, x, (leaves, offset)) for turn, x in zip(plan.turns, wide, strict=True)]
-    outs: list[Tensor] = []
-    while len(outs) < len(given):
-        first, turn = given[len(outs)], plan.turns[len(outs)]
-        group = given[len(outs) : len(outs) + 2]
-        if len(group) == 2 and not _goes_with(turn, first, plan.turns[len(outs) + 1], group[1]):
-            group = group[:1]
-        ys = rotate(
-            *[g.x for g in group], tables=first.tables, pairs=turn.pairs, rotary_dim=_rotary_dim(turn, first.x),
-            prefix=first.prefix, inverse=turn.inverse, impl=impl,
-        )  # fmt: skip
-        outs += [ys] if isinstance(ys, Tensor) else ys
-    outs = [
-        _put_back(g, turn, x, y).to(dtype)
-        for g, turn, x, y, dtype in zip(given, plan.turns, xs, outs, plan.dtypes, strict=True)
-    ]
-    kind, present = plan.form
-    filled = iter(outs)
-    whole = [next(filled) if p else None for p in present]
-    return whole[0] if kind == "tensor" else tuple(whole) if kind == "tuple" else whole
+    leaf: int
+    is_complex: bool
+    gathers: tuple[tuple[int, int], ...]
+    at: tuple[Any, ...] | None
+    order: tuple[int, ...] | None
+    negated: bool
 
 
-def _rotary_dim(turn: Turn, x: Tensor) -> int | slice | None:
-    start, stop = turn.span
-    if start == 0:
-        return None if stop == x.shape[-1] else stop
-    return slice(start, stop)
+class _Side(NamedTuple):
+    """How one x is viewed as (B, H, N, D), what rotates it, and how the output is viewed as x was.
+
+    shape: with the heads as a dimension of their own. insert: an index with None for each new dimension. tokens: their
+    number where the tables have one row for all, else 0.
+    """
+
+    shape: tuple[int, ...] | None
+    order: tuple[int, ...] | None
+    insert: tuple[Any, ...] | None
+    shuffle: tuple[int, int] | None
+    span: tuple[int, int]
+    cos: tuple[_View, ...]
+    sin: tuple[_View, ...]
+    alternating: tuple[bool, bool]
+    angles: bool
+    tokens: int
+    by_head: bool
+    options: dict[str, Any]
+    remove: tuple[Any, ...] | None
+    back_order: tuple[int, ...] | None
 
 
-def _goes_with(a: Turn, first: _Given, b: Turn, second: _Given) -> bool:
-    """Say whether two tensors can share a launch."""
-    (batch, heads, tokens), (other_batch, other_heads, other_tokens) = first.x.shape[:3], second.x.shape[:3]
-    if (a is not b and a != b) or first.axes != second.axes or first.prefix != second.prefix:
+class Recipe(NamedTuple):
+    """A plan for tensors of known sizes; ``sizes`` says how many of them each launch has."""
+
+    sides: tuple[_Side, ...]
+    sizes: tuple[int, ...]
+    form: tuple[str, tuple[bool, ...]]
+    dtypes: tuple[torch.dtype, ...]
+    detach: bool
+    autocast: bool
+
+
+def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe:
+    """Work out the views of a call whose tensors :func:`relate` as the plan says."""
+    sides = [_prepare_side(plan, turn, x, (leaves, offset)) for turn, x in zip(plan.turns, xs, strict=True)]
+    sizes: list[int] = []
+    while (done := sum(sizes)) < len(sides):
+        pair = sides[done : done + 2]
+        shared = len(pair) == 2 and _share_launch(pair, xs[done : done + 2], plan.dtypes[done : done + 2])
+        sizes.append(2 if shared else 1)
+    return Recipe(tuple(sides), tuple(sizes), plan.form, plan.dtypes, plan.detach, plan.autocast)
+
+
+def _share_launch(pair: list[_Side], xs: list[Tensor], dtypes: Any) -> bool:
+    """Say whether two tensors have the same tables, and sizes that a launch of both takes."""
+    one, two = pair
+    if one._replace(shape=None) != two._replace(shape=None) or xs[0].dtype != xs[1].dtype or dtypes[0] != dtypes[1]:
         return False
-    if batch != other_batch or tokens != other_tokens or first.x.dtype != second.x.dtype:
+    (batch, heads, *rest), (other_batch, other_heads, *other_rest) = map(_viewed_sizes, pair, xs)
+    if batch != other_batch or rest != other_rest:
         return False
-    return heads == other_heads or (first.tables[0].shape[1] == 1 and heads % other_heads == 0)
+    return heads == other_heads or (not one.by_head and heads % other_heads == 0)
 
 
-def _arrange(plan: Plan, turn: Turn, x: Tensor, others_given: tuple[list[Tensor], int]) -> _Given:
-    """View x as (B, H, N, D) and the tables as (B or 1, H or 1, N, W)."""
-    leaves, offset = others_given
-    sizes = _sizes(turn, x)
-    varying = {}  # axis -> rows of the tables
+def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
+    sizes = list(side.shape or x.shape)
+    sizes = [sizes[i] for i in side.order] if side.order else sizes
+    kept = iter(sizes)
+    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes
+
+
+def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:
+    leaves, offset = others
+    sizes, count = _sizes(turn, x), x.ndim - 1  # of the axes; those beyond are heads in x's last dimension
+    varying: dict[int, int] = {}  # axis -> rows of the tables
     for leaf, dims in turn.sources:
         for dim, source in enumerate(dims):
             if isinstance(source, tuple):
                 varying.update({a: sizes[a] for a in source[2]})
             elif source is not None:
                 varying[source] = max(leaves[leaf].shape[dim], varying.get(source, 1))
-    inside = [a for a in varying if a < x.ndim - 1]  # not the heads in x's last dimension
-    several = [a for a in inside if a and (varying[a] != 1 or a not in plan.repeated)]
-    token = max(several or inside)
-    others: list[int | None] = [a for a in range(len(sizes)) if a != token]
-    if len(others) == 1:
-        others = [others[0], None] if varying.get(cast(int, others[0]), 1) != 1 else [None, others[0]]
-    axes = (*([None] * (2 - len(others))), *others, token)
-    rows, prefix = None, 0
-    if varying[token] > sizes[token]:
-        starts = {"start": 0, "end": varying[token] - sizes[token], "offset": offset}
-        rows = slice(starts[turn.rows], starts[turn.rows] + sizes[token])
+    inside = [a for a in varying if a < count]
+    token = max([a for a in inside if a and (varying[a] != 1 or a not in plan.repeated)] or inside)
+    leading: list[int | None] = [a for a in range(len(sizes)) if a != token]
+    if len(leading) == 1:  # batch where the tables vary along it, else heads
+        leading = [leading[0], None] if varying.get(cast(int, leading[0]), 1) != 1 else [None, leading[0]]
+    axes = (*([None] * (2 - len(leading))), *leading, token)
+    rows, prefix, last = None, 0, sizes[token]
+    if varying[token] > last:
+        start = {"start": 0, "end": varying[token] - last, "offset": offset}[turn.rows]
+        rows = slice(start, start + last)
     elif turn.rows == "end" and token not in plan.repeated:
-        prefix = sizes[token] - varying[token]
-    cos, sin = (_lay_table(table, turn, leaves, axes, rows) for table in (turn.cos, turn.sin))
-    if cos.shape != sin.shape:
-        cos, sin = torch.broadcast_tensors(cos, sin)
-    if turn.angles:
-        cos, sin = cos.to(_wide(cos)).cos(), sin.to(_wide(sin)).sin()
-    if varying[token] == 1 != sizes[token] and token in plan.repeated:
-        cos, sin = cos.expand(-1, -1, sizes[token], -1), sin.expand(-1, -1, sizes[token], -1)
-    if turn.heads:
-        x = x.unflatten(-1, (-1, turn.heads))
-    x = _permute(x, axes)
-    if turn.shuffle is not None:
-        start, stop = turn.span
-        middle = x[..., start:stop].unflatten(-1, turn.shuffle).mT.flatten(-2)
-        x = torch.cat((x[..., :start], middle, x[..., stop:]), -1) if stop - start < x.shape[-1] else middle
-    return _Given(x, (cos, sin), prefix, axes)
+        prefix = last - varying[token]
+    start, stop = turn.span
+    width = turn.heads or x.shape[-1]
+    rotary_dim = slice(start, stop) if start else stop if stop < width else None
+    present = [a for a in axes if a is not None]
+    order = tuple(present) if present != sorted(present) else None
+    insert = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
+    cos, sin = (tuple(_view_piece(p, turn, leaves, axes, rows) for p in table.pieces) for table in (turn.cos, turn.sin))
+    return _Side(
+        (*sizes, turn.heads) if turn.heads else None,
+        None if order is None else (*order, len(order)),
+        insert,
+        turn.shuffle,
+        turn.span,
+        cos,
+        sin,
+        (turn.cos.alternating, turn.sin.alternating),
+        turn.angles,
+        last if varying[token] == 1 != last and token in plan.repeated else 0,
+        varying.get(cast(int, axes[1]), 1) != 1,
+        {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
+        None if insert is None else tuple(0 if i is None else i for i in insert),
+        None if order is None else (*[order.index(a) for a in range(len(order))], len(order)),
+    )
 
 
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
-def _permute(t: Tensor, axes: tuple[int | None, ...]) -> Tensor:
-    """Bring the axes of x into this order, None for a new one; the channels stay last."""
-    order = [a for a in axes if a is not None]
-    if order != sorted(order):
-        t = t.permute(*order, len(order))
-    return t[tuple(None if a is None else slice(None) for a in axes)] if None in axes else t
-
-
-def _put_back(given: _Given, turn: Turn, x: Tensor, y: Tensor) -> Tensor:
-    """Return the output (B, H, N, D) in the shape of x."""
-    order = [a for a in given.axes if a is not None]
-    if None in given.axes:
-        y = y[tuple(0 if a is None else slice(None) for a in given.axes)]
-    if order != sorted(order):
-        y = y.permute(*[order.index(a) for a in range(len(order))], len(order))
-    return y.flatten(-2) if turn.heads else y
-
-
-def _lay_table(table: Table, turn: Turn, leaves: list[Tensor], axes: tuple[int | None, ...], rows: Any) -> Tensor:
-    views = [_lay_piece(piece, dict(turn.sources)[piece.leaf], leaves, axes, rows) for piece in table.pieces]
-    if len(views) == 1:
-        return views[0]
-    return torch.stack(views, -1).flatten(-2) if table.alternating else torch.cat(views, -1)
-
-
-def _lay_piece(
-    piece: Piece, dims: tuple[Any, ...], leaves: list[Tensor], axes: tuple[int | None, ...], rows: Any
-) -> Tensor:
-    """View a run of channels of a leaf as (B or 1, H or 1, N, channels)."""
-    t, index, labels = leaves[piece.leaf], [], []
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    for source, entry in zip(dims, piece.index, strict=True):
+def _view_piece(piece: Piece, turn: Turn, leaves: list[Tensor], axes: tuple[int | None, ...], rows: Any) -> _View:
+    """View a run of channels of a leaf as (N, W), (B, N, W) or (B or 1, H, N, W)."""
+    leaf = leaves[piece.leaf]
+    gathers: list[tuple[int, int]] = []
+    index: list[Any] = []
+    labels: list[Any] = []
+    for dim, (source, entry) in enumerate(zip(dict(turn.sources)[piece.leaf], piece.entries, strict=True)):
         if isinstance(source, tuple):
-            t = t[(*[slice(None)] * len(index), leaves[source[1]])]
+            gathers.append((len(index), source[1]))
             index += [slice(None)] * len(source[2])
             labels += source[2]
         elif source is not None:
             index.append(rows if rows is not None and source == axes[-1] else slice(None))
             labels.append(source)
         elif isinstance(entry, tuple):
-            index.append(slice(*entry))
+            whole = entry == (0, leaf.shape[dim] if dim < leaf.ndim else 2, 1)
+            index.append(slice(None) if whole else slice(*entry))
             labels.append("channels")
         else:
             index.append(entry)
-    t = t[tuple(index)]
-    if "channels" not in labels:
-        t, labels = t[..., None], [*labels, "channels"]
-    wanted = [a for a in (*axes, "channels") if a in labels]
-    if wanted != labels:
-        t = t.permute([labels.index(a) for a in wanted])
-    if len(wanted) < 4:
-        t = t[tuple(slice(None) if a in labels else None for a in (*axes, "channels"))]
-    return -t if piece.negated else t
+    # rotate takes tables without heads, and without batch and heads
+    leading = list(axes[:2]) if axes[1] in labels else [a for a in axes[:1] if a in labels]
+    wanted = [*leading, axes[-1], "channels"]
+    new = [label for label in wanted if label not in labels]
+    index, labels = [*index, *[None] * len(new)], [*labels, *new]
+    order = tuple(labels.index(label) for label in wanted)
+    plain = all(isinstance(i, slice) and i == slice(None) for i in index)
+    return _View(
+        piece.leaf, leaf.is_complex(), tuple(gathers), None if plain else tuple(index),
+        order if list(order) != sorted(order) else None, piece.negated,
+    )  # fmt: skip
+
+
+def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
+    """Turn xs as the function would have, with our kernel, and return them as it would have."""
+    if recipe.detach:
+        leaves = [t.detach() for t in leaves]
+    outs: list[Any] = []
+    for size in recipe.sizes:
+        done = len(outs)
+        views = [_view_x(recipe.sides[i], xs[i], recipe.dtypes[i]) for i in range(done, done + size)]
+        side = recipe.sides[done]
+        cos, sin = _lay(side.cos, side.alternating[0], leaves), _lay(side.sin, side.alternating[1], leaves)
+        if side.angles:
+            cos, sin = cos.to(_wide(cos)).cos(), sin.to(_wide(sin)).sin()
+        if cos.shape != sin.shape:
+            cos, sin = torch.broadcast_tensors(cos, sin)
+        if side.tokens:
+            shape = (*cos.shape[:-2], side.tokens, cos.shape[-1])
+            cos, sin = cos.expand(shape), sin.expand(shape)
+        ys = rotate(*views, tables=(cos, sin), impl=impl, **side.options)
+        for y in (ys,) if size == 1 else ys:
+            i = len(outs)
+            if recipe.sides[i].remove is not None:
+                y = y[recipe.sides[i].remove]
+            if recipe.sides[i].back_order is not None:
+                y = y.permute(recipe.sides[i].back_order)
+            if recipe.sides[i].shape is not None:
+                y = y.flatten(-2)
+            outs.append(y.to(recipe.dtypes[i]))
+    kind, present = recipe.form
+    if kind == "tensor":
+        return outs[0]
+    if not all(present):
+        filled = iter(outs)
+        outs = [next(filled) if p else None for p in present]
+    return tuple(outs) if kind == "tuple" else outs
+
+
+def _view_x(side: _Side, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize > x.dtype.itemsize:
+        x = x.to(dtype)
+    if side.shape is not None:
+        x = x.unflatten(-1, side.shape[-2:])
+    if side.order is not None:
+        x = x.permute(side.order)
+    if side.insert is not None:
+        x = x[side.insert]
+    if side.shuffle is not None:
+        start, stop = side.span
+        middle = x[..., start:stop].unflatten(-1, side.shuffle).mT.flatten(-2)
+        x = torch.cat((x[..., :start], middle, x[..., stop:]), -1) if stop - start < x.shape[-1] else middle
+    return x
+
+
+def _lay(views: tuple[_View, ...], alternating: bool, leaves: list[Tensor]) -> Tensor:
+    parts = []
+    for view in views:
+        t = leaves[view.leaf]
+        if view.is_complex:
+            t = torch.view_as_real(t.resolve_conj())
+        for dim, positions in view.gathers:
+            t = t[(*[slice(None)] * dim, leaves[positions])]
+        if view.at is not None:
+            t = t[view.at]
+        if view.order is not None:
+            t = t.permute(view.order)
+        parts.append(-t if view.negated else t)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts, -1).flatten(-2) if alternating else torch.cat(parts, -1)
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32

@@ -261,7 +261,7 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
 @pytest.mark.parametrize(
     ("function", "calls"),
     [
-        (masked, [(X, COS, SIN), (X, COS, SIN, torch.rand(6, 1) > 0.5), (X, COS, SIN, torch.zeros((), dtype=torch.bool))]),
+        (masked, [(X, COS, SIN, *m) for m in ((), (torch.rand(6, 1) > 0.5,), (torch.zeros((), dtype=torch.bool),))]),
         (by_number, [(X, COS, SIN, *n) for n in ((), (1,), (2,), (1.0,), (True,), (3.0,))]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, 6, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
@@ -298,15 +298,22 @@ def einsum_rotation(x, matrices):
     return torch.einsum("nrij,bhnrj->bhnri", matrices, x.unflatten(-1, (-1, 2))).flatten(-2)
 
 
-def test_autocast(launches):
-    ours, args = drop_in(einsum_rotation), (torch.randn(2, 3, 6, 8), torch.randn(6, 4, 2, 2))
-    check_equal(einsum_rotation, ours, args, {}, launches)
+def einsum_in_the_dtype_of_x(x, matrices):
+    return einsum_rotation(x, matrices).to(x.dtype)
+
+
+@pytest.mark.parametrize("function", [einsum_rotation, einsum_in_the_dtype_of_x])
+def test_autocast_that_changes_the_result(function, launches):
+    ours, args = drop_in(function), (torch.randn(2, 3, 6, 8), torch.randn(6, 4, 2, 2))
+    check_equal(function, ours, args, {}, launches)
+    launches.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        launches.clear()
-        expected, found = einsum_rotation(*args), ours(*args)
-        assert not launches
+        expected, found = function(*args), ours(*args)
+    assert not launches
     assert torch.equal(found, expected)
-    assert found.dtype == torch.bfloat16
+
+
+def test_autocast_that_does_not_matter(launches):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         function, args, kwargs = call_of("hf_llama")
         check_equal(function, drop("hf_llama"), args, kwargs, launches)
@@ -386,6 +393,24 @@ def test_settings_of_an_object(launches):
         ours(*args)
         assert bool(launches) == uses_kernel
         torch.testing.assert_close(found, expected)
+
+
+class Storing:
+    """Keeps what it was called with."""
+
+    def __init__(self):
+        self.seen, self.sizes, self.last = [], {}, None
+
+    def turn(self, x, cos, sin):
+        self.seen.append(x)
+        self.sizes[x.shape] = self.last = x
+        return x * cos + rf.quarter_turn(x) * sin
+
+
+def test_a_probe_leaves_nothing_in_an_object():
+    owner = Storing()
+    drop_in(owner.turn)
+    assert (owner.seen, owner.sizes, owner.last) == ([], {}, None)
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------
