@@ -331,8 +331,11 @@ MAPS: dict[str, Map] = {
 
 
 def no_autocast(x: Tensor):
+    """Return a context without autocast; where there is none, one that leaves no trace in an exported program."""
     kind = x.device.type
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def encode(

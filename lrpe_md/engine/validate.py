@@ -135,7 +135,8 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
             raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
         return pairs, ()
     sections = tuple(pairs)
-    if not all(type(n) is int and n > 0 for n in sections) or sum(sections) != channels:
+    numbers = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sections]
+    if not all(numbers) or sum(sections) != channels:
         raise ValueError(f"pairs: expected blocks of at least one pair that make {channels} together, got {sections}")
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 

@@ -1,15 +1,22 @@
-"""The library in models of timm, diffusers and transformers, an extra each: ``pip install 'lrpe-md[timm]'``."""
+"""The library in models of timm, diffusers and transformers, and in your own."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .exchange import adapt_rotary as adapt_rotary
-    from .exchange import restore_rotary as restore_rotary
+    from .attention_adapter import adapt_attention as adapt_attention
+    from .attention_adapter import restore_attention as restore_attention
+    from .attention_adapter import set_positions as set_positions
+    from .drop_ins import drop_in as drop_in
+    from .recognition import recognise as recognise
+    from .rotary import adapt_rotary as adapt_rotary
+    from .rotary import restore_rotary as restore_rotary
     from .timm import adapt as adapt
 
 _PLACES = {
-    "adapt": ".timm", "adapt_rotary": ".exchange", "restore_rotary": ".exchange",
+    "adapt": ".timm", "drop_in": ".drop_ins", "recognise": ".recognition",
+    **dict.fromkeys(("adapt_attention", "restore_attention", "set_positions"), ".attention_adapter"),
+    **dict.fromkeys(("adapt_rotary", "restore_rotary"), ".rotary"),
     **dict.fromkeys(("prepare_scaling", "set_places", "set_scaling"), ".run_time"),
 }  # fmt: skip
 

@@ -1,8 +1,7 @@
-"""What ``adapt_rotary`` does with a model, or with all of them.
+"""Print what ``adapt_rotary`` does with a model, without allocating its weights.
 
-python -m lrpe_md.integrations --table                    every rotary model of the libraries that are installed
 python -m lrpe_md.integrations Qwen/Qwen3-0.6B            a configuration of transformers or diffusers: the name of one
-python -m lrpe_md.integrations path/to/config.json        on the hub, a file, or a folder with one
+python -m lrpe_md.integrations path/to/any_name.json      on the hub, a file, or a folder with a config.json
 python -m lrpe_md.integrations vit_small_patch16_dinov3   a model of timm
 """
 
@@ -17,25 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from .exchange import adapt_rotary
-from .trial import LIBRARIES, try_library, write
+from .rotary import adapt_rotary
+
+__all__ = ["main", "make"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m lrpe_md.integrations", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("model", nargs="?", help="a configuration, or the name of a model of timm")
-    parser.add_argument("--table", action="store_true", help="try every rotary model that is installed; CSV on stdout")
-    parser.add_argument("--library", choices=LIBRARIES, action="append", help="with --table: of these alone")
-    given = parser.parse_args(arguments)
-    if given.table == (given.model is not None):
-        parser.error("expected a model or --table")
-    if given.table:
-        rows = write(row for library in given.library or LIBRARIES for row in try_library(library))
-        return int(any(row.outcome == "wrong" for row in rows))
+    """Run the command; return its exit status: 1 for a model that is refused, 2 for one that can't be made."""
+    parser = argparse.ArgumentParser(
+        "python -m lrpe_md.integrations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a configuration, or the name of a model of timm")
+    name = parser.parse_args(arguments).model
     try:
-        model = make(given.model)
+        model = make(name)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"{given.model}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     try:
         adapt_rotary(model, verbose=True)
@@ -45,12 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    pass
-
-
 def make(name: str) -> nn.Module:
-    """A model without weights, of a configuration or of timm.
+    """Make a model on the meta device, of a configuration or of timm.
 
     Raises:
         ValueError, OSError: there is none of this name.
@@ -58,15 +50,15 @@ def make(name: str) -> nn.Module:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    config: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    if config is not None and "_class_name" in config:
-        return _of_diffusers(config)
+    config: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if config is None and "/" not in name:
-        return _of_timm(name)
-    return _of_transformers(str(path.parent) if config is not None else name)
+        return _make_timm(name)
+    if config is not None and "_class_name" in config:
+        return _make_diffusers(config)
+    return _make_transformers(name if config is None else str(path))
 
 
-def _of_timm(name: str) -> nn.Module:
+def _make_timm(name: str) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
@@ -75,29 +67,22 @@ def _of_timm(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-def _of_diffusers(config: dict[str, Any]) -> nn.Module:
+def _make_diffusers(config: dict[str, Any]) -> nn.Module:
     import diffusers
 
     cls = getattr(diffusers, config["_class_name"], None)
     if cls is None:
         raise ValueError(f"expected a class of diffusers, got {config['_class_name']!r}")
-    with _without_weights():
+    with torch.device("meta"):
         return cls.from_config(config)
 
 
-def _of_transformers(place: str) -> nn.Module:
+def _make_transformers(place: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(place)
-    with _without_weights():
+    with torch.device("meta"):
         return AutoModel.from_config(config)
-
-
-def _without_weights() -> Any:
-    """Buffers are real: it is frequencies that are read."""
-    from accelerate import init_empty_weights
-
-    return init_empty_weights(include_buffers=False)
 
 
 if __name__ == "__main__":

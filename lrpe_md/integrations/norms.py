@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Sequence
-from functools import cache
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from ..norm import Norm, NormName
-from .exchange import Adapted, Rotary, Step, adapted_class, parts, reduce_adapted
 
-__all__ = ["DeferredNorm", "NormedAttention", "defer_norms", "join_norms", "norm_of", "normal_source", "takes_norm"]
+__all__ = ["is_plain", "join_norms", "norm_of", "takes_norm"]
+
+_LIBRARIES: dict[str, tuple[tuple[str, NormName], ...]] = {  # known classes of each module
+    "timm.layers.norm": (
+        ("LayerNorm", "layer"),
+        ("LayerNormFp32", "layer"),
+        ("RmsNorm", "rms"),
+        ("RmsNormFp32", "rms"),
+    ),
+    "diffusers.models.normalization": (("RMSNorm", "rms"),),
+    "transformers.models.qwen3.modeling_qwen3": (("Qwen3RMSNorm", "rms"),),
+}
 
 
 class _Own(NamedTuple):
@@ -25,14 +33,22 @@ class _Own(NamedTuple):
     eps: float
 
 
-def norm_of(q_norm: Any, k_norm: Any, dtype: torch.dtype, heads: tuple[int, int] | None = None) -> Norm | None:
-    """What the norms of q and of k are together; None where a map can't take their place: they are to be called.
+def norm_of(
+    q_norm: Any,
+    k_norm: Any,
+    dtype: torch.dtype,
+    heads: tuple[int, int] | None = None,
+    device: torch.device | None = None,
+) -> Norm | None:
+    """Return the norms of q and of k as one, or None where a map can't take their place, so that they must be called.
 
-    Their parameters stay theirs. Those of torch, timm and diffusers are known, without hooks.
+    Their parameters stay theirs. Plain norms of known classes will do, as they are at this moment: without hooks, a
+    forward of their own, or weights elsewhere than q.
 
     Args:
         dtype: of q and k.
         heads: of q and of k, where the norms are over all of them.
+        device: of q and k; None: that of the weights.
     """
     q, k = _read(q_norm, dtype), _read(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
@@ -40,15 +56,18 @@ def norm_of(q_norm: Any, k_norm: Any, dtype: torch.dtype, heads: tuple[int, int]
     pairs = [(q.weight, k.weight), (q.bias, k.bias)]
     if any((a is None) != (b is None) or (a is not None and a.ndim != 1) for a, b in pairs):
         return None
-    if len({t.dtype for pair in pairs for t in pair if t is not None}) > 1:
+    weights = [t for pair in pairs for t in pair if t is not None]
+    if len({t.dtype for t in weights}) > 1 or any(t.device != (device or weights[0].device) for t in weights):
         return None
     weight, bias = (None if a is None or b is None else _by_head(a, b, heads) for a, b in pairs)
     return Norm(q.kind, weight, bias, q.eps, "head" if heads is None else "heads")
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """The norms over a head that tokens of the prefix, the grid and the suffix have, as one; None where one is None, or
-    they are not of a kind."""
+    """Return the norms over a head that tokens of the prefix, the grid and the suffix have, as one.
+
+    None where one is None, or they differ in kind.
+    """
     first = groups[0]
     if first is None or first.weight is None:
         return None
@@ -70,101 +89,58 @@ def _by_head(q: Tensor, k: Tensor, heads: tuple[int, int] | None) -> tuple[Tenso
     return (q, k) if heads is None else (q.view(heads[0], -1), k.view(heads[1], -1))
 
 
+def is_plain(norm: nn.Module) -> bool:
+    """Return whether calling a module is calling the forward of its class: no hooks, and no forward of its own."""
+    return not (
+        norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+        or "forward" in norm.__dict__ or global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
+        or global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks
+    )  # fmt: skip
+
+
 def _read(norm: Any, dtype: torch.dtype) -> _Own | None:
-    if not isinstance(norm, nn.Module) or norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+    if not isinstance(norm, nn.Module) or not is_plain(norm):
         return None
-    kind, library, name = type(norm), type(norm).__module__.split(".")[0], type(norm).__name__
-    if getattr(norm, "bias", None) is not None and kind is not nn.LayerNorm and name != "LayerNorm":
+    kind = _kind(type(norm), type(norm).forward)
+    if kind is None:
         return None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if kind is nn.LayerNorm or (library == "timm" and name in ("LayerNorm", "LayerNormFp32")):
-        return _Own("layer", weight, bias, norm.eps)  # pyright: ignore[reportArgumentType]
-    if kind is nn.RMSNorm:
-        return _Own("rms", weight, None, torch.finfo(dtype).eps if norm.eps is None else norm.eps)  # pyright: ignore
-    if (library, name) in (("timm", "RmsNorm"), ("timm", "RmsNormFp32"), ("diffusers", "RMSNorm")):
-        return _Own("rms", weight, None, norm.eps)  # pyright: ignore[reportArgumentType]
-    return None
+    if kind == "rms" and bias is not None:
+        return None
+    eps: Any = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return _Own(kind, weight, bias, torch.finfo(dtype).eps if eps is None else eps)  # pyright: ignore
 
 
-class DeferredNorm(Adapted):
-    """A norm of q or of k that the map takes with it: it gives what it gets. Its parameters are where they were."""
-
-    extras = ("deferred",)
-    deferred: bool
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states if hasattr(self, "deferred") else self.original.forward(self, hidden_states)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_adapted(self, DeferredNorm)
+_KINDS: dict[tuple[type, Any], NormName | None] = {}
 
 
-class NormedAttention(Adapted):
-    """An attention of transformers whose norms of q and k over a head are :class:`DeferredNorm`."""
-
-    q_norm: Any
-    k_norm: Any
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if hasattr(q_norm, "deferred"):
-            if not isinstance(position_embeddings, tuple) or not isinstance(position_embeddings[0], Rotary):
-                raise TypeError(
-                    "position_embeddings: expected what the adapted rotary module gives, which q_norm and k_norm go "
-                    f"with, got {type(position_embeddings).__name__}; call restore_rotary(model) for others"
-                )
-            eps: Any = q_norm.variance_epsilon
-            norm = Norm("rms", (q_norm.weight, k_norm.weight), None, eps)
-            position_embeddings = (position_embeddings[0].normed(norm), *position_embeddings[1:])
-        return self.original.forward(self, hidden_states, position_embeddings, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_adapted(self, NormedAttention)
+@torch.compiler.assume_constant_result
+def _kind(cls: type, forward: Any) -> NormName | None:
+    """Return what a class computes, told by the code of its forward; None where that is not known."""
+    if (cls, forward) not in _KINDS:
+        code = getattr(forward, "__code__", None)
+        same: list[NormName] = [kind for known, kind in _known() if code and _formula(code) == _formula(known.__code__)]
+        _KINDS[cls, forward] = same[0] if same else None
+    return _KINDS[cls, forward]
 
 
-def defer_norms(model: nn.Module, attentions: Sequence[type], norms: Sequence[type]) -> list[Step]:
-    """The exchanges that leave the norms of q and k to the map, in attentions whose code is that of these classes."""
-    steps: list[Step] = []
-    for part in parts(model).values():
-        own = [getattr(part, name, None) for name in ("q_norm", "k_norm")]
-        if not _is_one_of(part, attentions) or not all(_is_one_of(norm, norms) for norm in own):
-            continue
-        if any(norm._forward_hooks or norm._forward_pre_hooks for norm in own):  # pyright: ignore
-            continue
-        steps.append(Step(part, adapted_class(NormedAttention, type(part))))
-        steps += [Step(norm, adapted_class(DeferredNorm, type(norm)), {"deferred": True}) for norm in own]
-    return steps
+def _known() -> Iterator[tuple[Any, NormName]]:
+    """Yield the forwards of known classes, as far as their libraries are loaded and nobody has patched them."""
+    yield nn.LayerNorm.forward, "layer"
+    yield nn.RMSNorm.forward, "rms"
+    for name, classes in _LIBRARIES.items():
+        for each, kind in classes:
+            forward = getattr(getattr(sys.modules.get(name), each, None), "forward", None)
+            if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (name, f"{each}.forward"):
+                yield forward, kind
 
 
-def _is_one_of(part: Any, classes: Sequence[type]) -> bool:
-    """Whether the forward of a module is that of one of the classes, source for source."""
-    if not isinstance(part, nn.Module) or "forward" in vars(part):
-        return False
-    return type(part) in classes or normal_source(type(part)) in {normal_source(cls) for cls in classes}
-
-
-@cache
-def normal_source(cls: type, name: str = "forward") -> str:
-    """The source of a method without decorators, comments, docstring and annotations; where there is none, a name of
-    this class alone."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, name)))))
-    except (OSError, TypeError, SyntaxError, AttributeError):
-        return f"{cls.__module__}.{cls.__qualname__}.{name}"
-    function: Any = tree.body[0]
-    function.returns, function.decorator_list = None, []
-    for argument in (*function.args.args, *function.args.kwonlyargs, function.args.vararg, function.args.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    if isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant):
-        del function.body[0]
-    return ast.unparse(function)
+def _formula(code: Any) -> tuple[Any, ...]:
+    return code.co_code, code.co_consts, code.co_names
 
 
 def takes_norm(encoding: Any, attention: str = "softmax") -> bool:
-    """Whether a module encodes q and k with ``norm=``, or linear attention takes the norm with what it describes."""
+    """Return whether a module encodes q and k with ``norm=``, or linear attention takes the norm that it describes."""
     if getattr(encoding, "dim", None) == -2:
         return False
     if attention == "linear":

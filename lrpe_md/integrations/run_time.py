@@ -8,10 +8,10 @@
     set_scaling(model, None)                                                  # as trained
     set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
 
-Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``) and
-those of ``adapt_rotary``: timm's, vision towers of transformers, diffusers'. Language models scale by their
-configuration. FLUX, Wan and HunyuanVideo have frequencies that are known; diffusers' other models make theirs when they
-are called, so call one once before it is scaled. CogVideoX' pipeline makes them, once a video: scale the pipeline.
+Models are those with encodings of ours (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``),
+and those of other libraries whose cos and sin follow from a formula that is known (:mod:`.table_modules`): timm's ViTs
+with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and what has the same rotary modules, vision towers of
+transformers. Language models scale by their configuration.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..module_base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
 from .encoding import Stretched, scale_series
-from .exchange import Exact, PresetRotate, is_pipeline, models_of, parts
-from .scales import Scales
+from .rotary import is_pipeline, models_of, parts
+from .table_modules import makes_tables, stand_in
 
 __all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
 
@@ -87,9 +87,6 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
             own = _by_axis(path, scaling, 1)
             pairs += module.rescaled(own[0])
             continue
-        if isinstance(module, Scales):
-            module.check(path)
-        _check_kind(path, module)
         pairs += module.adjusted(*_scale(path, module, _by_axis(path, scaling, module.num_axes)))
     return Scaled(pairs)
 
@@ -103,14 +100,10 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     Raises:
         ValueError: no encoding, an axis that one of them lacks, or no (n,).
     """
-    found = list(_find(model))
-    modules = [(path, module) for path, module in found if isinstance(module, FrequencyModule)]
-    if any(isinstance(module, Scales) for _, module in found):
-        raise ValueError(f"model: expected encodings on grids, got {type(model).__name__}, whose own code makes places")
+    modules = [(path, module) for path, module in _find(model) if isinstance(module, FrequencyModule)]
     if not modules:
         raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
     for path, module in modules:
-        _check_kind(path, module)
         if not 0 <= axis < module.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
     for _, module in modules:
@@ -118,28 +111,21 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> Iterator[tuple[str, Any]]:
-    """Encodings by their names."""
+    """Encodings by their names; modules that make tables get one."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
-    found: dict[str, Any] = {}
-    for name, own in models_of(model).items():
-        modules = {f"{name}.{path}".strip("."): m for path, m in own.named_modules()}
-        found |= {path: m for path, m in modules.items() if isinstance(m, (FrequencyModule, Stretched))}
-    found |= {path: part.scales for path, part in parts(model).items() if isinstance(vars(part).get("scales"), Scales)}
+    everything = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
+    found: dict[str, Any] = {
+        path: part for path, part in everything.items() if isinstance(part, (FrequencyModule, Stretched))
+    }
     if not found:
-        raise ValueError(
-            f"model: expected one with encodings, got none in {type(model).__name__}; adapt_rotary(model) makes them"
-        )
+        device = next((p.device for own in models_of(model).values() for p in own.parameters()), torch.device("cpu"))
+        makers = {path: part for path, part in everything.items() if makes_tables(part)}
+        found = {f"{path}.rotation".strip("."): own for path, own in stand_in(makers, device).items()}
+    if not found:
+        raise ValueError(f"model: expected one with encodings, got none in {type(model).__name__}")
     inside = {id(module.frequencies) for module in found.values() if isinstance(module, Stretched)}
     return ((path or type(model).__name__, module) for path, module in found.items() if id(module) not in inside)
-
-
-def _check_kind(path: str, module: Any) -> None:
-    if isinstance(module, Exact) and not isinstance(module, PresetRotate):
-        raise ValueError(
-            f"{path}: expected images or videos, got {type(module).__name__} of a language model, which scales by its "
-            "configuration: set rope_parameters there"
-        )
 
 
 def _by_axis(path: str, scaling: Scalings, num_axes: int) -> list[Scaling | None]:

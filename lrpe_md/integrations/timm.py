@@ -91,7 +91,7 @@ class LrpeAttention(Attention):
         q, k, v = split_qkv(qkv)
         norm = None
         if not frames and takes_norm(encoding, self.attention):
-            norm = norm_of(self.q_norm, self.k_norm, self.qkv.weight.dtype)
+            norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
         if again:
             assert encoding is not None
             own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
@@ -140,6 +140,12 @@ class LrpeAttention(Attention):
         return f"attention={self.attention!r}" + (
             f", normalizer={self.normalizer!r}" if self.attention == "linear" else ""
         )
+
+
+def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's weight, or of its output where the weight is quantised."""
+    weight = linear.weight  # a method of torch.ao's quantised layers
+    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else output.dtype
 
 
 def encode(

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import typer
 
-from lrpe_md.integrations.trial import LIBRARIES
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
+from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
@@ -109,10 +109,7 @@ def adapters(folder: Path) -> str:
         rows: Any = pd.read_csv(file, keep_default_na=False)
         of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
-        taken = ", ".join(
-            f"`{row.model}`{' (in its pipeline)' if row.reason.endswith('which makes its tables') else ''}"
-            for row in of["adapted"].itertuples()
-        )
+        taken = ", ".join(f"`{row.model}`" for row in of["adapted"].itertuples())
         others = [
             [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
             for outcome in ("refused", "untried")

@@ -1,6 +1,6 @@
 """Norms of q and k that go with the encoding: the models compute what they did, and their parameters learn."""
 
-import copy
+import types
 
 import pytest
 import torch
@@ -92,6 +92,83 @@ def test_joint_blocks(text, monkeypatch, norms_taken):
     assert len(norms_taken) == 1
 
 
+def double(module, *args):
+    return 2 * args[-1]
+
+
+PATCHES = {
+    "a hook": lambda norm: norm.register_forward_hook(double),
+    "a hook in front": lambda norm: norm.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a hook of the backward": lambda norm: norm.register_full_backward_hook(lambda *args: None),
+    "a forward": lambda norm: setattr(norm, "forward", lambda x: 2 * x),
+    "another class": lambda norm: setattr(norm, "__class__", type("Own", (type(norm),), {"forward": double})),
+}
+
+
+@pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, RmsNorm])
+@pytest.mark.parametrize("name", PATCHES)
+def test_patched_norms_are_called(name, cls):
+    """They are told by what they are at the time of the call."""
+    q, k = cls(8), cls(8)
+    assert norm_of(q, k, torch.float32) is not None
+    PATCHES[name](k)
+    assert norm_of(q, k, torch.float32) is None
+
+
+def test_hooks_of_all_modules(monkeypatch):
+    q = nn.RMSNorm(8)
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        assert norm_of(q, q, torch.float32) is None
+    finally:
+        handle.remove()
+    assert norm_of(q, q, torch.float32) is not None
+
+
+def test_a_class_that_was_patched(monkeypatch):
+    q = RmsNorm(8)
+    assert norm_of(q, q, torch.float32) is not None
+    monkeypatch.setattr(RmsNorm, "forward", double)
+    assert norm_of(q, q, torch.float32) is None
+
+
+def test_weights_elsewhere():
+    q = nn.RMSNorm(8)
+    assert norm_of(q, q, torch.float32, device=torch.device("cpu")) is not None
+    assert norm_of(q.to("meta"), q, torch.float32, device=torch.device("cpu")) is None
+
+
+def test_a_fork_of_a_norm_is_known():
+    """The same code in a class of another module."""
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias, self.eps, self.normalized_shape = nn.Parameter(torch.ones(8)), None, 1e-6, (8,)
+
+        forward = types.FunctionType(nn.LayerNorm.forward.__code__, vars(nn.functional) | {"F": nn.functional})
+
+    assert norm_of(Fork(), Fork(), torch.float32).kind == "layer"
+
+
+def test_the_check_costs_no_graph_break():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_norm, self.k_norm = RmsNorm(8), RmsNorm(8)
+
+        def forward(self, x):
+            norm = norm_of(self.q_norm, self.k_norm, x.dtype, device=x.device)
+            return x if norm is None else x * norm.weight[0] * 3
+
+    torch._dynamo.reset()
+    model, x = Both(), torch.randn(2, 8)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), 3 * x)
+    model.q_norm.register_forward_hook(double)
+    assert torch.equal(compiled(x), x)
+
+
 def test_norms_that_are_not_known():
     f32 = torch.float32
     assert norm_of(nn.Identity(), nn.Identity(), f32) is None
@@ -114,31 +191,3 @@ def test_norms_that_are_not_known():
     assert [tuple(t.shape) for t in over.weight] == [(2, 4), (1, 4)]
     assert join_norms((known, None)) is None
     assert join_norms((known, known._replace(eps=1.0))) is None
-
-
-def test_qwen3_norms_go_with_the_rotation(norms_taken):
-    transformers = pytest.importorskip("transformers")
-    from lrpe_md.integrations import adapt_rotary
-    from lrpe_md.integrations.exchange import restore_rotary
-
-    config = transformers.Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    model = randomized(transformers.Qwen3ForCausalLM(config))
-    adapted = adapt_rotary(copy.deepcopy(model))
-    ids = torch.randint(0, 32, (2, 9))
-    expected, found = (m(ids).logits for m in (model, adapted))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert len(norms_taken) == 2
-    for m, y in ((model, expected), (adapted, found)):
-        y.square().mean().backward()
-        assert m.model.layers[0].self_attn.q_norm.weight.grad is not None
-    for (name, a), b in zip(adapted.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)
-    attention = adapted.model.layers[0].self_attn
-    with pytest.raises(TypeError, match="position_embeddings: expected what the adapted rotary module gives"):
-        attention(torch.randn(1, 3, 32), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16)), None)
-    restored = restore_rotary(adapted)
-    assert type(restored.model.layers[0].self_attn.q_norm) is type(model.model.layers[0].self_attn.q_norm)
-    torch.testing.assert_close(restored(ids).logits, expected)

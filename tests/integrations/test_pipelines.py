@@ -1,20 +1,20 @@
-"""Pipelines of diffusers: their denoisers are adapted, and tables that a pipeline makes itself are followed."""
+"""Pipelines of diffusers: their denoisers are adapted, whether they or the pipeline make the tables."""
 
 import copy
 import inspect
 
 import pytest
 import torch
+from lrpe_md.scripts.adapters import trial
 
 from lrpe_md import adapt_rotary
-from lrpe_md.integrations import restore_rotary, trial
-from lrpe_md.integrations.exchange import Adapted, parts
+from lrpe_md.integrations import restore_rotary
+from lrpe_md.integrations.rotary import exchanged_names, parts
 
 pytest.importorskip("diffusers")
 
 import diffusers
-
-from lrpe_md.integrations import diffusers_apply, tables, trial_diffusers
+from lrpe_md.scripts.adapters import trial_diffusers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -43,16 +43,14 @@ def pipe():
     return trial_diffusers.build_pipeline(COGVIDEOX)
 
 
-def is_adapted(pipe):
-    return any(isinstance(part, Adapted) for part in parts(pipe).values())
+def is_adapted(model):
+    return any(exchanged_names(part) for part in parts(model).values())
 
 
 @pytest.mark.parametrize("name", list(trial_diffusers.PIPELINES))
 def test_outputs_gradients_and_restored(name):
     row = trial.try_model("diffusers", trial_diffusers.candidate(name))
-    assert (row.outcome, row.reason) == (
-        "adapted", f"as {trial_diffusers.PIPELINES[name][1]}, which makes its tables",
-    )  # fmt: skip
+    assert (row.outcome, row.reason) == ("adapted", "")
 
 
 @pytest.mark.parametrize("sizes", [(64, 96, 4), (64, 64, 2), (48, 112, 6)])
@@ -71,16 +69,6 @@ def test_sizes_and_both_versions(name, sizes):
         torch.testing.assert_close(step(adapt_rotary(pipe), *sizes), expected, rtol=0, atol=BOUND)
 
 
-def test_no_table_is_computed(pipe, monkeypatch):
-    adapt_rotary(pipe)
-    encoded = []
-    encode = diffusers_apply._encode
-    monkeypatch.setattr(diffusers_apply, "_encode", lambda *args: encoded.append(args) or encode(*args))
-    monkeypatch.setattr(tables, "_compute", None)
-    step(pipe)
-    assert len(encoded) == 2 * len(pipe.transformer.transformer_blocks)
-
-
 def test_positions_are_followed(pipe):
     """What the pipeline is told of its model counts at each call."""
     adapt_rotary(pipe)
@@ -91,20 +79,13 @@ def test_positions_are_followed(pipe):
     torch.testing.assert_close(step(restore_rotary(pipe)), found, rtol=0, atol=BOUND)
 
 
-def test_tables_of_ones_own_are_the_librarys(pipe):
-    expected, tables = step(pipe), getattr(pipe, METHOD)(64, 96, 3, torch.device("cpu"))
-    adapt_rotary(pipe)
-    setattr(pipe, METHOD, lambda *args: tables)
-    assert torch.equal(step(pipe), expected)
-
-
 def test_another_pipeline_of_the_same_models(pipe):
-    """It makes tensors."""
     expected = step(pipe)
     adapt_rotary(pipe)
     other = diffusers.CogVideoXImageToVideoPipeline(**pipe.components)
-    assert torch.equal(step(other), expected)
-    torch.testing.assert_close(step(adapt_rotary(other)), expected, rtol=0, atol=BOUND)
+    assert is_adapted(other)
+    torch.testing.assert_close(step(other), expected, rtol=0, atol=BOUND)
+    assert torch.equal(step(restore_rotary(other)), expected)
 
 
 def test_restored_and_copied(pipe):
@@ -135,7 +116,8 @@ def test_denoisers_with_tables_of_their_own(capsys):
     pipe = in_pipeline(diffusers.FluxPipeline, model)
     expected = trial_diffusers.call(model)
     adapt_rotary(pipe, verbose=True)
-    assert "adapted: transformer.pos_embed (FluxPosEmbed)" in capsys.readouterr().out
+    line = "adapted: transformer.transformer_blocks.0.attn.processor (FluxAttnProcessor): apply_rotary_emb"
+    assert line in capsys.readouterr().out.splitlines()
     found = trial_diffusers.call(model)
     assert trial._distance(found, expected) < trial.BOUND
     assert trial._distance(trial_diffusers.call(restore_rotary(pipe).transformer), expected) == 0
@@ -147,7 +129,7 @@ def test_of_two_denoisers_both(monkeypatch):
     pipe = in_pipeline(diffusers.WanPipeline, models[0])
     pipe.register_modules(transformer_2=models[1])
     adapt_rotary(pipe)
-    assert all(any(isinstance(part, Adapted) for part in parts(model).values()) for model in models)
+    assert all(is_adapted(model) for model in models)
 
 
 def test_text_encoders_stay():
@@ -158,7 +140,7 @@ def test_text_encoders_stay():
     pipe.register_modules(text_encoder=encoder)
     adapt_rotary(pipe)
     assert is_adapted(pipe)
-    assert not any(isinstance(part, Adapted) for part in parts(encoder).values())
+    assert not is_adapted(encoder)
 
 
 def test_refusals():
@@ -166,11 +148,14 @@ def test_refusals():
         sample_size=8, in_channels=1, out_channels=1, block_out_channels=(4,), norm_num_groups=2, layers_per_block=1,
         down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
     )  # fmt: skip
-    with pytest.raises(TypeError, match=r"expected one with a rotary encoding of .*got diffusers.*DDPMPipeline"):
+    with pytest.raises(TypeError, match=r"got diffusers.*DDPMPipeline; found no such function"):
         adapt_rotary(diffusers.DDPMPipeline(unet, scheduler=None))
-    pipe = in_pipeline(diffusers.AllegroPipeline, trial_diffusers.build("AllegroTransformer3DModel"))
-    with pytest.raises(TypeError, match="one axis after the other"):
-        adapt_rotary(pipe)
-    assert not is_adapted(pipe)
-    with pytest.raises(TypeError, match=r"adapt_rotary\(pipe\) takes a pipeline whose own method does"):
-        adapt_rotary(trial_diffusers.build(COGVIDEOX))
+
+
+def test_a_denoiser_without_its_pipeline():
+    """Tables come as an argument, whoever makes them."""
+    model = trial_diffusers.build(COGVIDEOX)
+    pipe = in_pipeline(diffusers.CogVideoXPipeline, model)
+    expected = step(pipe)
+    adapt_rotary(model)
+    torch.testing.assert_close(step(pipe), expected, rtol=0, atol=BOUND)

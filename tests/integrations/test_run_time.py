@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -213,6 +214,74 @@ def test_dype_in_a_pipeline():
         expected = trained.clone()
         expected[0, rows, 1] = torch.tensor(series(dim, base), dtype=torch.float64)
         torch.testing.assert_close(omega, expected, rtol=1e-6, atol=0)
+
+
+# --- models of other libraries whose own frequencies are halved ----------------------------------------------------
+
+
+def timm_vit(name):
+    timm = pytest.importorskip("timm")
+    size = {"img_size": 64 if "patch16" in name else 56, "dynamic_img_size": True}
+    vit = timm.create_model(name, depth=1, embed_dim=64, num_heads=2, num_classes=0, **size)
+    x = torch.randn(1, 3, size["img_size"], 2 * size["img_size"])
+    return randomize(vit), lambda model: model.forward_features(x)
+
+
+def tower(name):
+    pytest.importorskip("transformers")
+    from lrpe_md.scripts.adapters import trial_transformers
+
+    model = trial_transformers.build(name)
+    given = trial_transformers.inputs(model)
+    return model, lambda model: model(**given).last_hidden_state
+
+
+HALVED = {  # the model, and its rotary module's name and what halves its frequencies
+    "eva02": (partial(timm_vit, "eva02_tiny_patch14_224"), "rope", lambda rope: rope.bands.div_(2)),
+    "timm's dinov3": (partial(timm_vit, "vit_small_patch16_dinov3"), "rope", lambda rope: rope.periods.mul_(2)),
+    "dinov3": (partial(tower, "dinov3_vit"), "rope_embeddings", lambda rope: rope.inv_freq.div_(2)),
+    "qwen3-vl": (partial(tower, "qwen3_vl_vision"), "rotary_pos_emb", lambda rope: rope.inv_freq.div_(2)),
+    "qwen2.5-vl": (partial(tower, "qwen2_5_vl_vision"), "rotary_pos_emb", lambda rope: rope.inv_freq.div_(2)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HALVED)
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_other_libraries(name):
+    build, path, halve = HALVED[name]
+    model, call = build()
+    before = call(adapt_rotary(model))
+    states, places = list(model.state_dict()), None
+    set_scaling(model, partial(linear_scaling, factor=2.0))
+    found = call(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(call(copied), found)
+    set_scaling(model, None)
+    assert torch.equal(call(model), before)
+    if "qwen" not in name:  # which is given coordinates
+        set_places(model, 0, torch.arange(8.0).flip(0))
+        assert (call(model) - before).abs().max() > 1e-3
+        set_places(model, 0, places)
+        assert torch.equal(call(model), before)
+    assert list(model.state_dict()) == states
+    restore_rotary(model)
+    assert not [name for name, _ in model.named_modules() if name.endswith("rotation")]
+    halve(getattr(model, path))
+    torch.testing.assert_close(call(model), found, **BOUND)
+    assert (found - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_tables_of_ones_own_are_refused():
+    """The formula is compared with the tables before it stands in for them."""
+    model = wan()
+    model.rope.freqs_cos.copy_(model.rope.freqs_cos.flip(0))
+    before = call_wan(model)
+    with pytest.raises(ValueError, match="rope: expected a module whose tables are known, got WanRotaryPosEmbed"):
+        set_scaling(model, None)
+    assert torch.equal(call_wan(model), before)
+    assert not hasattr(model.rope, "rotation")
 
 
 # --- models.dit ------------------------------------------------------------------------------------------------------
@@ -538,7 +607,7 @@ def test_times_of_a_stream():
 def test_errors():
     with pytest.raises(TypeError, match=r"model: expected an nn.Module or a pipeline of diffusers, got str"):
         set_scaling("pipe", None)
-    with pytest.raises(ValueError, match="model: expected one with encodings, got none in Linear; adapt_rotary"):
+    with pytest.raises(ValueError, match="model: expected one with encodings, got none in Linear"):
         set_scaling(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match=r"scaling: expected one for each of 2 axes \(encoding\), got 3"):
         set_scaling(dit(), (None, None, None))
@@ -585,7 +654,7 @@ def test_adapted_language_models_are_refused():
     )
     model = adapt_rotary(transformers.LlamaModel(config))
     for call in (lambda: set_scaling(model, None), lambda: set_places(model, 0, torch.arange(3.0))):
-        with pytest.raises(ValueError, match=r"rotary_emb.rotation: expected images or videos, got .*rope_parameters"):
+        with pytest.raises(ValueError, match=r"rotary_emb: expected .* tables are known, got Llama.*rope_parameters"):
             call()
 
 
@@ -623,7 +692,7 @@ def test_buffers_that_were_cast():
     model = adapt_rotary(wan())
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     wanted = call_wan(model)
-    for buffer in model.buffers():
+    for buffer in model.rope.rotation.buffers():  # the model's own tables are cast as in the original
         buffer.data = buffer.data.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* change them again"):
         call_wan(model)

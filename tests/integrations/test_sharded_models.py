@@ -14,5 +14,5 @@ def test_mixed_precision(tmp_path):
     """One start for all cases: importing the libraries twice takes longer than they do."""
     import sharded_models
 
-    imported = ["torch.distributed.fsdp", *(f"lrpe_md.integrations.trial_{name}" for name in LIBRARIES)]
+    imported = ["torch.distributed.fsdp", *(f"lrpe_md.scripts.adapters.trial_{name}" for name in LIBRARIES)]
     run_two(sharded_models.run, (str(tmp_path),), tmp_path, imported)

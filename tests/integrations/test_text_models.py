@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_rotary_models import BOUND, TEXT, calls, library, randomize, same  # noqa: F401
 
-from lrpe_md import adapt_rotary, convert_pairs
-from lrpe_md.integrations import restore_rotary, transformers_read
+from lrpe_md import adapt_rotary
+from lrpe_md.integrations import restore_rotary
 
 LENGTH = 9
 PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -23,29 +23,28 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-MODELS = {  # model, its own configuration, pairs, rotated channels of 16
-    "llama": ("Llama", {}, "half", 16),
-    "llama, another width": ("Llama", {"head_dim": 24}, "half", 24),
-    "llama, yarn": ("Llama", {"rope_parameters": YARN}, "half", 16),
-    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}, "half", 16),
+MODELS = {  # model, its own configuration
+    "llama": ("Llama", {}),
+    "llama, another width": ("Llama", {"head_dim": 24}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama, dynamic": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 6},
-        "half", 16,
     ),
-    "llama, longrope": ("Llama", {"rope_parameters": LONG}, "half", 16),
-    "mistral": ("Mistral", {}, "half", 16),
-    "qwen2": ("Qwen2", {}, "half", 16),
-    "qwen3": ("Qwen3", {"head_dim": 16}, "half", 16),
-    "gemma": ("Gemma", {"head_dim": 16}, "half", 16),
-    "gemma2": ("Gemma2", {"head_dim": 16}, "half", 16),
-    "granite": ("Granite", {}, "half", 16),
-    "phi": ("Phi", {"rope_parameters": PARTIAL}, "half", 8),
-    "phi3": ("Phi3", {"rope_parameters": PARTIAL}, "half", 8),
-    "glm": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}, "interleaved", 8),
-    "glm4": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}, "interleaved", 8),
-    "cohere": ("Cohere", {}, "interleaved", 16),
-    "cohere2": ("Cohere2", {"layer_types": ["sliding_attention", "sliding_attention"]}, "interleaved", 16),
+    "llama, longrope": ("Llama", {"rope_parameters": LONG}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16}),
+    "granite": ("Granite", {}),
+    "phi": ("Phi", {"rope_parameters": PARTIAL}),
+    "phi3": ("Phi3", {"rope_parameters": PARTIAL}),
+    "glm": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "glm4": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "cohere": ("Cohere", {}),
+    "cohere2": ("Cohere2", {"layer_types": ["sliding_attention", "sliding_attention"]}),
 }  # fmt: skip
 FEW = ["llama", "llama, dynamic", "mistral", "glm", "cohere"]
 
@@ -56,7 +55,7 @@ def _seeded():
 
 
 def causal_lm(name="llama"):
-    model, own, *_ = MODELS[name]
+    model, own = MODELS[name]
     transformers = library("transformers")
     config = getattr(transformers, f"{model}Config")(**{**TEXT, **own})
     return randomize(getattr(transformers, f"{model}ForCausalLM")(config))
@@ -83,11 +82,8 @@ def padded():
 def test_logits_and_gradients(name, calls):  # noqa: F811
     model = causal_lm(name)
     adapted = adapt_rotary(copy.deepcopy(model))
-    _, _, pairs, width = MODELS[name]
-    rotation = next(part.rotation for part in adapted.modules() if hasattr(part, "rotation"))
-    assert (rotation.pairs, 2 * rotation.num_channels) == (pairs, width)
     same(model, adapted, logits, embeddings())
-    assert [p.coords.shape for p in calls] == [(LENGTH, 1)] * 2  # one call a layer, q and k together
+    assert calls == [2] * 2  # one call a layer, q and k together
     with torch.no_grad():
         moved = adapted(inputs_embeds=embeddings(), position_ids=torch.zeros(1, LENGTH, dtype=torch.int64)).logits
     assert (moved - logits(model, embeddings())).abs().max() > 1e-3
@@ -116,7 +112,7 @@ def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
         if "dynamic" not in name:  # whose frequencies change as the cache grows
             full = adapted(ids, attention_mask=mask, position_ids=positions).logits[:, start - 1 :]
             torch.testing.assert_close(torch.stack(mine, 1), full, rtol=0, atol=BOUND)
-    assert {p.coords.shape for p in calls} >= {(2, start, 1), (2, 1, 1)}
+    assert calls == [2] * len(calls) != []
 
 
 @pytest.mark.parametrize("name", ["llama", "glm"])
@@ -130,30 +126,10 @@ def test_generation(name):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=BOUND)
 
 
-@pytest.mark.parametrize(("name", "target"), [("cohere", "half"), ("glm", "half"), ("llama", "interleaved")])
-def test_converted_weights(name, target):
-    """The projections of q and k in the other layout, weights and biases, make the same model."""
-    model = causal_lm(name)
-    expected = logits(model, embeddings())
-    adapted = adapt_rotary(model)
-    rotation = next(part.rotation for part in adapted.modules() if hasattr(part, "rotation"))
-    options = {"head_dim": 16, "rotary_dim": 2 * rotation.num_channels}
-    with torch.no_grad():
-        for module_name, p in adapted.named_parameters():
-            if ".q_proj." in module_name or ".k_proj." in module_name:
-                p.copy_(convert_pairs(p, rotation.pairs, target, **options))
-        wrong = logits(adapted, embeddings())
-        rotation.pairs = target
-        found = logits(adapted, embeddings())
-    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
-    assert (wrong - expected).abs().max() > 1e-3
-
-
 def test_made_and_adapted_on_the_meta_device():
-    """As transformers makes models; what is computed to read their code has values all the same."""
+    """As transformers makes models; what is computed to try a function has values all the same."""
     model, x = causal_lm(), embeddings()
     expected, state = logits(model, x), model.state_dict()
-    transformers_read.read_function.cache_clear()
     with torch.device("meta"):
         made = adapt_rotary(type(model)(model.config))
     made.to_empty(device="cpu").init_weights()
@@ -169,13 +145,6 @@ def test_frequencies_by_hand_are_kept():
     same(model, adapted, logits, embeddings())
 
 
-def test_frequencies_of_a_16_bit_model_are_the_configurations():
-    def omega(model):
-        return next(part.rotation for part in adapt_rotary(model).modules() if hasattr(part, "rotation")).omega
-
-    assert torch.equal(omega(causal_lm().bfloat16()), omega(causal_lm()))
-
-
 def reference_rotary(q, k, cos, sin, unsqueeze_dim=1):
     """Of another library."""
     half = q.shape[-1] // 2
@@ -184,7 +153,7 @@ def reference_rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  # noqa: F811
-    """As Liger does: the model says what to do, and adapting again takes it."""
+    """As Liger does: models that are adapted keep ours, and adapting again takes what is set."""
     library("transformers")
     from transformers.models.llama import modeling_llama
 
@@ -192,14 +161,14 @@ def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  #
     expected = logits(model, embeddings())
     adapted = adapt_rotary(copy.deepcopy(model))
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", reference_rotary)
-    with pytest.raises(AttributeError, match=r"unsqueeze: rotary: .*set after .*adapt_rotary\(model\) again"):
-        logits(adapted, embeddings())
-    torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
+    for _ in range(2):
+        calls.clear()
+        torch.testing.assert_close(logits(adapted, embeddings()), expected, rtol=0, atol=BOUND)
+        assert calls == [2] * 2
+        adapt_rotary(adapted)
     calls.clear()
-    torch.testing.assert_close(logits(adapt_rotary(adapted), embeddings()), expected, rtol=0, atol=BOUND)
-    assert len(calls) == 2
     torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
-    assert len(calls) == 2
+    assert not calls
 
 
 @pytest.mark.parametrize("bound", ["class", "instance"])
@@ -224,7 +193,7 @@ def test_a_function_that_was_imported_by_name(bound, calls):  # noqa: F811
     torch.testing.assert_close(logits(model, embeddings()), expected, rtol=0, atol=BOUND)
     assert not calls
     torch.testing.assert_close(logits(adapt_rotary(model), embeddings()), expected, rtol=0, atol=BOUND)
-    assert len(calls) == 2
+    assert calls == [2] * 2
 
 
 def test_restored_and_unadapted_models_are_as_they_were(calls):  # noqa: F811
@@ -238,18 +207,7 @@ def test_restored_and_unadapted_models_are_as_they_were(calls):  # noqa: F811
     calls.clear()
     assert torch.equal(logits(restored, embeddings()), expected)
     assert not calls
-    assert not any(hasattr(part, "rotation") for part in restored.modules())
-
-
-def test_sixteen_bits(calls):  # noqa: F811
-    """The angles stay exact where transformers rounds cos and sin."""
-    model = causal_lm("mistral")
-    adapted = adapt_rotary(copy.deepcopy(model))
-    x = embeddings()
-    with torch.no_grad():
-        exact = logits(adapted.double(), x.double())
-        mine, theirs = (logits(m.bfloat16(), x.bfloat16()).double() for m in (adapted, model))
-    assert (mine - exact).abs().max() < 1.5 * (theirs - exact).abs().max()
+    assert [type(part) for part in restored.modules()] == [type(part) for part in model.modules()]
 
 
 @pytest.mark.gpu

@@ -784,6 +784,44 @@ def test_casts_keep_frequencies(encoding):
     assert y.isfinite().all()
 
 
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is bytes and a factor, as those of bitsandbytes are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale, self.bias = linear.weight.detach().abs().max() / 127, linear.bias
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.in_features = linear.in_features
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def quantise_to_int8(model):
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, Int8Linear(child))
+    return model
+
+
+def quantise_dynamically(model):
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao's own
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("quantise", [quantise_dynamically, quantise_to_int8])
+def test_a_quantised_vit(quantise, qk_norm):
+    stock = quantise(timm_vit(qk_norm=qk_norm, norm_layer=nn.RMSNorm))  # whose eps is that of a dtype
+    x = image()
+    with torch.no_grad():
+        expected = stock(x)
+        for encoding in silent_encodings().values():
+            torch.testing.assert_close(adapt(copy.deepcopy(stock), encoding)(x), expected, rtol=1e-5, atol=1e-5)
+        assert (adapt(stock, "rotate")(x) - expected).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
 def test_copies(encoding):
     model, x = lrpe_vit(encoding=encoding, absolute="sincos"), image()

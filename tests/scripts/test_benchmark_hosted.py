@@ -14,7 +14,7 @@ from lrpe_md.scripts.common.folder import ROOT
 from typer.testing import CliRunner
 
 import lrpe_md
-import lrpe_md.integrations.exchange as exchange
+from lrpe_md.integrations.rotary import exchanged_names, parts
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -51,7 +51,7 @@ def test_a_step_stock_and_adapted(name):
     losses, with_gradient = {}, {}
     for encoding in workload.default:
         trainee = script.Trainee(workload, encoding, "eager", 2, "auto", device)
-        adapted = any(isinstance(part, exchange.Adapted) for part in exchange.parts(trainee.raw).values())
+        adapted = any(exchanged_names(part) for part in parts(trainee.raw).values())
         assert adapted == (encoding == "adapted")
         loss = workload.loss(
             trainee.model.float(), *(x.float() if x.is_floating_point() else x for x in trainee.inputs)

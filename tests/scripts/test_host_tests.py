@@ -13,7 +13,7 @@ MODEL = "some"
 TESTS = """
 import random
 import pytest
-from lrpe_md.integrations.exchange import Adapted
+from lrpe_md.integrations.rotary import exchanged_names, parts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = dict(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -23,7 +23,8 @@ class TestSome:
         LlamaForCausalLM(LlamaConfig(**SIZES))
 
     def test_needs_the_original(self):
-        assert not any(isinstance(part, Adapted) for part in LlamaForCausalLM(LlamaConfig(**SIZES)).modules())
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        assert not any(exchanged_names(part) for part in parts(model).values())
 
     def test_makes_none(self):
         assert random.random() == random.Random({seed}).random()

@@ -77,8 +77,6 @@ def test_no_other_code_reads_what_could_run():
     }
     assert found == {
         ("lrpe_md/engine/kernels/fixed.py", "exec"),  # a kernel's own name and arguments
-        ("lrpe_md/integrations/rewrite.py", "exec"),  # the code of a model that is adapted
-        ("lrpe_md/integrations/diffusers_apply.py", "exec"),
         ("scripts/ablate/app.py", "joblib.cpu_count"), ("scripts/ablate/app.py", "joblib.Parallel"),
         ("scripts/ablate/app.py", "joblib.delayed"), ("scripts/ablate/app.py", "joblib.delayed(train)"),
     }  # fmt: skip

@@ -1,14 +1,10 @@
-"""A tiny random model of each rotary one of timm, for ``python -m lrpe_md.integrations --table``."""
+"""A tiny random model of each rotary one of timm, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-
-from .extras import require
-
-require("timm")
 
 import timm
 import torch

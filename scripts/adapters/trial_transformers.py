@@ -1,4 +1,4 @@
-"""A tiny random model of each type of transformers, for ``python -m lrpe_md.integrations --table``."""
+"""A tiny random model of each type of transformers, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
-
-from .extras import require
-
-require("transformers")
 
 import torch
 from torch import nn

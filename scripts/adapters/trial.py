@@ -22,7 +22,9 @@ from typing import Any, Literal, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from .exchange import Adapted, adapt_rotary, find_others, is_pipeline, models_of, parts, restore_rotary
+from lrpe_md import adapt_rotary
+from lrpe_md.integrations import restore_rotary
+from lrpe_md.integrations.rotary import exchanged_names, models_of, parts
 
 __all__ = [
     "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "find_tensors", "read", "try_library",
@@ -30,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
-UNKNOWN = "none of its rotary code is known"
+UNKNOWN = "found no such function"
 BOUND = 1e-5  # of outputs and gradients, relative to the largest of each kind where that is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
 Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: nothing in it is rotary
@@ -120,29 +122,27 @@ def try_model(library: str, candidate: Candidate) -> Row:
         return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
     names = _names(model)
     try:
-        adapt_rotary(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapt_rotary(model)
     except (TypeError, ValueError) as error:
         return _refuse(row, model, error)
-    if not any(isinstance(part, Adapted) for part in parts(model).values()):
-        return row._replace(outcome="refused", reason="no part of it was adapted")
     try:
         found = candidate.call(model)
     except Exception as error:
         return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
-    left = _left(model)
     same_names = _names(model) == names
     again = candidate.call(restore_rotary(model))
+    is_restored = not any(exchanged_names(part) for part in parts(model).values())
     for worse, reason in (
         (_distance(found, stock) > BOUND, f"differs by {_distance(found, stock):.1e}"),
         (not same_names, "names of parameters changed"),
-        (_distance(again, stock) > 0, "restored it differs"),
+        (_distance(again, stock) > 0 or not is_restored, "restored it differs"),
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
-    notes = ["as in the original: " + "; ".join(left)] if left else []
-    if is_pipeline(model):
-        notes.insert(0, f"as {type(model).__name__}, which makes its tables")
-    return row._replace(reason="; ".join(notes))
+    left = [str(each.message).partition(": ")[2] for each in caught if str(each.message).startswith("adapt_rotary")]
+    return row._replace(reason="; ".join(left))
 
 
 def _names(model: Any) -> list[str]:
@@ -205,16 +205,9 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs) / scale
 
 
-def _left(model: Any) -> list[str]:
-    """Rotary parts that stay, with the reason."""
-    return [f"{path} ({left.reason})" for path, left in find_others(model).items()]
-
-
 def _say(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if text.startswith("model: expected one with a rotary encoding of"):
-        return UNKNOWN
-    return text or type(error).__name__
+    return text.partition("; ")[2] or text or type(error).__name__
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

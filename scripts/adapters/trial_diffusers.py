@@ -1,4 +1,4 @@
-"""A tiny random model of each rotary class of diffusers, for ``python -m lrpe_md.integrations --table``."""
+"""A tiny random model of each rotary class of diffusers, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
-
-from .extras import require
-
-require("diffusers")
 
 import torch
 from diffusers.models import controlnets, transformers

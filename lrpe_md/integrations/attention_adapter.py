@@ -1,0 +1,561 @@
+"""An encoding for a model that has none, where q and k enter ``scaled_dot_product_attention``.
+
+    from lrpe_md import Grid
+    from lrpe_md.integrations import adapt_attention
+
+    adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
+
+Code and classes stay as they are. The model and its attentions get a ``forward`` of their own: that of the model asks
+for the positions and remembers them, that of an attention runs the original under a ``TorchFunctionMode`` that encodes
+q and k. A compiler traces a copy of the original instead, since it refuses a mode inside a checkpoint.
+
+A checkpoint runs a part of the model again in the backward, when the model's forward is long over. So the positions
+travel with the tensors that autograd saves: each of them is packed with the positions of its forward, and what unpacks
+one, as every checkpoint does with its inputs, finds them again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from ..engine.boundary import transforming
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from .attention import check_causal, sdpa_backends
+from .encoding import Encoding, EncodingStack, build_encoding
+from .sdpa_copies import SDPA, copy_forward
+
+__all__ = ["adapt_attention", "restore_attention", "set_positions"]
+
+Model = TypeVar("Model", bound=nn.Module)
+Where: TypeAlias = Grid | Coordinates | Tensor
+
+NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # of self-attentions in other people's models
+_HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
+_HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
+_WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
+
+
+# --- what the forwards of one model share ----------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """Positions, and the backward in which they were set; -1 outside of one."""
+
+    positions: Where | None
+    task: int
+
+
+class _Local(threading.local):
+    """``running``: of the forward that this thread runs. ``current``: the same, or those that were unpacked last."""
+
+    def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
+        self.running: _Entry | None = None
+        self.current: _Entry | None = None
+
+
+class _Adaptation:
+    """One call of :func:`adapt_attention`.
+
+    Args:
+        model: it has the encoding as its attribute ``name``.
+        positions: what they are, or a function of the arguments of the model's forward, or None.
+    """
+
+    def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
+        self.model, self.name, self.positions = model, name, positions
+        self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
+        self.attentions: list[_Attention] = []
+        self.is_used = False
+        self.local = _Local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, local=_Local())
+
+    def find(self, args: Any, kwargs: Any) -> Where | None:
+        """Return the positions of a forward with these arguments."""
+        if self.positions is None:
+            return None
+        return _check_positions(self.positions(*args, **kwargs))
+
+    def locate(self, path: str) -> Where:
+        """Return where the tokens are of an attention that runs now, in a forward or again in its backward."""
+        if self.is_fixed:
+            return self.positions
+        local = self.local
+        entries = (local.current,) if torch.compiler.is_compiling() else (local.current, local.running)
+        task = _current_task()
+        for entry in entries:
+            if entry is not None and entry.positions is not None and (entry.task == task or len(entries) == 1):
+                return entry.positions
+        raise RuntimeError(
+            f"positions: expected {path or 'the attention'} to run in the forward of the adapted "
+            f"{type(self.model).__name__}, got no positions. Call the model itself, return positions from the "
+            "function, or call set_positions() before the first attention; checkpoints inside checkpoints need "
+            "use_reentrant=False"
+        )
+
+
+def _check_positions(positions: Any) -> Any:
+    if positions is None or isinstance(positions, (Grid, Coordinates, Tensor)):
+        return positions
+    raise TypeError(
+        "positions: expected a Grid, Coordinates, a tensor (N, K) or (B, N, K), or a function that returns one, got "
+        f"{type(positions).__name__}"
+    )
+
+
+def _current_task() -> int:
+    """Return the number of the backward that runs, or -1."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+class _Forward:
+    """The forward of one instance, instead of its class'.
+
+    Args:
+        module: whose forward it is.
+        adaptation: that it belongs to.
+    """
+
+    def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
+        self.module, self.adaptation = module, adaptation
+        self.original: Any = vars(module).get("forward")  # None: the class' own, which may change
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward if self.original is None else self.original)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original."""
+        if self.original is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def install(self) -> None:
+        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def remove(self) -> None:
+        if self.original is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.original
+
+
+class _ModelForward(_Forward):
+    """The forward of a model: it knows where the tokens are while it runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own, local = self.adaptation, self.adaptation.local
+        if own.is_fixed:
+            output = self.run(*args, **kwargs)
+        else:
+            before = local.running, local.current
+            local.running = local.current = _Entry(own.find(args, kwargs), _current_task())
+            try:
+                with _travel_with_saved_tensors(local):
+                    output = self.run(*args, **kwargs)
+            finally:
+                local.running, local.current = before
+        if not own.is_used:
+            raise RuntimeError(
+                f"modules: expected attentions that the forward of {type(self.module).__name__} calls, got "
+                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, of which it called none. "
+                "Name the modules whose own forward calls scaled_dot_product_attention"
+            )
+        return output
+
+
+# --- positions that travel with saved tensors ------------------------------------------------------------------------
+
+
+def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
+    """Pack the tensors that autograd saves together with the positions of the forward that runs.
+
+    Hooks that the caller has set go on working. Where none can be set, nothing is checkpointed with them either.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforming():
+        return nullcontext()
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return nullcontext()
+    outer = autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(t: Tensor) -> Any:
+        return local.running, t._version, t
+
+    def unpack(packed: Any) -> Tensor:
+        entry, version, t = packed
+        if t._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
+            )
+        local.current = entry._replace(task=_current_task())
+        return t
+
+    def pack_outside(t: Tensor) -> Any:
+        return local.running, outer[0](t)
+
+    def unpack_outside(packed: Any) -> Tensor:
+        local.current = packed[0]._replace(task=_current_task())
+        return outer[1](packed[1])
+
+    return saved_tensors_hooks(pack, unpack) if outer is None else saved_tensors_hooks(pack_outside, unpack_outside)
+
+
+# --- an attention ----------------------------------------------------------------------------------------------------
+
+
+class _Attention(_Forward):
+    """The forward of an attention: q and k are encoded where they enter SDPA.
+
+    Args:
+        path: of the module in the model.
+        layer: its number among the attentions, where each has an encoding of its own; else None.
+    """
+
+    def __init__(self, module: nn.Module, adaptation: _Adaptation, path: str, layer: int | None) -> None:
+        super().__init__(module, adaptation)
+        self.path, self.layer = path, layer
+        self.num_calls = 0
+        self.copy: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copy": None}  # it belongs to this object
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._count()
+        if not torch.compiler.is_compiling():
+            with _Encode(self, _Surroundings.find()):
+                output = self.run(*args, **kwargs)
+        else:
+            self._make_copy()
+            if self.copy is not None:
+                output = self.copy(self.module, *args, **kwargs)
+            else:
+                with _Encode(self, None):
+                    output = self.run(*args, **kwargs)
+        if self._count() == before:
+            raise RuntimeError(self._explain())
+        return output
+
+    # A compiler runs these three when it traces, which is when SDPA is called or not.
+
+    @torch.compiler.assume_constant_result
+    def _count(self) -> int:
+        return self.num_calls
+
+    @torch.compiler.assume_constant_result
+    def _note_call(self) -> bool:
+        self.num_calls += 1
+        self.adaptation.is_used = True
+        return True
+
+    @torch.compiler.assume_constant_result
+    def _make_copy(self) -> bool:
+        self.copy = None if self.original is not None else copy_forward(self.module, self.attend)
+        return True
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are."""
+        self._note_call()
+        self._check(query, key)
+        own = self.adaptation
+        encoding = getattr(own.model, own.name)
+        encoding = encoding if self.layer is None else encoding[self.layer]
+        if is_causal:
+            check_causal(encoding)
+        q, k = encoding(query, key, positions=own.locate(self.path))
+        if q.shape[-1] == query.shape[-1]:
+            backends = None
+        else:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            backends = sdpa_backends(q, value)
+        with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+
+    def _check(self, q: Tensor, k: Tensor) -> None:
+        if q.ndim != 4 or k.ndim != 4:
+            raise ValueError(
+                f"{self.path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
+                f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
+            )
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"{self.path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and "
+                f"{k.shape[2]} tokens. Name the self-attentions with modules=; key caches are not supported"
+            )
+
+    def _explain(self) -> str:
+        return (
+            f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are encoded, "
+            "got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention that is "
+            "written out by\n"
+            "    x = F.scaled_dot_product_attention(q, k, v)\n"
+            "or encode before it, with an encoding that the module owns:\n"
+            "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
+        )
+
+
+class _Surroundings(NamedTuple):
+    """What a checkpoint would change between an attention's forward and its SDPA."""
+
+    hooks: Any
+    grad_enabled: bool
+
+    @classmethod
+    def find(cls) -> _Surroundings:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        return cls(hooks, torch.is_grad_enabled())
+
+
+class _Encode(TorchFunctionMode):
+    """Encodes q and k in the calls of SDPA under it."""
+
+    def __init__(self, attention: _Attention, surroundings: _Surroundings | None) -> None:
+        super().__init__()
+        self.attention, self.surroundings = attention, surroundings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not SDPA:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.surroundings is not None:
+            self._check(self.surroundings)
+        return self.attention.attend(*args, **(kwargs or {}))
+
+    def _check(self, before: _Surroundings) -> None:
+        """A part that the backward runs again would run without this mode."""
+        now = _Surroundings.find()
+        checkpoint = now.hooks is not None and now.hooks[0].__module__ == "torch.utils.checkpoint"
+        if before.grad_enabled and (not now.grad_enabled or (checkpoint and now.hooks != before.hooks)):
+            raise RuntimeError(
+                f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
+                "forward and scaled_dot_product_attention, since the backward could run that part without the "
+                "encoding. Checkpoint the whole module"
+            )
+
+
+# --- public ----------------------------------------------------------------------------------------------------------
+
+
+def adapt_attention(
+    model: Model,
+    encoding: Encoding,
+    positions: Where | Callable[..., Where | None] | None,
+    *,
+    modules: str | Sequence[str] | None = None,
+    encoding_kwargs: dict[str, Any] | None = None,
+    num_axes: int | None = None,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
+    name: str = "encoding",
+) -> Model:
+    """Put an encoding into a model that has none, without editing its forwards; returns the model.
+
+    In place: q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
+    self-attentions. Only this model changes, and it works under checkpointing, autocast, ``torch.compile``, DDP and
+    FSDP2, and in copies and pickles of the model. Weights, their names, hooks and classes stay as they are; frequencies
+    that learn are parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model
+    adds to its tokens stay, too: remove them yourself if you want to.
+
+    Args:
+        model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For a plain ViT of timm, :func:`lrpe_md.adapt` does more.
+        encoding: "rotate", "cosine", "mixed", the name of a preset, a ``Scheme``, a factory, or a module that is called
+            as ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`.
+        positions: where the tokens are: a :class:`Grid` or :class:`Coordinates`, the same for all inputs, or a function
+            of the arguments of the model's forward that returns it. It counts all tokens of the attention, so
+            ``Grid((H, W), prefix=1)`` where there is a class token. None where the model's own code knows them, and
+            calls :func:`set_positions`.
+        modules: patterns of the self-attentions' names, such as "blocks.*.attn"; the default takes modules named attn,
+            attn1, attention, self_attn or self_attention. Of modules inside each other the outermost is taken.
+        encoding_kwargs: for the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each layer
+            its own.
+        num_axes: of the positions, for an encoding that is made here; default: that of fixed positions, else 2.
+        head_dim, num_heads: of the attentions; default: read from them.
+        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names where
+            two groups of modules differ, as the encoder and the decoder of an MAE do.
+
+    The cosine map makes q and k twice as wide; attention keeps the scale of their original head_dim. An attention whose
+    q and k differ in length is an error: leave cross-attention out, and key caches off.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, no such modules, or modules that are adapted already; the
+            model is as it was.
+        RuntimeError: in the forward, if an attention does not call ``scaled_dot_product_attention``.
+    """
+    if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
+        kind = type(model).__name__
+        raise TypeError(f"model: expected an nn.Module that is not compiled, got {kind}; adapt before torch.compile")
+    if hasattr(model, name):
+        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another")
+    if not callable(positions):
+        _check_positions(positions)
+    found = _find_attentions(model, modules)
+    built = _build(encoding, dict(encoding_kwargs or {}), found, positions, (num_axes, head_dim, num_heads))
+    device = next((t.device for t in model.parameters()), None)
+    model.add_module(name, built.to(device).train(model.training))
+    adaptation = _Adaptation(model, name, positions)
+    by_layer = EncodingStack(built).by_layer
+    for i, (path, module) in enumerate(found.items()):
+        adaptation.attentions.append(_Attention(module, adaptation, path, i if by_layer else None))
+        adaptation.attentions[-1].install()
+    _ModelForward(model, adaptation).install()
+    return model
+
+
+def restore_attention(model: Model) -> Model:
+    """Undo :func:`adapt_attention`, in place; a model that is not adapted stays as it is.
+
+    Raises:
+        ValueError: a forward was replaced since then, by an offloading hook for one; the model is as it was.
+    """
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    adaptations = list({id(f.adaptation): f.adaptation for f in forwards if isinstance(f, _Attention)}.values())
+    chain = list(_forwards_of(model))
+    for own in adaptations:
+        replaced = [a.path for a in own.attentions if vars(a.module).get("forward") is not a]
+        if replaced or own not in [forward.adaptation for forward in chain]:
+            raise ValueError(
+                f"model: expected the forwards that adapt_attention set, got another one in "
+                f"{(replaced or ['the model'])[0]}. Remove what replaced it first"
+            )
+    for forward in chain:
+        forward.remove()
+        delattr(model, forward.adaptation.name)
+        for attention in forward.adaptation.attentions:
+            attention.remove()
+    return model
+
+
+def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
+    """Say where the tokens are, from inside the forward of an adapted model.
+
+    For models that choose their tokens themselves: an MAE calls it where it draws the patches that it keeps. It holds
+    for the attentions that follow, until the forward ends. Call it outside of what is checkpointed.
+
+    Args:
+        model: what :func:`adapt_attention` was given.
+        positions: of all tokens that the following attentions see.
+        name: that ``adapt_attention`` was given.
+
+    Raises:
+        ValueError: no such adaptation, one whose positions are fixed, or no forward that runs.
+    """
+    _check_positions(positions)
+    own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
+    if own is None or own.is_fixed or own.local.running is None:
+        raise ValueError(
+            f"model: expected a running forward of a model adapted with name={name!r} and without fixed positions, "
+            f"got {type(model).__name__}"
+        )
+    own.local.running = own.local.current = own.local.running._replace(positions=positions)
+
+
+def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
+    """Yield those that adapt_attention set, the last one first."""
+    forward = vars(model).get("forward")
+    while isinstance(forward, _ModelForward):
+        yield forward
+        forward = forward.original
+
+
+# --- which modules, and what they are made of ------------------------------------------------------------------------
+
+
+def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    patterns = (modules,) if isinstance(modules, str) else modules
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
+            continue
+        if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+            continue
+        if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
+            found[path] = module
+    if not found:
+        names = sorted({path for path, _ in model.named_modules() if "att" in path.split(".")[-1].lower()})
+        raise ValueError(
+            f"modules: expected patterns of names such as {', '.join(names[:4]) or 'blocks.*.attn'}, got "
+            f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which matches none"
+        )
+    for path, module in found.items():
+        if isinstance(vars(module).get("forward"), _Attention):
+            raise ValueError(
+                f"modules: expected modules that are not adapted, got {path}; call restore_attention first"
+            )
+        if isinstance(module, nn.MultiheadAttention):
+            raise TypeError(
+                f"modules: expected attentions that call scaled_dot_product_attention, got {path}, an "
+                "nn.MultiheadAttention, which may run as one fused operator. Leave it out, or write the attention with "
+                "F.scaled_dot_product_attention"
+            )
+    return found
+
+
+def _build(
+    encoding: Any,
+    kwargs: dict[str, Any],
+    found: dict[str, nn.Module],
+    positions: Any,
+    given: tuple[int | None, int | None, int | None],
+) -> nn.Module:
+    """Return a module for all attentions, or one each. given: num_axes, head_dim and num_heads, or None."""
+    num_axes, head_dim, num_heads = given
+    if num_axes is None:
+        num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
+    if not isinstance(encoding, nn.Module) and (head_dim is None or num_heads is None):
+        read = {_read_heads(path, module) for path, module in found.items()}
+        if len(read) > 1:
+            raise ValueError(
+                f"modules: expected attentions with one head_dim and num_heads, got {sorted(read)}. Adapt each group "
+                "by itself, with modules= and name="
+            )
+        own = read.pop()
+        head_dim, num_heads = head_dim or own[0], num_heads or own[1]
+    built = build_encoding(encoding, kwargs, head_dim or 0, num_heads or 0, len(found), num_axes)
+    if built is None:
+        raise ValueError(f"encoding: expected one that encodes, got {encoding!r}")
+    return built
+
+
+def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
+    """Return head_dim and num_heads of somebody else's attention."""
+    for source in (module, getattr(module, "config", None)):
+        heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
+        if heads and (size or width):
+            return size or (width or 0) // heads, heads
+    raise ValueError(f"head_dim, num_heads: expected them as arguments, since {path} does not say them, got None")
+
+
+def _read(source: Any, names: Sequence[str]) -> int | None:
+    values = (getattr(source, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

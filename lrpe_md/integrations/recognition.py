@@ -1,0 +1,293 @@
+"""Tell what somebody's own rotary code computes, as arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..functional import cosine, rotate
+from ..positions.grid import Grid
+from .plans import Unlike
+from .probing import at_channels, find_distance, find_span, firsts, quietly
+
+__all__ = ["Arguments", "Recognised", "recognise"]
+
+_ANGLE = 1e-3  # radians: what rounding of a float32 table may add up to over a grid
+
+
+class Arguments(dict[str, Any]):
+    """Keyword arguments of rotate or cosine, which print as the call that they are for."""
+
+    def __init__(self, function: str, values: dict[str, Any], notes: str) -> None:
+        super().__init__(values)
+        self.function, self.notes = function, notes
+
+    def __str__(self) -> str:
+        shown = {name: f"<{tuple(v.shape)}>" if isinstance(v, Tensor) else v for name, v in self.items()}
+        shown = {name: _show_grid(v) if isinstance(v, Grid) else v for name, v in shown.items()}
+        quoted = [f"{name}={v if name in ('omega', 'phase', 'positions') else repr(v)}" for name, v in shown.items()]
+        return f"{self.function}(x, {', '.join(quoted)})" + (f"  # {self.notes}" if self.notes else "")
+
+
+def _show_grid(grid: Grid) -> str:
+    fields = [f"{name}={value}" for name in ("prefix", "shift") if (value := getattr(grid, name))]
+    return f"Grid({', '.join([str(grid.shape), *fields])})"
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a function computes.
+
+    Args:
+        arguments: of rotate or cosine: ``rotate(x, **found.arguments)`` is what the function gives for x.
+        map: which of the two.
+        axes: for each pair (of the cosine map: channel) the axis whose position it follows; None where it follows
+            several, or none.
+        axis_order: "major_first" where the slowest axis has the first channels, "minor_first" for the fastest; None
+            for any other order.
+        theta: for each axis the base of its geometric series, None where it has none.
+        error: largest difference from the function, for x of standard deviation 1.
+    """
+
+    arguments: Arguments
+    map: Literal["rotate", "cosine"]
+    axes: tuple[int | None, ...]
+    axis_order: str | None
+    theta: tuple[float | None, ...]
+    error: float
+
+    def __str__(self) -> str:
+        return str(self.arguments)
+
+
+def recognise(
+    function: Callable[..., Any],
+    *,
+    head_dim: int,
+    shape: Sequence[int],
+    num_heads: int = 1,
+    prefix: int = 0,
+    device: torch.device | str = "cpu",
+) -> Recognised:
+    """Find the arguments of :func:`rotate` or :func:`cosine` that give what a function computes.
+
+    Args:
+        function: takes x (1, H, N, D), or q and k, and returns them rotated; positions are its own.
+        head_dim: D.
+        shape: the grid of its tokens, slowest axis first: (H, W), (T, H, W), or (N,) for a sequence.
+        num_heads: H; more than 1 where frequencies differ by head.
+        prefix: number of unrotated tokens in front.
+        device: where to call it.
+
+    Returns:
+        A :class:`Recognised`; printed, it is the call. Frequencies of more than half a turn from token to token are
+        found as smaller ones that are equal on this grid.
+
+    Raises:
+        TypeError: the function is no rotation (or cosine map) whose angles are positions times frequencies; says what
+            it does.
+    """
+    grid = Grid(tuple(shape), prefix=prefix)
+    if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
+        raise ValueError(f"shape, head_dim: expected two tokens and channels at least, got {grid.shape} and {head_dim}")
+    sizes = (1, num_heads, grid.total, head_dim)
+    try:
+        return quietly(lambda: _recognise(_Function(function, torch.device(device), sizes), grid))
+    except Unlike as e:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise TypeError(
+            f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {e}"
+        ) from None
+
+
+class _Function:
+    """The function as one of one tensor."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device, sizes: tuple[int, ...]) -> None:
+        self.function, self.device, self.sizes = function, device, sizes
+        parameters = inspect.signature(function).parameters.values()
+        self.count = max(
+            1, sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        )
+        if self.count > 2:
+            raise Unlike(
+                0, f"takes {self.count} arguments; close it over its positions, so that it takes x, or q and k"
+            )
+        self.dtype = torch.float64
+        try:
+            self(torch.zeros(sizes, dtype=torch.float64))
+        except Unlike:
+            raise
+        except Exception:  # some functions take float32 alone
+            self.dtype = torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        given = x.to(self.device, self.dtype)
+        try:
+            outs = self.function(*[given.clone() for _ in range(self.count)])
+        except Exception as e:  # whatever somebody else's function raises
+            if self.dtype == torch.float64:
+                raise
+            raise Unlike(0, f"raises {type(e).__name__}: {e}") from e
+        outs = [outs] if isinstance(outs, Tensor) else list(outs) if isinstance(outs, (tuple, list)) else []
+        if len(outs) != self.count or not all(isinstance(o, Tensor) for o in outs):
+            raise Unlike(0, f"returns something else than a tensor for each of {self.count}")
+        if self.count == 2 and not torch.equal(outs[0], outs[1]):
+            raise Unlike(3, "turns q and k differently")
+        if outs[0].shape[:-1] != x.shape[:-1] or outs[0].shape[-1] not in (x.shape[-1], 2 * x.shape[-1]):
+            raise Unlike(1, f"returns {tuple(outs[0].shape)} for {tuple(x.shape)}")
+        return outs[0].double().cpu()
+
+
+def _recognise(function: _Function, grid: Grid) -> Recognised:
+    x = torch.randn(function.sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x.float().double()
+    out, zeros = function(x), torch.zeros_like(x)
+    if not torch.equal(out, function(x)):
+        raise Unlike(3, "is random: two calls with the same arguments differ")
+    if function(zeros).any():
+        raise Unlike(3, "adds something that does not depend on x")
+    if out.shape[-1] == 2 * x.shape[-1]:
+        cos, sin = function(torch.ones_like(x)).chunk(2, -1)
+        values: dict[str, Any] = {}
+    else:
+        cos, sin, values = _read_rotation(function, x, out)
+    _check_prefix(cos, sin, grid)
+    arguments, notes = _fit(cos[0, :, grid.prefix :], sin[0, :, grid.prefix :], grid)
+    kind: Any = "rotate" if values else "cosine"
+    arguments = Arguments(kind, {**arguments, **values}, notes.text)
+    ours = (rotate if values else cosine)(x, **arguments)
+    error = float((ours - out).abs().max())
+    if not error < 20 * _ANGLE:
+        raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
+    return Recognised(arguments, kind, notes.axes, notes.axis_order, notes.theta, error)
+
+
+def _read_rotation(function: _Function, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return cos and sin of each pair, and how pairs lie."""
+    zeros, span = torch.zeros_like(x), find_span(x, out)
+    start, stop = span
+    distance, half = find_distance(function(at_channels(zeros, [start])), span), (stop - start) // 2
+    first = firsts(stop - start, distance)
+    a = function(at_channels(zeros, start + first.nonzero().flatten()))[..., start:stop]
+    b = function(at_channels(zeros, start + (~first).nonzero().flatten()))[..., start:stop]
+    cos, sin = a[..., first], a[..., ~first]
+    if not torch.allclose(cos, b[..., ~first], atol=_ANGLE) or not torch.allclose(sin, -b[..., first], atol=_ANGLE):
+        raise Unlike(5, "does not turn the two channels of a pair by one angle")
+    pairs: Any = "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
+    values = {"pairs": pairs}
+    if half * 2 < x.shape[-1]:
+        values["rotary_dim"] = slice(start, stop) if start else stop
+    return cos, sin, values
+
+
+def _check_prefix(cos: Tensor, sin: Tensor, grid: Grid) -> None:
+    cos, sin = cos[:, :, : grid.prefix], sin[:, :, : grid.prefix]
+    if (cos - 1).abs().sum() + sin.abs().sum() > _ANGLE:
+        raise Unlike(
+            5, f"rotates its first {grid.prefix} tokens, too; set prefix to the number that it does not rotate"
+        )
+
+
+@dataclass(frozen=True)
+class _Notes:
+    text: str
+    axes: tuple[int | None, ...]
+    axis_order: str | None
+    theta: tuple[float | None, ...]
+
+
+def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> tuple[dict[str, Any], _Notes]:
+    """Fit positions times frequencies, a phase and an amplitude to (H, N, C)."""
+    amplitude = torch.hypot(cos, sin)
+    if (amplitude - amplitude[:1, :1]).abs().max() > _ANGLE:
+        raise Unlike(4, "scales x, differently by token, head or channel")
+    amplitude = amplitude.mean((0, 1))
+    angles = torch.atan2(sin, cos).unflatten(1, grid.shape).movedim(-1, 1)  # (H, C, *shape)
+    steps = [_measure(angles, 2 + axis) for axis in range(len(grid.shape))]
+    omega = torch.stack(steps, -1)
+    coordinates = Grid(grid.shape).coordinates(dtype=torch.float64)
+    rest = angles.flatten(2) - (omega[:, :, None] * coordinates).sum(-1)
+    phase = _mean_angle(rest, -1)
+    if _wrap(rest - phase[..., None]).abs().max() > 10 * _ANGLE:
+        raise Unlike(5, "turns by angles that are not positions on this grid times frequencies")
+    omega[omega.abs() < 1e-7] = 0
+    shift = _find_shift(omega, phase)
+    inverse = bool((omega <= 0).all() and (omega < 0).any())
+    if shift is None and (phase.abs() > 1e-5).any():
+        values: dict[str, Any] = {"phase": -phase if inverse else phase}
+    else:
+        values = {}
+    if omega.shape[0] > 1 and torch.allclose(omega, omega[:1]) and torch.allclose(phase, phase[:1], atol=1e-5):
+        omega, values = omega[:1], {name: t[:1] for name, t in values.items()}
+    where = Grid(grid.shape, prefix=grid.prefix, shift=shift if shift and any(shift) else None)
+    values = {"omega": -omega if inverse else omega, "positions": where, **values}
+    if inverse:
+        values["inverse"] = True
+    if (amplitude - 1).abs().max() > 1e-5:
+        same = (amplitude - amplitude[0]).abs().max() < 1e-5
+        values["amplitude"] = float(amplitude[0]) if same else amplitude
+    return values, _describe(omega)
+
+
+def _wrap(t: Tensor) -> Tensor:
+    return torch.remainder(t + math.pi, 2 * math.pi) - math.pi
+
+
+def _mean_angle(t: Tensor, dim: int) -> Tensor:
+    return torch.atan2(t.sin().mean(dim), t.cos().mean(dim))
+
+
+def _measure(angles: Tensor, dim: int) -> Tensor:
+    """Return the angle from one position to the next along a dimension, (H, C): first over one step, then over more."""
+    size = angles.shape[dim]
+    step, lag = torch.zeros(angles.shape[:2], dtype=angles.dtype), 1
+    while lag < size:
+        delta = angles.narrow(dim, lag, size - lag) - angles.narrow(dim, 0, size - lag)
+        step = step + _mean_angle(delta.flatten(2) - lag * step[..., None], -1) / lag
+        lag = size - 1 if lag < size - 1 <= 2 * lag else 2 * lag
+    return step
+
+
+def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
+    """Return the position of the first token on each axis, where this is what the phase comes from."""
+    flat, angles = omega.flatten(0, 1), phase.flatten()
+    for slow in (flat.norm(dim=-1).argsort()[:n] for n in (2 * flat.shape[-1], len(flat))):
+        shift = torch.linalg.lstsq(flat[slow], angles[slow, None], driver="gelsd").solution[:, 0]
+        shift = (shift * 4).round() / 4 if ((shift * 4) - (shift * 4).round()).abs().max() < 0.02 else shift
+        if _wrap(angles - (flat * shift).sum(-1)).abs().max() < _ANGLE:
+            return tuple(shift.tolist())
+    return None
+
+
+def _describe(omega: Tensor) -> _Notes:
+    """Say which axis each channel follows, and by which series."""
+    used = (omega.abs().amax(0) > 0).tolist()
+    axes = tuple(row.index(True) if sum(row) == 1 else None for row in used)
+    order = None
+    known = [a for a in axes if a is not None]
+    if len(set(known)) > 1:
+        order = "major_first" if known == sorted(known) else "minor_first" if known == sorted(known)[::-1] else None
+    theta = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
+    text = []
+    for axis, base in enumerate(theta):
+        count = axes.count(axis)
+        text += [f"axis {axis}: {count} channels" + (f", theta {base:g}" if base else "")] if count else []
+    return _Notes("; ".join(text), axes, order, theta)
+
+
+def _find_base(series: Tensor) -> float | None:
+    """Return the base of ω_i = scale · base^(-i / n)."""
+    if len(series) < 3:
+        return None
+    logs = series.log()
+    ratios = logs[:-1] - logs[1:]
+    if (ratios - ratios.mean()).abs().max() > 1e-3:
+        return None
+    return float(f"{math.exp(float(ratios.mean()) * len(series)):.4g}")

@@ -1,0 +1,742 @@
+"""drop_in: somebody else's rotary function with our kernel in it, equal in outputs, dtypes and gradients."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import rotary_functions as rf
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lrpe_md.integrations import drop_in, plans, sample_grids
+from lrpe_md.integrations.drop_ins import _Probed
+
+NAMES = list(rf.calls())
+SOME = [
+    "hf_llama",
+    "hf_sections",
+    "deepseek",
+    "meta_llama",
+    "dinov3 with prefix",
+    "flux",
+    "split_heads",
+    "flash_attn, offset",
+]
+H, N, D = rf.H, rf.N, rf.D
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The calls of rotate so far."""
+    found = []
+    for module in (plans, sample_grids):
+        rotate = module.rotate
+
+        def counted(*args, rotate=rotate, **kwargs):
+            found.append(kwargs)
+            return rotate(*args, **kwargs)
+
+        monkeypatch.setattr(module, "rotate", counted)
+    return found
+
+
+def tensors(value):
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def cast(value, dtype):
+    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, value)
+
+
+def run_both(function, ours, args, kwargs, launches):
+    """Outputs of the original, and of ours, which must have launched our kernel."""
+    expected = function(*copy.deepcopy(args), **kwargs)
+    ours(*args, **kwargs)  # probes
+    launches.clear()
+    found = ours(*args, **kwargs)
+    assert launches, "went to the original"
+    assert type(found) is type(expected)
+    return tensors(expected), tensors(found)
+
+
+def check_equal(function, ours, args, kwargs, launches):
+    expected, found = run_both(function, ours, args, kwargs, launches)
+    for a, b in zip(expected, found, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b, a, rtol=0, atol=2e-6 * (1 + float(a.detach().abs().max())) if a.numel() else 0)
+
+
+@functools.cache
+def drop(name):
+    return drop_in(rf.calls()[name].function)
+
+
+def call_of(name):
+    """A call, with the function whose drop-in is kept from test to test."""
+    call = rf.calls()[name]
+    return drop(name).original, call.args, call.kwargs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs(name, launches):
+    function, args, kwargs = call_of(name)
+    check_equal(function, drop(name), args, kwargs, launches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_launch(name, launches):
+    function, args, kwargs = call_of(name)
+    run_both(function, drop(name), args, kwargs, launches)
+    assert len(launches) == (2 if name == "wan" else 1), "q and k share a launch; Wan's samples have grids of their own"
+
+
+def gradients(function, args, kwargs, of_module):
+    args = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, args)
+    inputs = [t for t in (*tensors((args, kwargs)), *of_module) if t.is_floating_point() or t.is_complex()]
+    for t in inputs:
+        t.requires_grad_()
+    outs = tensors(function(*args, **kwargs))
+    loss = sum((o.double() * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in outs)
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    for t in of_module:
+        t.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(name):
+    function, args, kwargs = call_of(name)
+    of_module = list(function.buffers()) if isinstance(function, nn.Module) else []
+    expected = gradients(function, args, kwargs, of_module)
+    found = gradients(drop(name), args, kwargs, of_module)
+    assert len(expected) > 1
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(b, a, rtol=0, atol=2e-5 * float(a.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision(name, launches):
+    """The original's dtype, and at least as near to the exact result as the original."""
+    function, args, kwargs = call_of(name)
+    low = cast(args, torch.bfloat16)
+    expected, found = run_both(function, drop(name), low, kwargs, launches)
+    exact = tensors(function(*cast(cast(low, torch.float32), torch.float64), **kwargs))
+    for a, b, e in zip(expected, found, exact, strict=True):
+        assert a.dtype == b.dtype
+        assert (b - e).abs().max() <= (a - e).abs().max() * 1.001 + 1e-6
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_triton(name, launches):
+    function, args, kwargs = call_of(name)
+    ours = drop_in(function, impl="triton")
+    check_equal(function, ours, args, kwargs, launches)
+    assert launches[0]["impl"] == "triton"
+
+
+# --- kinds of arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_strides(name, launches):
+    """Slices of a projection, and tables that are expanded."""
+    function, args, kwargs = call_of(name)
+
+    def stride(t):
+        if not isinstance(t, Tensor):
+            return t
+        return torch.stack((t, t), -1)[..., 0] if t.is_complex() else torch.cat((t, t), -1)[..., : t.shape[-1]]
+
+    check_equal(function, drop(name), pytree.tree_map(stride, args), kwargs, launches)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 6), (2, 1, 1, 6), (3, 6, 2, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 8, 8, 0)])
+def test_sizes(sizes, launches):
+    batch, heads, key_heads, tokens = sizes
+    args = (torch.randn(batch, heads, tokens, D), torch.randn(batch, key_heads, tokens, D))
+    for rows in {1, batch}:
+        cos, sin = torch.randn(rows, tokens, D), torch.randn(rows, tokens, D)
+        check_equal(rf.hf_llama, drop("hf_llama"), (*args, cos, sin), {}, launches)
+
+
+def test_a_kind_is_probed_once(monkeypatch):
+    calls = []
+    real = _Probed.call
+    monkeypatch.setattr(_Probed, "call", lambda *args: calls.append(1) or real(*args))
+    ours = drop_in(rf.hf_llama)
+    q, cos = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
+    for expect_calls, x in (
+        (True, q),
+        (False, q),
+        (False, torch.randn(3, 4, 7, 8)),
+        (True, q[..., :4]),
+        (True, q.half()),
+    ):
+        calls.clear()
+        table = cos[..., : x.shape[-1]] if x.shape[2] == 5 else torch.randn(3, 7, 8)
+        ours(x, x, table, table)
+        assert bool(calls) == expect_calls
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.randn(2, 6, 4, 32), torch.randn(9, 16), torch.randn(9, 16)), {"seqlen_offsets": 5}),  # beyond the rows
+        ((torch.randn(2, 6, 4, 32), torch.randn(9, 16), torch.randn(9, 16)), {"seqlen_offsets": -2}),
+        ((torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)), {"cu_seqlens": torch.tensor([0, 6])}),
+        ((torch.randn(2, 6, 4, 32), torch.randn(5, 16), torch.randn(5, 16)), {}),  # fewer rows than tokens
+        ((torch.randn(2, 6, 4, 32),), {}),
+        ((torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)), {"unknown": 1}),
+        ((torch.randn(2, 6, 4, 32), torch.randn(6, 15), torch.randn(6, 16)), {}),
+    ],
+)
+def test_errors_are_the_original_s(args, kwargs):
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        rf.flash_attn(*args, **kwargs)
+    with pytest.raises(theirs.type) as ours:
+        drop("flash_attn")(*args, **kwargs)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_in_place_goes_to_the_original(launches):
+    x, cos, sin = torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)
+    expected = rf.flash_attn(x, cos, sin)
+    launches.clear()
+    out = drop("flash_attn")(x, cos, sin, inplace=True)
+    assert out is x
+    torch.testing.assert_close(x, expected)
+
+
+def test_offsets_share_one_plan(launches):
+    """Decoding: one more each step, without another probe."""
+    ours = drop_in(rf.flash_attn)
+    x, cos, sin = torch.randn(2, 1, 4, 32), torch.randn(40, 16), torch.randn(40, 16)
+    for offset in range(1, 8):
+        check_equal(rf.flash_attn, ours, (x, cos, sin), {"seqlen_offsets": offset}, launches)
+    assert sum(("offset",) in key for key, _ in ours.probed.plans) == 1
+
+
+def scaled_by_tensor(x, cos, sin, scale):
+    return (x * cos + rf.quarter_turn(x) * sin) * scale
+
+
+def shifted_by_tensor(x, cos, sin, start):
+    rows = slice(int(start), int(start) + x.shape[-2])
+    return x * cos[rows] + rf.quarter_turn(x) * sin[rows]
+
+
+def masked(x, cos, sin, mask=None):
+    y = x * cos + rf.quarter_turn(x) * sin
+    return y if mask is None else torch.where(mask, y, x)
+
+
+def by_number(x, cos, sin, power=1):
+    return x * cos**power + rf.quarter_turn(x) * sin
+
+
+def by_width_of_ids(x, cos, sin, ids):
+    blocks = ids.shape[-1]
+    parts = (zip(*(t.chunk(blocks, -1) for t in (x, cos, sin)), strict=True)) if blocks < 3 else [(x, cos, sin)]
+    return torch.cat([a * c + rf.quarter_turn(a) * s for a, c, s in parts], -1)
+
+
+def guessing_layout(x, cos, sin):
+    """Which axis is the tokens' follows from the sizes."""
+    cos, sin = (t if t.shape[0] == x.shape[2] else t[:, None] for t in (cos, sin))
+    return x * cos + rf.quarter_turn(x) * sin
+
+
+def one_row(x, cos, sin):
+    """All tokens are turned by the first row."""
+    return x * cos[..., :1, :] + rf.quarter_turn(x) * sin[..., :1, :]
+
+
+X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (masked, [(X, COS, SIN, *m) for m in ((), (torch.rand(6, 1) > 0.5,), (torch.zeros((), dtype=torch.bool),))]),
+        (by_number, [(X, COS, SIN, *n) for n in ((), (1,), (2,), (1.0,), (True,), (3.0,))]),
+        (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, 6, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
+        (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
+        (guessing_layout, [(X, COS, SIN), (X[:, :, :3], COS, SIN), (X[:, :3], COS, SIN)]),
+        (one_row, [(X, COS, SIN), (X, COS[:1], SIN[:1]), (X, COS[:, None], SIN[:, None])]),
+        (rf.dinov3, [(X, SIN, COS), (X, SIN[:1], COS), (X[:, :1], SIN[:, None], COS[:, None])]),
+        (rf.torchtitan_cos_sin, [
+            (X, X, torch.randn(9, 64), t) for t in (None, torch.arange(6).expand(2, 6), torch.arange(3, 9)[None])
+        ]),
+    ],
+)  # fmt: skip
+def test_never_different(function, calls):
+    ours = drop_in(function)
+    for args in calls:
+        try:
+            expected = tensors(function(*args))
+        except Exception as error:
+            with pytest.raises(type(error)):
+                ours(*args)
+            continue
+        for a, b in zip(expected, tensors(ours(*args)), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [scaled_by_tensor, shifted_by_tensor])
+def test_tensors_that_are_settings_are_refused(function):
+    with pytest.raises(TypeError, match=function.__name__):
+        drop_in(function)
+
+
+def einsum_rotation(x, matrices):
+    """2 × 2 matrices by a product, which autocast does in bfloat16."""
+    return torch.einsum("nrij,bhnrj->bhnri", matrices, x.unflatten(-1, (-1, 2))).flatten(-2)
+
+
+def einsum_in_the_dtype_of_x(x, matrices):
+    return einsum_rotation(x, matrices).to(x.dtype)
+
+
+@pytest.mark.parametrize("function", [einsum_rotation, einsum_in_the_dtype_of_x])
+def test_autocast_that_changes_the_result(function, launches):
+    ours, args = drop_in(function), (torch.randn(2, 3, 6, 8), torch.randn(6, 4, 2, 2))
+    check_equal(function, ours, args, {}, launches)
+    launches.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = function(*args), ours(*args)
+    assert not launches
+    assert torch.equal(found, expected)
+
+
+def test_autocast_that_does_not_matter(launches):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        function, args, kwargs = call_of("hf_llama")
+        check_equal(function, drop("hf_llama"), args, kwargs, launches)
+
+
+def detached_tables(x, cos, sin):
+    return x * cos.detach() + rf.quarter_turn(x) * sin.detach()
+
+
+def test_tables_without_gradient():
+    args = [torch.randn(2, 3, 6, 8, requires_grad=True), *(torch.randn(6, 8, requires_grad=True) for _ in range(2))]
+    drop_in(detached_tables)(*args).sum().backward()
+    assert args[0].grad is not None
+    assert args[1].grad is None
+    assert args[2].grad is None
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["in_place", "replaced", "learned", "dtype", "resized"])
+def test_tables_of_a_module_are_read_at_each_call(change, launches):
+    module = rf.LightningRotary()
+    ours = drop_in(module)
+    if change == "in_place":
+        module.freqs_cos.mul_(0.5)
+    elif change == "replaced":
+        module.freqs_sin = torch.randn(9, D)
+    elif change == "learned":
+        del module.freqs_cos
+        module.freqs_cos = nn.Parameter(torch.randn(9, D))
+    elif change == "dtype":
+        module.double()
+    else:
+        module.freqs_cos, module.freqs_sin = torch.randn(12, D), torch.randn(12, D)
+    tokens = 12 if change == "resized" else 9
+    check_equal(module, ours, (torch.randn(2, 3, tokens, D),), {}, launches)
+    if change == "learned":
+        ours(torch.randn(2, 3, 9, D)).sum().backward()
+        assert module.freqs_cos.grad is not None
+
+
+@pytest.mark.parametrize("change", ["hook", "pre_hook", "forward"])
+def test_a_changed_module_runs_itself(change, launches):
+    module = rf.LightningRotary()
+    ours = drop_in(module)
+    if change == "hook":
+        module.register_forward_hook(lambda module, args, y: 2 * y)
+    elif change == "pre_hook":
+        module.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    else:
+        module.forward = lambda t: t
+    x = torch.randn(2, 3, 9, D)
+    launches.clear()
+    assert torch.equal(ours(x), module(x))
+    assert not launches
+
+
+class WithSettings(nn.Module):
+    """Numbers and flags of its own change what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.interleaved = 1.0, False
+
+    def turn(self, x, cos, sin):
+        return (x * cos + (rf.quarter_turn_pairs if self.interleaved else rf.quarter_turn)(x) * sin) * self.scale
+
+
+def test_settings_of_an_object(launches):
+    module = WithSettings()
+    ours = drop_in(module.turn)
+    args = torch.randn(2, 3, 5, D), torch.randn(5, D), torch.randn(5, D)
+    for module.interleaved, module.scale, uses_kernel in ((False, 1.0, True), (True, 1.0, True), (True, 0.5, False)):
+        expected, found = module.turn(*args), ours(*args)
+        launches.clear()
+        ours(*args)
+        assert bool(launches) == uses_kernel
+        torch.testing.assert_close(found, expected)
+
+
+class Storing:
+    """Keeps what it was called with."""
+
+    def __init__(self):
+        self.seen, self.sizes, self.last = [], {}, None
+
+    def turn(self, x, cos, sin):
+        self.seen.append(x)
+        self.sizes[x.shape] = self.last = x
+        return x * cos + rf.quarter_turn(x) * sin
+
+
+def test_a_probe_leaves_nothing_in_an_object():
+    owner = Storing()
+    drop_in(owner.turn)
+    assert (owner.seen, owner.sizes, owner.last) == ([], {}, None)
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_signature():
+    ours = drop_in(rf.flash_attn)
+    assert inspect.signature(ours) == inspect.signature(rf.flash_attn)
+    assert ours.__name__ == "flash_attn"
+    assert ours.original is rf.flash_attn
+    x, cos, sin = torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)
+    expected = rf.flash_attn(x, cos, sin, True)
+    for found in (
+        ours(x, cos, sin, True),
+        ours(sin=sin, x=x, interleaved=True, cos=cos),
+        ours(x, cos, sin=sin, interleaved=True),
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_optional_tensors():
+    """A k that may be None, and tables with defaults."""
+
+    def function(q, k=None, cos=None, sin=None):
+        q = q * cos + rf.quarter_turn(q) * sin
+        return q, (None if k is None else k * cos + rf.quarter_turn(k) * sin)
+
+    ours = drop_in(function)
+    q, cos, sin = torch.randn(2, 3, 6, 8), torch.randn(6, 8), torch.randn(6, 8)
+    out, none = ours(q, None, cos, sin)
+    assert none is None
+    torch.testing.assert_close(out, function(q, None, cos, sin)[0])
+    torch.testing.assert_close(ours(q, q, cos, sin)[1], out)
+
+
+@pytest.mark.parametrize("context", ["bfloat16", "float64", "meta", "no_grad", "inference", "autocast"])
+def test_the_surroundings_do_not_matter(context, launches):
+    q, k, cos, sin = (torch.randn(*s) for s in ((2, 4, 6, 8), (2, 2, 6, 8), (2, 6, 8), (2, 6, 8)))
+    expected = rf.hf_llama(q, k, cos, sin)
+    state, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    contexts = {
+        "meta": lambda: torch.device("meta"), "no_grad": torch.no_grad, "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    }  # fmt: skip
+    default = torch.get_default_dtype()
+    try:
+        if context in contexts:
+            with contexts[context]():
+                ours = drop_in(rf.hf_llama)
+                found = ours(q, k, cos, sin)
+        else:
+            torch.set_default_dtype(getattr(torch, context))
+            ours = drop_in(rf.hf_llama)
+            found = ours(q, k, cos, sin)
+            assert torch.get_default_dtype() == getattr(torch, context)
+    finally:
+        torch.set_default_dtype(default)
+    assert launches
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled() == grad
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+# --- compilers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SOME, "torchtune, positions", "lightning", "timm, half"])
+def test_compile(name, launches):
+    """In one graph, also where this kind of arguments has not come before."""
+    torch._dynamo.reset()
+    function, args, kwargs = call_of(name)
+    compiled = torch.compile(drop_in(function), fullgraph=True, backend="aot_eager")
+    expected = gradients(function, args, kwargs, [])
+    launches.clear()
+    found = gradients(compiled, args, kwargs, [])
+    for a, b in zip(tensors(function(*args, **kwargs)), tensors(compiled(*args, **kwargs)), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-4)
+    assert launches
+
+
+def test_compile_with_dynamic_sizes():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(drop_in(rf.hf_llama), fullgraph=True, backend=backend, dynamic=True)
+    for batch, tokens in ((3, 6), (5, 11), (7, 9)):
+        q, k = torch.randn(batch, 4, tokens, 8), torch.randn(batch, 2, tokens, 8)
+        cos, sin = torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)
+        for a, b in zip(compiled(q, k, cos, sin), rf.hf_llama(q, k, cos, sin), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict, launches):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turn = drop_in(rf.hf_partial)
+
+        def forward(self, q, k, cos, sin):
+            return self.turn(q, k, cos, sin)
+
+    args = (torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16), torch.randn(2, 6, 8), torch.randn(2, 6, 8))
+    program = torch.export.export(Model(), args, strict=strict)
+    assert launches
+    for a, b in zip(program.module()(*args), rf.hf_partial(*args), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any("cat" in str(node.target) for node in program.graph.nodes), "the original was traced"
+
+
+def test_a_compiled_function_can_be_dropped_in():
+    torch._dynamo.reset()
+    compiled = torch.compile(rf.dinov3, backend="eager")
+    x, cos, sin = torch.randn(2, 3, 6, 8), torch.randn(6, 8), torch.randn(6, 8)
+    found = torch.compile(drop_in(compiled), backend="eager")(x, sin, cos)
+    torch.testing.assert_close(found, rf.dinov3(x, sin, cos))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(reason):
+    def decorate(function):
+        function.reason = reason
+        REFUSED.append(function)
+        return function
+
+    return decorate
+
+
+REFUSED = []
+
+
+@refused("as it was")
+def identity(x, cos, sin):
+    return x
+
+
+@refused("opposite")
+def sine_of_one_output_flipped(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    c, s = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
+    return torch.cat((a * c - b * s, b * c - a * s), -1)
+
+
+@refused("negates cos")
+def pair_swapped(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    c, s = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
+    return torch.cat((a * s + b * c, a * c - b * s), -1)
+
+
+@refused("opposite angles")
+def q_and_k_opposite(q, k, cos, sin):
+    return q * cos + rf.quarter_turn(q) * sin, k * cos - rf.quarter_turn(k) * sin
+
+
+@refused("known layout|entries of its tables")
+def three_channels_mixed(x, cos, sin):
+    return x * cos + rf.quarter_turn(x) * sin + x.roll(1, -1) * sin
+
+
+@refused("order that is not the tokens")
+def channels_of_a_table_by_token(x, cos, sin):
+    place = (torch.arange(x.shape[-2])[:, None] + torch.arange(x.shape[-1])) % x.shape[-1]
+    return x * cos.gather(-1, place) + rf.quarter_turn(x) * sin.gather(-1, place)
+
+
+@refused("does not depend on x")
+def added_bias(x, cos, sin):
+    return x * cos + rf.quarter_turn(x) * sin + sin
+
+
+@refused("does not depend on x|not a rotation|entries")
+def alibi(x, slopes, freqs):
+    return x + slopes * torch.arange(x.shape[-2])[:, None]
+
+
+_WEIGHT = torch.randn(24, 24, generator=torch.manual_seed(0))
+
+
+@refused("mixes|known layout|pairs|sizes")
+def learned_map(x, cos, sin):
+    return x @ _WEIGHT[: x.shape[-1], : x.shape[-1]]
+
+
+@refused("reads|rotates|sizes|entries")
+def tokens_mixed(x, cos, sin):
+    y = x * cos + rf.quarter_turn(x) * sin
+    return y + 0.1 * y.mean(-2, keepdim=True)
+
+
+@refused("scales")
+def scaling(x, cos, sin):
+    return x * cos
+
+
+@refused("depend on x|linear")
+def softmax(x, cos, sin):
+    return (x * cos + rf.quarter_turn(x) * sin).softmax(-1)
+
+
+@refused("linear|values")
+def clamped(x, cos, sin):
+    return (x * cos + rf.quarter_turn(x) * sin).clamp(-20, 20)
+
+
+@refused("in place")
+def in_place(x, cos, sin):
+    return x.copy_(x * cos + rf.quarter_turn(x) * sin)
+
+
+@refused("random")
+def noise(x, cos, sin):
+    return x * cos + rf.quarter_turn(x) * sin + torch.randn_like(x)
+
+
+@refused("random|entries")
+def dropout(x, cos, sin):
+    return nn.functional.dropout(x * cos + rf.quarter_turn(x) * sin, 0.5)
+
+
+@refused("angles of its own")
+def own_angles(x, pos):
+    angles = torch.arange(x.shape[-2])[:, None] * 0.8 ** torch.arange(x.shape[-1])
+    return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
+
+
+@refused("gradient")
+def without_gradient(x, cos, sin):
+    with torch.no_grad():
+        return x * cos + rf.quarter_turn(x) * sin
+
+
+@refused("returns")
+def logits(q, k, cos, sin):
+    return (q * cos + rf.quarter_turn(q) * sin) @ (k * cos + rf.quarter_turn(k) * sin).mT
+
+
+@refused("values")
+def positive_tables(x, cos, sin):
+    return x * cos.abs() + rf.quarter_turn(x) * sin
+
+
+@refused("raises")
+def broken(x, cos, sin):
+    raise ValueError("no")
+
+
+@refused("no tensors")
+def without_arguments():
+    return torch.zeros(3)
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_refusals(function):
+    with pytest.raises(TypeError, match=f"{function.__name__}, which .*({function.reason})"):
+        drop_in(function)
+
+
+@pytest.mark.parametrize("value", [3, None, "rotate", torch.zeros(3)])
+def test_only_functions(value):
+    with pytest.raises(TypeError, match="function"):
+        drop_in(value)
+
+
+# --- of installed libraries ------------------------------------------------------------------------------------------
+
+
+def test_of_transformers(launches):
+    pytest.importorskip("transformers")
+    from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
+    from transformers.models.glm4 import modeling_glm4 as glm
+    from transformers.models.llama4 import modeling_llama4 as llama4
+    from transformers.models.nemotron import modeling_nemotron as nemotron
+    from transformers.models.phi import modeling_phi as phi
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
+
+    q, k = torch.randn(2, 4, 6, 32), torch.randn(2, 2, 6, 32)
+    cos, sin = torch.randn(2, 6, 32), torch.randn(2, 6, 32)
+    for function, args in (
+        (phi.apply_rotary_pos_emb, (q, k, cos, sin)),
+        (nemotron.apply_rotary_pos_emb, (q, k, cos[..., :16], sin[..., :16])),
+        (glm.apply_rotary_pos_emb, (q, k, cos[..., :16], sin[..., :16])),
+        (dinov3.apply_rotary_pos_emb, (q, q, cos[0, :4], sin[0, :4])),
+        (llama4.apply_rotary_emb, (q.transpose(1, 2), k.transpose(1, 2), torch.randn(2, 6, 16, dtype=torch.complex64))),
+        (qwen.apply_rotary_pos_emb_vision, (q[0].transpose(0, 1), q[0].transpose(0, 1), cos[0], sin[0])),
+    ):
+        check_equal(function, drop_in(function), args, {}, launches)
+
+
+def test_of_diffusers(launches):
+    pytest.importorskip("diffusers")
+    from diffusers.models.embeddings import apply_rotary_emb, apply_rotary_emb_allegro
+    from diffusers.models.transformers.transformer_ltx import apply_rotary_emb as ltx
+
+    x, cos, sin = torch.randn(2, 4, 6, 48), torch.randn(6, 48), torch.randn(6, 48)
+    ours = drop_in(apply_rotary_emb)
+    check_equal(apply_rotary_emb, ours, (x, (cos, sin)), {}, launches)
+    check_equal(apply_rotary_emb, ours, (x, (cos, sin)), {"use_real_unbind_dim": -2}, launches)
+    check_equal(apply_rotary_emb, ours, (x.transpose(1, 2), (cos, sin)), {"sequence_dim": 1}, launches)
+    ids = torch.randint(0, 6, (3, 2, 6))
+    tables = tuple((torch.randn(6, 16), torch.randn(6, 16)) for _ in range(3))
+    check_equal(apply_rotary_emb_allegro, drop_in(apply_rotary_emb_allegro), (x, tables, tuple(ids)), {}, launches)
+    wide = torch.randn(2, 6, 192), (torch.randn(2, 6, 192), torch.randn(2, 6, 192))
+    check_equal(ltx, drop_in(ltx), wide, {}, launches)
+
+
+def test_of_timm(launches):
+    pytest.importorskip("timm")
+    from timm.layers.pos_embed_sincos import apply_rot_embed, apply_rot_embed_cat, apply_rot_embed_list
+
+    x, sin, cos = torch.randn(2, 4, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
+    for half in (False, True):
+        check_equal(apply_rot_embed, drop_in(apply_rot_embed), (x, sin, cos), {"half": half}, launches)
+        check_equal(
+            apply_rot_embed_cat, drop_in(apply_rot_embed_cat), (x, torch.cat((sin, cos), -1)), {"half": half}, launches
+        )
+        check_equal(
+            apply_rot_embed_list, drop_in(apply_rot_embed_list), ([x, 2 * x], sin, cos), {"half": half}, launches
+        )
