@@ -22,12 +22,12 @@ class Target(NamedTuple):
     """Where outputs are to be.
 
     outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None: a new one. start: the place along L of the
-    first token, integers (1,) or (B,) that are read on the device. which: 0 or 1 for a single output of two.
+    first token, integers (1,) or (B,) that are read on the device. number: which of two a single output is.
     """
 
     outs: tuple[Tensor | None, ...]
     start: Tensor | None = None
-    which: int | None = None
+    number: int | None = None
 
     def only(self, i: int) -> Target:
         """Return the target of one of two tensors."""
@@ -35,8 +35,8 @@ class Target(NamedTuple):
 
     def name(self, i: int) -> str:
         """Name an output as the caller does."""
-        i = i if self.which is None else self.which
-        return "out" if len(self.outs) == 1 and self.which is None else f"out[{i}]"
+        i = i if self.number is None else self.number
+        return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

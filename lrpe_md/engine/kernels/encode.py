@@ -183,7 +183,7 @@ def activate_row(x, stat, V: tl.constexpr):
 def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
     """dx of a row's tiles; with softmax over the sequence dx̄, of which another pass makes dx."""
     if V.dim == -1:
-        return softmax_features_backward(x_bar, dx_bar, V)
+        return softmax_features_backward(x_bar, dx_bar, V=V)
     elif V.act == "none":
         return dx_bar
     else:
