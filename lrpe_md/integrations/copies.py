@@ -13,7 +13,7 @@ import importlib.util
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -137,10 +137,11 @@ class Copier:
 
     Args:
         exchange: called with each function, ``functools.partial`` or other callable that is looked up by name.
+        names: other names by those that the functions look up; they must be found where these are.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
+        self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
         self._exchanged: dict[int, Any] = {}  # by the id of what is looked up, which lives as long as this
 
@@ -162,9 +163,10 @@ class Copier:
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
                 constants[i] = self._exchange_nested(each, function, depth)
-        if not found and all(map(operator.is_, constants, code.co_consts)):
+        names = {name: self.names[name] for name in code.co_names if name in self.names}
+        if not (found or names) and all(map(operator.is_, constants, code.co_consts)):
             return code
-        names = {name: _publish(name, places) for name, places in found.items()}
+        names |= {name: _publish(name, places) for name, places in found.items()}
         return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants))
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
@@ -349,7 +351,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 class Recipe(NamedTuple):
     """How a class of ours is derived from another one, also in a process that loads one of its objects."""
 
-    exchange: Exchange  # can be pickled
+    exchange: Any  # an Exchange that can be pickled, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
 
     def derive(self, cls: type) -> Any:
@@ -366,6 +368,9 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
         ours = copier.copy(function) if ours is None else ours
         if ours is not None:
             exchanged[name] = (ours, None if method is function else type(method))
+        if ours is not None and method is function:
+            ours, attributes = recipe.exchange.refine(function, ours)
+            exchanged |= {name: (ours, None), **attributes}
     return derive_class(cls, tuple(exchanged.items()), recipe) if exchanged else cls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,15 +15,10 @@ from ..norm import Norm, NormName
 
 __all__ = ["is_plain", "join_norms", "norm_of", "takes_norm"]
 
-_LIBRARIES: dict[str, tuple[tuple[str, NormName], ...]] = {  # known classes of each module
-    "timm.layers.norm": (
-        ("LayerNorm", "layer"),
-        ("LayerNormFp32", "layer"),
-        ("RmsNorm", "rms"),
-        ("RmsNormFp32", "rms"),
-    ),
-    "diffusers.models.normalization": (("RMSNorm", "rms"),),
-    "transformers.models.qwen3.modeling_qwen3": (("Qwen3RMSNorm", "rms"),),
+_LIBRARIES: dict[str, dict[str, NormName]] = {  # known classes of each module
+    "timm.layers.norm": {"LayerNorm": "layer", "LayerNormFp32": "layer", "RmsNorm": "rms", "RmsNormFp32": "rms"},
+    "diffusers.models.normalization": {"RMSNorm": "rms"},
+    "transformers.models.qwen3.modeling_qwen3": {"Qwen3RMSNorm": "rms"},
 }
 
 
@@ -129,8 +125,11 @@ def _known() -> Iterator[tuple[Any, NormName]]:
     yield nn.LayerNorm.forward, "layer"
     yield nn.RMSNorm.forward, "rms"
     for name, classes in _LIBRARIES.items():
-        for each, kind in classes:
-            forward = getattr(getattr(sys.modules.get(name), each, None), "forward", None)
+        if name.partition(".")[0] not in sys.modules:
+            continue
+        module = importlib.import_module(name)
+        for each, kind in classes.items():
+            forward = getattr(getattr(module, each, None), "forward", None)
             if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (name, f"{each}.forward"):
                 yield forward, kind
 

@@ -36,6 +36,7 @@ from .copies import (
     restore_class,
 )  # fmt: skip
 from .drop_ins import drop_in
+from .fused import fuse
 
 __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
 
@@ -67,6 +68,10 @@ class DropIns:
     def __call__(self, function: Any) -> Any:
         """Return a function of ours, or None where this is no rotary function."""
         return _take(function, self.impl).ours if _is_candidate(function) else None
+
+    def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the method of a known class in which more goes into a launch, and attributes of the class."""
+        return fuse(method, copied, self, self.impl)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DropIns) and other.impl == self.impl

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
 from lrpe_md import Coordinates, Grid, RotateMd, adapt, adapt_rotary, rotate
-from lrpe_md.integrations import plans, restore_rotary
+from lrpe_md.integrations import fused, plans, restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
 
 BY_RULE = {"qwen image": "QwenImageTransformer2DModel", "skyreels": "SkyReelsV2Transformer3DModel"}  # of diffusers
@@ -133,7 +133,8 @@ class Recorded:
     def __enter__(self) -> Recorded:
         self.thread = threading.current_thread()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(plans, "rotate", self)
+        for module in (fused, plans):
+            self.patch.setattr(module, "rotate", self)
         return self
 
     def __exit__(self, *args: object) -> None:

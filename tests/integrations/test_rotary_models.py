@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lrpe_md import adapt_rotary, rotate
-from lrpe_md.integrations import plans, restore_rotary
+from lrpe_md.integrations import fused, plans, restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
 
 OLDEST = {"timm": "1.0.29", "diffusers": "0.42", "transformers": "5.23"}
@@ -40,7 +40,8 @@ def calls(monkeypatch):
             found.append(len(xs))
         return rotate(*xs, **kwargs)
 
-    monkeypatch.setattr(plans, "rotate", counted)
+    for module in (fused, plans):
+        monkeypatch.setattr(module, "rotate", counted)
     return found
 
 
@@ -50,7 +51,8 @@ def unturned(monkeypatch):
 
     def run(call, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(plans, "rotate", lambda *xs, **kwargs: xs if len(xs) > 1 else xs[0])
+            for module in (fused, plans):
+                patch.setattr(module, "rotate", lambda *xs, **kwargs: xs if len(xs) > 1 else xs[0])
             return call(*args)
 
     return run
@@ -382,7 +384,7 @@ def call_hunyuan_video(model, x):
 
 VIDEO = (2, 4, 3, 6, 10)
 DIFFUSERS = {  # model, call, size of the input, attentions
-    "flux": (flux, call_flux, (2, 30, 4), 2),
+    "flux": (flux, call_flux, (2, 30, 4), 3),  # text, image, and both in the single stream
     "wan": (wan, call_wan, VIDEO, 2),
     "hunyuan video": (hunyuan_video, call_hunyuan_video, VIDEO, 2),
     "hunyuan video with a first frame": (
@@ -639,7 +641,8 @@ def test_kernels(name, monkeypatch):
             impls.append(kwargs["impl"])
         return rotate(*xs, **kwargs)
 
-    monkeypatch.setattr(plans, "rotate", recorded)
+    for module in (fused, plans):
+        monkeypatch.setattr(module, "rotate", recorded)
     same(model, adapt_rotary(copy.deepcopy(model), impl="triton"), call, x())
     assert set(impls) == {"triton"}
 
