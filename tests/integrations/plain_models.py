@@ -182,7 +182,9 @@ class Uvit(Runs):
         self.out_blocks = nn.ModuleList([UvitBlock(self.attention, True)])
 
     def embed(self, x, t, y):
-        return torch.cat([self.time_embed(t[:, None])[:, None], self.label_emb(y)[:, None], self.patch_embed(x).flatten(2).mT], 1)
+        return torch.cat(
+            [self.time_embed(t[:, None])[:, None], self.label_emb(y)[:, None], self.patch_embed(x).flatten(2).mT], 1
+        )
 
     def blocks_in_order(self):
         return [*self.in_blocks, self.mid_block, *self.out_blocks]
