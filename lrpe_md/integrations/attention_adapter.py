@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from types import CodeType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -64,8 +65,21 @@ class _Local(threading.local):
     """``running``: of the forward that this thread runs. ``current``: the same, or those that were unpacked last."""
 
     def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
-        self.running: _Entry | None = None
-        self.current: _Entry | None = None
+        self.running: Any = None  # an _Entry, or None
+        self.current: Any = None
+
+    def recall(self, positions: Where | None) -> None:
+        """Make positions that were unpacked the current ones, until the backward ends."""
+        task, current = _current_task(), self.current
+        if task == -1 or (current is not None and current.task == task and current.positions is positions):
+            return
+        if current is None or current.task != task:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.forget, task))
+        self.current = _Entry(positions, task)
+
+    def forget(self, task: int) -> None:
+        if self.current is not None and self.current.task == task:
+            self.current = self.running
 
 
 class _Adaptation:
@@ -244,23 +258,23 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     outer = autograd._top_saved_tensors_default_hooks(True)
 
     def pack(t: Tensor) -> Any:
-        return local.running, t._version, t
+        return local.running.positions, t._version, t
 
     def unpack(packed: Any) -> Tensor:
-        entry, version, t = packed
+        positions, version, t = packed
         if t._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
             )
-        local.current = entry._replace(task=_current_task())
+        local.recall(positions)
         return t
 
     def pack_outside(t: Tensor) -> Any:
-        return local.running, outer[0](t)
+        return local.running.positions, outer[0](t)
 
     def unpack_outside(packed: Any) -> Tensor:
-        local.current = packed[0]._replace(task=_current_task())
+        local.recall(packed[0])
         return outer[1](packed[1])
 
     return saved_tensors_hooks(pack, unpack) if outer is None else saved_tensors_hooks(pack_outside, unpack_outside)
