@@ -21,6 +21,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -35,7 +38,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .encoding import Encoding, EncodingStack, build_encoding
-from .sdpa_copies import SDPA, copy_forward
+from .sdpa_copies import SDPA, ForwardCopy
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -62,8 +65,21 @@ class _Local(threading.local):
     """``running``: of the forward that this thread runs. ``current``: the same, or those that were unpacked last."""
 
     def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
-        self.running: _Entry | None = None
-        self.current: _Entry | None = None
+        self.running: Any = None  # an _Entry, or None
+        self.current: Any = None
+
+    def recall(self, positions: Where | None) -> None:
+        """Make positions that were unpacked the current ones, until the backward ends."""
+        task, current = _current_task(), self.current
+        if task == -1 or (current is not None and current.task == task and current.positions is positions):
+            return
+        if current is None or current.task != task:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.forget, task))
+        self.current = _Entry(positions, task)
+
+    def forget(self, task: int) -> None:
+        if self.current is not None and self.current.task == task:
+            self.current = self.running
 
 
 class _Adaptation:
@@ -74,18 +90,35 @@ class _Adaptation:
         positions: what they are, or a function of the arguments of the model's forward, or None.
     """
 
+    keys = count()
+
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
         self.model, self.name, self.positions = model, name, positions
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
         self.attentions: list[_Attention] = []
         self.is_used = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.key = next(self.keys)  # no other has it, a copy neither
         self.local = _Local()
+        self.is_prepared = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "local"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, local=_Local())
+        vars(self).update(state)
+        self._begin()
+
+    @torch.compiler.assume_constant_result
+    def prepare(self) -> bool:
+        """Make what a compiler traces. Blocks share what it compiles if all have it from the beginning."""
+        if not self.is_prepared:
+            self.is_prepared = True
+            for attention in self.attentions:
+                attention.refresh(self.key, attention.encoder.layer)
+        return True
 
     def find(self, args: Any, kwargs: Any) -> Where | None:
         """Return the positions of a forward with these arguments."""
@@ -97,18 +130,20 @@ class _Adaptation:
         """Return where the tokens are of an attention that runs now, in a forward or again in its backward."""
         if self.is_fixed:
             return self.positions
-        local = self.local
-        entries = (local.current,) if torch.compiler.is_compiling() else (local.current, local.running)
-        task = _current_task()
-        for entry in entries:
-            if entry is not None and entry.positions is not None and (entry.task == task or len(entries) == 1):
-                return entry.positions
-        raise RuntimeError(
-            f"positions: expected {path or 'the attention'} to run in the forward of the adapted "
-            f"{type(self.model).__name__}, got no positions. Call the model itself, return positions from the "
-            "function, or call set_positions() before the first attention; checkpoints inside checkpoints need "
-            "use_reentrant=False"
-        )
+        if torch.compiler.is_compiling():
+            found = self.local.current
+        else:
+            task, entries = _current_task(), (self.local.current, self.local.running)
+            found = next((entry for entry in entries if entry is not None and entry.task == task), None)
+        if found is None or found.positions is None:
+            raise RuntimeError(
+                f"positions: expected {path} to run in the forward of the adapted {type(self.model).__name__}, got no "
+                "positions. Call the model itself, return positions from the function, or call set_positions() before "
+                "the first attention. If this is a checkpoint's second run: one inside another needs "
+                "use_reentrant=False, and one that a compiled model breaks its graph at needs blocks that are compiled "
+                "one by one"
+            )
+        return found.positions
 
 
 def _check_positions(positions: Any) -> Any:
@@ -135,20 +170,45 @@ class _Forward:
 
     def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
         self.module, self.adaptation = module, adaptation
-        self.original: Any = vars(module).get("forward")  # None: the class' own, which may change
+        self.original: Any = vars(module).get("forward")  # None: that of the class, which may be patched
+        self.of_class: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "of_class": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.module).forward if self.original is None else self.original)
+        bound = type(self.module).forward.__get__(self.module) if self.original is None else self.original
+        return inspect.signature(bound)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where this is written; ``torch.export`` asks for it."""
+        return self.run.__code__
+
+    @torch.compiler.assume_constant_result
+    def look_up(self) -> bool:
+        """Find the class' forward, which Dynamo does not where the class is one that it allows in graphs."""
+        self.of_class = type(self.module).forward
+        return True
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original."""
+        self.look_up()
         if self.original is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.of_class(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
+    @property
+    def forward(self) -> Any:
+        """What the module's ``forward`` is."""
+        return self
+
     def install(self) -> None:
-        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
+        self.module.forward = self.forward
+
+    def is_installed(self) -> bool:
+        return vars(self.module).get("forward") == self.forward
 
     def remove(self) -> None:
         if self.original is None:
@@ -162,6 +222,7 @@ class _ModelForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
+        own.prepare()
         if own.is_fixed:
             output = self.run(*args, **kwargs)
         else:
@@ -197,23 +258,23 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     outer = autograd._top_saved_tensors_default_hooks(True)
 
     def pack(t: Tensor) -> Any:
-        return local.running, t._version, t
+        return local.running.positions, t._version, t
 
     def unpack(packed: Any) -> Tensor:
-        entry, version, t = packed
+        positions, version, t = packed
         if t._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
             )
-        local.current = entry._replace(task=_current_task())
+        local.recall(positions)
         return t
 
     def pack_outside(t: Tensor) -> Any:
-        return local.running, outer[0](t)
+        return local.running.positions, outer[0](t)
 
     def unpack_outside(packed: Any) -> Tensor:
-        local.current = packed[0]._replace(task=_current_task())
+        local.recall(packed[0])
         return outer[1](packed[1])
 
     return saved_tensors_hooks(pack, unpack) if outer is None else saved_tensors_hooks(pack_outside, unpack_outside)
@@ -222,54 +283,32 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
 # --- an attention ----------------------------------------------------------------------------------------------------
 
 
-class _Attention(_Forward):
-    """The forward of an attention: q and k are encoded where they enter SDPA.
+class _Encoder:
+    """Stands for ``scaled_dot_product_attention``, with q and k encoded.
 
     Args:
-        path: of the module in the model.
-        layer: its number among the attentions, where each has an encoding of its own; else None.
+        adaptation: whose encoding it is.
+        layer: the number of the attention where each has a module of its own; else None, for all of them.
     """
 
-    def __init__(self, module: nn.Module, adaptation: _Adaptation, path: str, layer: int | None) -> None:
-        super().__init__(module, adaptation)
-        self.path, self.layer = path, layer
+    def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
+        self.adaptation, self.layer = adaptation, layer
         self.num_calls = 0
-        self.copy: Any = None
+        self.copies: dict[Any, ForwardCopy] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "copy": None}  # it belongs to this object
+        return {**vars(self), "copies": {}}  # they call this object
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = self._count()
-        if not torch.compiler.is_compiling():
-            with _Encode(self, _Surroundings.find()):
-                output = self.run(*args, **kwargs)
-        else:
-            self._make_copy()
-            if self.copy is not None:
-                output = self.copy(self.module, *args, **kwargs)
-            else:
-                with _Encode(self, None):
-                    output = self.run(*args, **kwargs)
-        if self._count() == before:
-            raise RuntimeError(self._explain())
-        return output
-
-    # A compiler runs these three when it traces, which is when SDPA is called or not.
+    # A compiler runs these two when it traces, which is when SDPA is called or not.
 
     @torch.compiler.assume_constant_result
-    def _count(self) -> int:
+    def count_calls(self) -> int:
         return self.num_calls
 
     @torch.compiler.assume_constant_result
     def _note_call(self) -> bool:
         self.num_calls += 1
         self.adaptation.is_used = True
-        return True
-
-    @torch.compiler.assume_constant_result
-    def _make_copy(self) -> bool:
-        self.copy = None if self.original is not None else copy_forward(self.module, self.attend)
         return True
 
     def attend(
@@ -282,19 +321,19 @@ class _Attention(_Forward):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        *,
+        path: str = "an attention",
     ) -> Tensor:
-        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are."""
+        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are but for ``path``."""
         self._note_call()
-        self._check(query, key)
-        own = self.adaptation
-        encoding = getattr(own.model, own.name)
+        _check_self_attention(path, query, key)
+        encoding = getattr(self.adaptation.model, self.adaptation.name)
         encoding = encoding if self.layer is None else encoding[self.layer]
         if is_causal:
             check_causal(encoding)
-        q, k = encoding(query, key, positions=own.locate(self.path))
-        if q.shape[-1] == query.shape[-1]:
-            backends = None
-        else:
+        q, k = encoding(query, key, positions=self.adaptation.locate(path))
+        backends = None
+        if q.shape[-1] != query.shape[-1]:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             backends = sdpa_backends(q, value)
         with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
@@ -303,17 +342,70 @@ class _Attention(_Forward):
                 enable_gqa=enable_gqa,
             )  # fmt: skip
 
-    def _check(self, q: Tensor, k: Tensor) -> None:
-        if q.ndim != 4 or k.ndim != 4:
-            raise ValueError(
-                f"{self.path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
-                f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
-            )
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"{self.path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and "
-                f"{k.shape[2]} tokens. Name the self-attentions with modules=; key caches are not supported"
-            )
+
+def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
+            f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and {k.shape[2]} "
+            "tokens. Name the self-attentions with modules=; key caches are not supported"
+        )
+
+
+class _Attention(_Forward):
+    """The forward of an attention: q and k are encoded where they enter SDPA.
+
+    Args:
+        path: of the module in the model.
+        encoder: that takes the place of SDPA.
+    """
+
+    def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
+        super().__init__(module, encoder.adaptation)
+        self.path, self.encoder = path, encoder
+        self.copy: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "copy": None}
+
+    @property
+    def forward(self) -> Any:
+        return self.call  # a method: Dynamo tells objects apart by their id, and would compile each block by itself
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.encoder.count_calls()
+        if not torch.compiler.is_compiling():
+            with _Encode(self, _Surroundings.find()):
+                output = self.run(*args, **kwargs)
+        else:
+            # What is compiled for this module may serve another one only if these are the same.
+            self.refresh(self.adaptation.key, self.encoder.layer)
+            if self.copy is not None:
+                output = self.copy(self.module, *args, **kwargs)
+            else:
+                with _Encode(self, None):
+                    output = self.run(*args, **kwargs)
+        if self.encoder.count_calls() == before:
+            raise RuntimeError(self._explain())
+        return output
+
+    @torch.compiler.assume_constant_result
+    def refresh(self, key: int, layer: int | None) -> bool:
+        """Bring the copy of the forward up to date with the original, which may have been patched."""
+        self.look_up()
+        copies, forward = self.encoder.copies, self.of_class
+        if self.original is not None:
+            self.copy = None
+        else:
+            if forward not in copies:
+                copies[forward] = ForwardCopy(self.module, self.encoder.attend)
+            copies[forward].refresh()
+            self.copy = copies[forward].function
+        return True
 
     def _explain(self) -> str:
         return (
@@ -350,7 +442,7 @@ class _Encode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.surroundings is not None:
             self._check(self.surroundings)
-        return self.attention.attend(*args, **(kwargs or {}))
+        return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
     def _check(self, before: _Surroundings) -> None:
         """A part that the backward runs again would run without this mode."""
@@ -425,8 +517,9 @@ def adapt_attention(
     model.add_module(name, built.to(device).train(model.training))
     adaptation = _Adaptation(model, name, positions)
     by_layer = EncodingStack(built).by_layer
+    encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
     for i, (path, module) in enumerate(found.items()):
-        adaptation.attentions.append(_Attention(module, adaptation, path, i if by_layer else None))
+        adaptation.attentions.append(_Attention(module, path, encoders[i if by_layer else 0]))
         adaptation.attentions[-1].install()
     _ModelForward(model, adaptation).install()
     return model
@@ -438,11 +531,10 @@ def restore_attention(model: Model) -> Model:
     Raises:
         ValueError: a forward was replaced since then, by an offloading hook for one; the model is as it was.
     """
-    forwards = [vars(module).get("forward") for module in model.modules()]
-    adaptations = list({id(f.adaptation): f.adaptation for f in forwards if isinstance(f, _Attention)}.values())
+    found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
-    for own in adaptations:
-        replaced = [a.path for a in own.attentions if vars(a.module).get("forward") is not a]
+    for own in {attention.adaptation.key: attention.adaptation for attention in found}.values():
+        replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
                 f"model: expected the forwards that adapt_attention set, got another one in "
@@ -480,6 +572,11 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     own.local.running = own.local.current = own.local.running._replace(positions=positions)
 
 
+def _attention_of(module: nn.Module) -> _Attention | None:
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    return owner if isinstance(owner, _Attention) else None
+
+
 def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
     """Yield those that adapt_attention set, the last one first."""
     forward = vars(model).get("forward")
@@ -508,7 +605,7 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
             f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which matches none"
         )
     for path, module in found.items():
-        if isinstance(vars(module).get("forward"), _Attention):
+        if _attention_of(module) is not None:
             raise ValueError(
                 f"modules: expected modules that are not adapted, got {path}; call restore_attention first"
             )

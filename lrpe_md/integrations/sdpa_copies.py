@@ -5,8 +5,9 @@ A compiler traces such a copy where it can't trace a ``TorchFunctionMode``: insi
 
 from __future__ import annotations
 
+import copy
 import dis
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -14,36 +15,47 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["SDPA", "copy_forward"]
+__all__ = ["SDPA", "ForwardCopy"]
 
 SDPA = F.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
 _DEPTH = 3  # of functions that call functions
 
 
-def copy_forward(module: nn.Module, ours: Callable[..., Any]) -> FunctionType | None:
-    """Return a copy of a module's forward with globals of its own, in which SDPA is ``ours``.
+class ForwardCopy:
+    """A copy of a module's forward with globals of its own, in which SDPA is another function.
 
     It follows what the code looks up by name: torch's modules, the function itself, and other functions that lead to
-    it. None where SDPA is not found that way, where other methods or the module's children lead to it, too, or where a
-    function assigns globals.
+    it. ``function`` is None where SDPA is not found that way, where other methods or the module's children lead to it,
+    too, or where a function assigns globals.
+
+    Args:
+        module: any of those that have this forward.
+        ours: in the place of SDPA.
     """
-    kind, copier = type(module), _Copier(ours)
-    forward = kind.forward
-    if not isinstance(forward, FunctionType):
-        return None
-    names = {name for code in _codes(forward.__code__) for name in code.co_names}
-    others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
-    others += [type(child).forward for child in module.modules() if child is not module]
-    if any(isinstance(each, FunctionType) and copier.copy(each) for each in others):
-        return None
-    return copier.copy(forward)
+
+    def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        kind = type(module)
+        self.copier = _Copier(ours)
+        self.function = None
+        if isinstance(kind.forward, FunctionType):
+            names = {name for code in _codes(kind.forward.__code__) for name in code.co_names}
+            others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
+            others += [type(child).forward for child in module.modules() if child is not module]
+            if not any(isinstance(each, FunctionType) and self.copier.copy(each) for each in others):
+                self.function = self.copier.copy(kind.forward)
+
+    def refresh(self) -> None:
+        """Take over what was assigned to the globals of the originals since."""
+        for space, original, changed in self.copier.spaces:
+            space.update({name: value for name, value in original.items() if name not in changed})
 
 
 class _Copier:
     def __init__(self, ours: Callable[..., Any]) -> None:
         self.ours = ours
         self.copies: dict[FunctionType, FunctionType | None] = {}
+        self.spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, the original's, what differs
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
         if function not in self.copies:
@@ -62,6 +74,7 @@ class _Copier:
             return None
         # Without __name__, by which Dynamo would look up the original's globals.
         space = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
+        self.spaces.append((space, function.__globals__, {"__name__", *changed}))
         made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
         made.__kwdefaults__ = function.__kwdefaults__
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -85,6 +98,13 @@ class _Copier:
             return self.ours
         if isinstance(value, FunctionType):
             return self.copy(value, depth + 1)
+        if isinstance(value, MutableMapping):  # of functions by name, as transformers has
+            functions = {name: own for name, own in value.items() if isinstance(own, FunctionType)}
+            changed = self._take_all(functions, frozenset(functions), depth)
+            if changed:
+                value = copy.deepcopy(value)
+                value.update(changed)
+            return value if changed else None
         if not isinstance(value, ModuleType):
             return None
         if value in (torch, nn, F):

@@ -29,6 +29,7 @@ PRINTED = {  # by page, what its code prints; nothing else is on a page that run
     "presets.md": ["577"],
     "text.md": ["True"],
     "video.md": ["torch.Size([1, 10])", "torch.Size([1, 10])"],
+    "your-own-code-base.md": ["torch.Size([1, 96, 64])", "True", "True", "torch.Size([1, 24, 31, 128])"],
 }  # fmt: skip
 
 

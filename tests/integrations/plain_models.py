@@ -1,7 +1,7 @@
-"""Small models without relative positions, in the style of DiT, SiT, U-ViT, MAE and nanoGPT, each with its edited twin.
+"""Small models without relative positions, in the style of DiT, SiT, U-ViT, MAE and nanoGPT, with edited twins.
 
-The twin has the same weights and names, and an ``encoding``: its forwards hand the positions on to the attentions, which
-encode q and k themselves. ``checkpointing`` is None, or ``use_reentrant`` of a checkpoint around each block.
+A twin has the same weights and names, and an ``encoding``: its forwards hand the positions on to the attentions,
+which encode q and k themselves. ``checkpointing`` is None, or ``use_reentrant`` of a checkpoint around each block.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def encode(model, i, q, k, positions):
     return EncodingStack(model.encoding)[i](q, k, positions=positions), q.shape[-1] ** -0.5
 
 
+def shift(x):
+    """Stands for what an attention's file has beside the attention."""
+    return x
+
+
 class Attention(nn.Module):
     def __init__(self, dim=DIM, num_heads=HEADS):
         super().__init__()
@@ -34,13 +39,13 @@ class Attention(nn.Module):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
 
     def forward(self, x):
-        q, k, v = self.split(x)
+        q, k, v = self.split(shift(x))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class EditedAttention(Attention):
     def forward(self, x, where):
-        q, k, v = self.split(x)
+        q, k, v = self.split(shift(x))
         (q, k), scale = encode(where[0], where[1], q, k, where[2])
         return self.proj(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2))
 

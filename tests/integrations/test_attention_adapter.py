@@ -1,14 +1,29 @@
 """adapt_attention: an encoding in models that have none, against the same models with edited forwards."""
 
 import copy
+import inspect
+import io
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import plain_models as plain
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from lrpe_md.integrations import adapt_attention
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
+from lrpe_md.integrations import adapt_attention, restore_attention, set_positions
+from lrpe_md.testing import budget_violation
 
 pytest.importorskip("timm")
 
@@ -25,6 +40,7 @@ class Style:
     inputs: Any
     num_axes: int = 2
     sizes: Any = ((8, 12), (10, 6))
+    more: Any = (12, 16)
 
     def pair(self, encoding="rotate", device="cpu", **kwargs):
         """Return the adapted model and the edited one, with the same weights."""
@@ -58,7 +74,7 @@ STYLES = {
         plain.PlacedMae, plain.EditedMae, plain.mae_positions, lambda size: (torch.randn(2, 3, *size),),
     ),
     "gpt": Style(
-        plain.Gpt, plain.EditedGpt, plain.gpt_positions, lambda n: tuple(torch.randint(50, (2, 2, n))), 1, (9, 14)
+        plain.Gpt, plain.EditedGpt, plain.gpt_positions, lambda n: tuple(torch.randint(50, (2, 2, n))), 1, (9, 14), 20
     ),
 }  # fmt: skip
 ENCODINGS = {
@@ -74,6 +90,15 @@ def to(inputs, device):
 
 def tensors(output):
     return [t for t in output if t is not None] if isinstance(output, (tuple, list)) else [output]
+
+
+def to_double(inputs):
+    return tuple(x.double() if x.is_floating_point() else x for x in inputs)
+
+
+def run_all(model, inputs):
+    """Several forwards before a backward."""
+    return [y for each in inputs for y in tensors(model(*each))]
 
 
 def run(call, inputs, model=None):
@@ -117,27 +142,571 @@ def test_checkpointing(name, reentrant):
     inputs = [style.inputs(size) for size in style.sizes]
     if name != "gpt":  # as many tokens at other places
         inputs.append(style.inputs((12, 8)))
-    expected, found = (run(lambda: [y for x in inputs for y in tensors(m(*x))], (), m) for m in (twin, model))
+    found, expected = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
     assert_same_bits(found, expected)
 
 
-def assert_close(found, expected):
-    """Sums of the same products in another order."""
-    for a, b in zip(found[0], expected[0], strict=True):
-        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
-    for name, grad in found[1].items():
-        assert (grad - expected[1][name]).abs().max() <= 1e-5 * expected[1][name].abs().max().clamp_min(1e-3), name
+def assert_within_budget(found, same, exact):
+    """Outputs and gradients are as near to float64 as the edited model's."""
+    pairs = [(str(i), a, b, c) for i, (a, b, c) in enumerate(zip(found[0], same[0], exact[0], strict=True))]
+    pairs += [(name, grad, same[1][name], exact[1][name]) for name, grad in found[1].items()]
+    violations = [budget_violation(name, a, b, c.to(torch.float64)) for name, a, b, c in pairs]
+    assert not any(violations), [str(v) for v in violations if v]
+
+
+def run_exactly(twin, inputs):
+    """The same in float64, but for what is drawn."""
+    return run(copy.deepcopy(twin).double(), to_double(inputs))
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+def compiled_cases():
+    """Each style once, and each kind of checkpoint."""
+    return list(zip(STYLES, [None, False, True, False, True], strict=True))
+
+
+@pytest.mark.parametrize(("name", "reentrant"), compiled_cases())
+def test_compiled(name, reentrant):
+    """One graph, a checkpoint in it, too; two for all sizes."""
+    style = STYLES[name]
+    model, twin = style.pair("rotate", learnable=True)
+    model.checkpointing = reentrant
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for size in (*style.sizes, style.more):
+        inputs = style.inputs(size)
+        assert_within_budget(run(compiled, inputs, model), run(twin, inputs), run_exactly(twin, inputs))
+    assert graphs.frame_count <= 2
+
+
+def compile_blocks(model):
+    graphs = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_blocks_compiled_one_by_one(reentrant):
+    """They share what is compiled, inside of checkpoints, too, and run again with their own positions."""
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate", learnable=True)
+    model.checkpointing = reentrant
+    torch._dynamo.reset()
+    graphs = compile_blocks(model)
+    inputs = [style.inputs(size) for size in ((8, 12), (12, 8))]  # as many tokens
+    found, same = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
+    exact = run(partial(run_all, wide := copy.deepcopy(twin).double(), [to_double(x) for x in inputs]), (), wide)
+    assert_within_budget(found, same, exact)
+    assert graphs.frame_count <= 3  # by grid; and the first block's input is a view
+    hidden, condition = model.embed(*inputs[0])
+    with pytest.raises(Exception, match=r"positions|Observed exception"):
+        model.blocks[0](hidden, condition)  # outside of the model's forward
+
+
+def test_compiled_blocks_are_not_mixed_up():
+    """Of layers with encodings of their own, and of two models of one class."""
+    style = STYLES["dit"]
+    pairs = [style.pair("mixed"), style.pair("rotate", base=7.0), style.pair("rotate", base=70.0)]
+    torch._dynamo.reset()
+    inputs = style.inputs((8, 12))
+    for model, _ in pairs:
+        compile_blocks(model)
+    for model, twin in pairs:
+        assert_within_budget(run(model, inputs), run(twin, inputs), run_exactly(twin, inputs))
+
+
+def test_what_is_compiled_follows_patches(monkeypatch):
+    """Of the globals that an attention's forward looks up, and of the forward, made after adapting."""
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate")
+    inputs = style.inputs((8, 12))
+    plainly = twin(*inputs)
+    monkeypatch.setattr(plain, "shift", lambda x: x + 1)
+    torch._dynamo.reset()
+    expected = twin(*inputs)
+    assert not torch.equal(expected, plainly)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(*inputs), expected)
+    assert torch.equal(model(*inputs), expected)
+    monkeypatch.setattr(plain.Attention, "forward", lambda self, x: x * 0)
+    torch._dynamo.reset()
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention"):
+            call(*inputs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["dit", "gpt"])
+def test_exported(name, strict):
+    style = STYLES[name]
+    model, twin = style.pair("rotate")
+    inputs = style.inputs(style.sizes[0])
+    program = torch.export.export(model.eval(), inputs, strict=strict)
+    for a, b in zip(tensors(program.module()(*inputs)), tensors(twin.eval()(*inputs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- whole models of other libraries ---------------------------------------------------------------------------------
+
+
+def timm_vit():
+    import timm
+
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes, dynamic_img_size=True)
+    return model, (torch.randn(2, 3, 32, 48),), model.set_grad_checkpointing
+
+
+def transformers_vit():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8
+    )
+    model = transformers.ViTModel(config, add_pooling_layer=False)
+    return model, (torch.randn(2, 3, 32, 32),), model.gradient_checkpointing_enable
+
+
+def diffusers_dit():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=10, norm_num_groups=2,
+    )  # fmt: skip
+    inputs = torch.randn(2, 4, 8, 12), torch.tensor([1, 2]), torch.tensor([3, 4])
+    return model, inputs, model.enable_gradient_checkpointing
+
+
+LIBRARIES = {
+    "timm": (timm_vit, lambda x: Grid((x.shape[2] // 8, x.shape[3] // 8), prefix=1)),
+    "transformers": (transformers_vit, lambda pixel_values, **_: Grid((4, 4), prefix=1)),
+    "diffusers": (diffusers_dit, lambda x, *_, **__: Grid((x.shape[2] // 2, x.shape[3] // 2))),
+}
+
+
+@contextmanager
+def edited_sdpa(encoding, grid):
+    """Every attention encodes q and k: as if all forwards were edited."""
+    original = F.scaled_dot_product_attention
+
+    def attend(query, key, value, **kwargs):
+        return original(*encoding(query, key, positions=grid), value, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        yield
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_models_of_libraries(library):
+    build, positions = LIBRARIES[library]
+    torch.manual_seed(0)
+    model, inputs, checkpoint = build()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    stock = copy.deepcopy(model)
+    adapt_attention(model, "rotate", positions)
+
+    def first(m):
+        y = m(*inputs)
+        return y if isinstance(y, torch.Tensor) else y[0]
+
+    model.eval(), stock.eval()
+    with edited_sdpa(model.encoding, positions(*inputs)):
+        expected = first(stock)
+    assert torch.equal(first(model), expected)
+    assert not torch.allclose(first(stock), expected, atol=1e-3)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs)[0], model(*inputs)[0])
+    model.train()
+    expected, grads = run(first, (model,), model)
+    checkpoint()
+    assert_same_bits(run(first, (model,), model), (expected, grads))
+
+
+# --- around the model ------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_files():
+    """They run forwards of their own, with frequencies of their own."""
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate", learnable=True)
+    inputs = style.inputs((8, 12))
+    expected = run(twin, inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other.checkpointing = False
+        assert_same_bits(run(other, inputs), expected)
+        with torch.no_grad():
+            other.encoding.theta.zero_()
+        assert not torch.equal(other(*inputs), expected[0][0])
+        assert torch.equal(model(*inputs), expected[0][0])
+        restore_attention(other)
+        assert torch.equal(model(*inputs), expected[0][0])
+
+
+def test_only_this_model_changes():
+    """Not its class, another model of it, PyTorch's function or the names of the weights; and it can be undone."""
+    style = STYLES["sit"]
+    model, stock = style.build(), style.build()
+    stock.load_state_dict(model.state_dict())
+    inputs, names, function = style.inputs((4, 6)), list(model.state_dict()), F.scaled_dot_product_attention
+    forwards = type(model).forward, type(model.blocks[0].attn).forward
+    with torch.no_grad():
+        expected = model(*inputs)
+        assert adapt_attention(model, "rotate", style.positions) is model
+        assert not torch.allclose(model(*inputs), expected, atol=1e-4)
+        assert torch.equal(stock(*inputs), expected)
+        assert type(model) is not type(stock) or list(model.state_dict()) == names
+        assert (type(model).forward, type(model.blocks[0].attn).forward) == forwards
+        assert function is F.scaled_dot_product_attention
+        assert str(inspect.signature(model.forward)) == str(inspect.signature(stock.forward))
+        assert restore_attention(model) is model
+        assert torch.equal(model(*inputs), expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not hasattr(model, "encoding")
+    restore_attention(model)
+
+
+def test_two_models_and_threads():
+    """Each forward has its own positions."""
+    style = STYLES["dit"]
+    models, twins = zip(*(style.pair("rotate", base=base) for base in (10.0, 100.0)), strict=True)
+    inputs = [style.inputs(size) for size in ((8, 12), (12, 8), (6, 16), (4, 24))]
+    expected = [[twin(*x) for x in inputs] for twin in twins]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            found = [[pool.submit(model, *x) for x in inputs] for model in models]
+            for rows in zip(found, expected, strict=True):
+                for future, y in zip(*rows, strict=True):
+                    assert torch.equal(future.result(), y)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("name", STYLES)
-def test_compiled(name, reentrant):
-    """One graph, whatever the size; a checkpoint inside it, too."""
-    style = STYLES[name]
-    model, twin = style.pair("rotate", learnable=True)
+def test_autocast(reentrant):
+    style = STYLES["dit"]
+    model, twin = style.pair("cosine", learnable=True)
     model.checkpointing = twin.checkpointing = reentrant
+    inputs = style.inputs((8, 12))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same_bits(run(model, inputs), run(twin, inputs))
+
+
+def test_samplers_that_call_forward():
+    style = STYLES["dit"]
+    model, twin = style.pair()
+    inputs = style.inputs((8, 12))
+    with torch.inference_mode():
+        assert torch.equal(model.forward_with_cfg(*inputs), twin.forward_with_cfg(*inputs))
+
+
+def test_transforms():
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate", learnable=True)
+    x, *others = style.inputs((8, 12))
+
+    def loss(m, weights, x):
+        return torch.func.functional_call(m, weights, (x, *others)).square().sum()
+
+    found, expected = (torch.func.grad(partial(loss, m))(dict(m.named_parameters()), x) for m in (model, twin))
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no forward mode
+        tangents = [torch.func.jvp(partial(loss, m, dict(m.named_parameters())), (x,), (x,)) for m in (model, twin)]
+    assert torch.equal(tangents[0][1], tangents[1][1])
+
+
+def test_hooks_on_saved_tensors():
+    """Those of the caller see every tensor; and what is changed in place since the forward is noticed."""
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate", learnable=True)
+    inputs = style.inputs((8, 12))
+    for model.checkpointing in (None, False, True):
+        twin.checkpointing, packed = model.checkpointing, []
+
+        def hooked(m, *args, packed=packed):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+                return m(*args)
+
+        assert_same_bits(run(partial(hooked, model), inputs, model), run(twin, inputs))
+        expected = len(packed)
+        packed.clear()
+        run(partial(hooked, twin), inputs, twin)
+        assert len(packed) == expected > 0
+    model.checkpointing = None
+    y = model(*inputs)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_sharded(tmp_path):
+    """FSDP2 and DDP, with checkpoints."""
+    style = STYLES["dit"]
+    inputs = style.inputs((8, 12))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for reentrant, encoding in ((None, "rotate"), (False, "rotate"), (True, "mixed")):
+            model, twin = style.pair(encoding, learnable=True)
+            model.checkpointing = twin.checkpointing = reentrant
+            expected = run(twin, inputs)
+            parallel = copy.deepcopy(model)
+            assert_same_bits(run(DistributedDataParallel(parallel), inputs, parallel), expected)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            for part in (*model.encoding, model) if encoding == "mixed" else (model.encoding, model):
+                fully_shard(part, mesh=mesh)
+            outputs, grads = run(model, inputs)
+            assert_same_bits((outputs, {name: grad.full_tensor() for name, grad in grads.items()}), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- encodings and positions -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["module", "factory", "preset", "cosine"])
+def test_encodings(kind):
+    encoding = {
+        "module": RotateMd(16, 2), "factory": partial(CosineMd, learnable=True), "preset": "rope_vit_axial",
+        "cosine": "cosine",
+    }[kind]  # fmt: skip
+    style = STYLES["uvit"]
+    model, twin = style.pair(encoding)
+    inputs = style.inputs((8, 12))
+    assert_same_bits(run(model, inputs), run(twin, inputs))
+    if kind == "module":
+        assert model.encoding is encoding
+    if kind == "factory":
+        assert len(model.encoding) == 3
+
+
+@pytest.mark.parametrize("form", ["grid", "coordinates", "tensor"])
+def test_fixed_positions(form):
+    """The same for all inputs, also in what is called beside the forward."""
+    style = STYLES["dit"]
+    grid = Grid((4, 6))
+    table = grid.coordinates(dtype=torch.float32)
+    positions = {"grid": grid, "coordinates": Coordinates(table), "tensor": table}[form]
+    model, twin = style.pair()
+    restore_attention(model)
+    adapt_attention(model, "rotate", positions)
+    for model.checkpointing in (None, False, True):
+        inputs = style.inputs((8, 12))
+        found, expected = run(model, inputs), run(twin, inputs)
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    hidden, condition = model.embed(*inputs)
+    assert model.blocks[0](hidden, condition).shape == hidden.shape
+    with pytest.raises(ValueError, match="24"):
+        model(*style.inputs((8, 8)))
+
+
+def test_learned_frequencies_are_trained():
+    style = STYLES["dit"]
+    model, _ = style.pair("rotate", learnable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = model.encoding.theta.detach().clone()
+    run(model, style.inputs((8, 12)))
+    optimizer.step()
+    assert (model.encoding.theta != before).all()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def invalid(change=None, encoding="rotate", positions=plain.dit_positions, **options):
+    """A call of adapt_attention on a DiT."""
+    model = plain.Dit()
+    if change is not None:
+        change(model)
+    names = list(model.state_dict())
+    try:
+        return adapt_attention(model, encoding, positions, **options)
+    except (TypeError, ValueError):
+        assert list(model.state_dict()) == names
+        assert not any("forward" in vars(module) for module in model.modules())
+        raise
+
+
+INVALID = {
+    "modules": ({"modules": "block*.attention"}, "modules: expected patterns of names such as blocks.0.attn"),
+    "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
+    "positions": ({"positions": (4, 6)}, "positions: expected a Grid, Coordinates, a tensor"),
+    "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
+    "none": ({"encoding": None}, "encoding: expected one that encodes, got None"),
+    "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "head_dim, num_heads: expected them"),
+    "heads": (
+        {"change": lambda m: setattr(m.blocks[0].attn, "head_dim", 8)},
+        r"modules: expected attentions with one head_dim and num_heads, got \[\(8, 2\), \(16, 2\)\]",
+    ),
+    "torch": (
+        {"change": lambda m: setattr(m.blocks[0], "attn", torch.nn.MultiheadAttention(32, 2))},
+        "modules: expected attentions that call scaled_dot_product_attention, got blocks.0.attn, an nn.Multi",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments(name):
+    options, message = INVALID[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        invalid(**options)
+
+
+def test_models_that_are_adapted_or_compiled():
+    model = invalid()
+    with pytest.raises(ValueError, match=r"modules: expected modules that are not adapted, got blocks\.0\.attn"):
+        adapt_attention(model, "rotate", plain.dit_positions, name="again")
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module that is not compiled, got OptimizedModule"):
+        adapt_attention(torch.compile(plain.Dit()), "rotate", plain.dit_positions)
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
+        adapt_attention(model.forward, "rotate", plain.dit_positions)
+
+
+class Manual(plain.Attention):
+    """As attention was written before SDPA."""
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        weights = (q @ k.transpose(-2, -1) * self.head_dim**-0.5).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Cross(plain.Attention):
+    def forward(self, x):
+        q, k, v = self.split(x)
+        return self.proj(F.scaled_dot_product_attention(q, k[:, :, :-1], v[:, :, :-1]).transpose(1, 2).flatten(2))
+
+
+class Flat(plain.Attention):
+    """With heads and samples in one axis."""
+
+    def forward(self, x):
+        q, k, v = (t.flatten(0, 1) for t in self.split(x))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2))
+
+
+class Inside(plain.Attention):
+    """With a checkpoint of its own."""
+
+    def attend(self, *qkv):
+        return F.scaled_dot_product_attention(*qkv)
+
+    def forward(self, x):
+        o = checkpoint(self.attend, *self.split(x).unbind(0), use_reentrant=self.reentrant)
+        return self.proj(o.transpose(1, 2).flatten(2))
+
+
+class InsideReentrant(Inside):
+    reentrant = True
+
+
+class InsideNew(Inside):
+    reentrant = False
+
+
+ATTENTIONS = {
+    Manual: r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention(.|\n)*fused_attn = True",
+    Cross: r"blocks\.0\.attn: expected self-attention, where q and k have the same tokens, got 24 and 23 tokens",
+    Flat: r"blocks\.0\.attn: expected q and k \(B, H, N, D\) in scaled_dot_product_attention, got \(4, 24, 16\)",
+    InsideReentrant: r"blocks\.0\.attn: expected no checkpoint, no_grad or autograd.Function between",
+    InsideNew: r"blocks\.0\.attn: expected no checkpoint, no_grad or autograd.Function between",
+}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attentions_that_can_not_be_encoded(attention):
+    model = invalid(lambda m: [setattr(block, "attn", attention()) for block in m.blocks])
+    with pytest.raises((RuntimeError, ValueError), match=ATTENTIONS[attention]):
+        model(*plain.dit_inputs((8, 12)))
+
+
+def test_timm_without_fused_attention():
+    model = STYLES["sit"].build()
+    adapt_attention(model, "rotate", plain.sit_positions)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    inputs = plain.dit_inputs((4, 6))
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=None)
-    for size in style.sizes:
-        inputs = style.inputs(size)
-        assert_close(run(compiled, inputs, model), run(twin, inputs))
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        with pytest.raises(RuntimeError, match="fused_attn = True"):
+            call(*inputs)
+
+
+def test_attentions_whose_forward_is_not_called():
+    """A model that takes its attention's weights and calls the function itself."""
+
+    class Direct(plain.DitBlock):
+        def forward(self, x, c):
+            q, k, v = self.attn.split(x)
+            return x + self.attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def change(model):
+        for block in model.blocks:
+            block.__class__ = Direct
+
+    with pytest.raises(RuntimeError, match=r"modules: expected attentions that the forward of Dit calls, got"):
+        invalid(change)(*plain.dit_inputs((8, 12)))
+
+
+def test_positions_that_are_not_known():
+    style = STYLES["dit"]
+    model = invalid(positions=None)
+    inputs = style.inputs((8, 12))
+    with pytest.raises(RuntimeError, match=r"positions: expected blocks\.0\.attn to run in the forward of the adapted"):
+        model(*inputs)
+    with pytest.raises(ValueError, match="model: expected a running forward"):
+        set_positions(model, Grid((4, 6)))
+    model = invalid(positions=lambda x, t, y: (4, 6))
+    with pytest.raises(TypeError, match="positions: expected a Grid, Coordinates, a tensor"):
+        model(*inputs)
+    model = invalid()
+    model(*inputs).sum().backward()
+    hidden, condition = model.embed(*inputs)
+    with pytest.raises(RuntimeError, match="got no positions"):  # those of the last forward are not taken
+        model.blocks[0](hidden, condition)
+
+
+def test_checkpoints_inside_checkpoints():
+    style = STYLES["dit"]
+    model, twin = style.pair("rotate", learnable=True)
+    inputs = style.inputs((8, 12))
+
+    def nested(m, reentrant, *args):
+        hidden, condition = m.embed(*args)
+
+        def stage(hidden):
+            return m.run(m.blocks[1], m.run(m.blocks[0], hidden, condition), condition)
+
+        return m.final(checkpoint(stage, hidden, use_reentrant=reentrant))
+
+    class Nested(plain.Dit):
+        reentrant = False
+
+        def forward(self, x, t, y):
+            return nested(self, self.reentrant, x, t, y)
+
+    model.__class__, model.checkpointing, expected = Nested, False, run(twin, inputs)
+    assert_same_bits(run(model, inputs), expected)
+    model.reentrant = True
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        run(model, inputs)
+
+
+def test_restoring_what_was_replaced_since():
+    model = invalid()
+    attention = model.blocks[1].attn
+    own = attention.forward
+    attention.forward = lambda *args: own(*args)
+    with pytest.raises(ValueError, match=r"got another one in blocks\.1\.attn"):
+        restore_attention(model)
+    attention.forward = own
+    restore_attention(model)
