@@ -191,7 +191,6 @@ class _Side(NamedTuple):
     alternating: tuple[bool, bool]
     angles: bool
     tokens: int
-    by_head: bool
     options: dict[str, Any]
     remove: tuple[Any, ...] | None
     back_order: tuple[int, ...] | None
@@ -225,9 +224,7 @@ def _share_launch(pair: list[_Side], xs: list[Tensor], dtypes: Any) -> bool:
     if one._replace(shape=None) != two._replace(shape=None) or xs[0].dtype != xs[1].dtype or dtypes[0] != dtypes[1]:
         return False
     (batch, heads, *rest), (other_batch, other_heads, *other_rest) = map(_viewed_sizes, pair, xs)
-    if batch != other_batch or rest != other_rest:
-        return False
-    return heads == other_heads or (not one.by_head and heads % other_heads == 0)
+    return batch == other_batch and rest == other_rest and heads % other_heads == 0
 
 
 def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
@@ -277,7 +274,6 @@ def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor],
         (turn.cos.alternating, turn.sin.alternating),
         turn.angles,
         last if varying[token] == 1 != last and token in plan.repeated else 0,
-        varying.get(cast(int, axes[1]), 1) != 1,
         {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
         None if insert is None else tuple(0 if i is None else i for i in insert),
         None if order is None else (*[order.index(a) for a in range(len(order))], len(order)),

@@ -205,7 +205,7 @@ def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
     for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
         axes = [a for a in labels if a >= 0]
         others = [a for a in labels if a < -1]
-        in_front = others == [labels[0]] and labels[0] in first
+        in_front = bool(others) and others == [labels[0]] and labels[0] in first
         if axes != sorted(set(axes)) or (not axes and count) or (others and not in_front and set(others) - heads):
             continue
         if len(others) <= 1:
