@@ -277,7 +277,7 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
         (masked, [(X, COS, SIN, *m) for m in ((), (torch.rand(6, 1) > 0.5,), (torch.zeros((), dtype=torch.bool),))]),
         (by_number, [(X, COS, SIN, *n) for n in ((), (1,), (2,), (1.0,), (True,), (3.0,))]),
         (by_type, [(X, COS, SIN, n) for n in (1, 1.0, True, 1)]),
-        (shifted_by_tensor, [(X, COS, SIN, *t) for t in ((), (torch.tensor(0),), (torch.tensor([2]),))]),
+        (shifted_by_tensor, [(X, COS, SIN, *t) for t in ((), (torch.tensor(0),), (torch.tensor(2),))]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, 6, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (guessing_layout, [(X, COS, SIN), (X[:, :, :3], COS, SIN), (X[:, :3], COS, SIN)]),
