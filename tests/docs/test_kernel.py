@@ -1,0 +1,34 @@
+"""docs/kernel.md: the kernel in 80 lines agrees with the real one, and the drawings can be made."""
+
+import pytest
+import torch
+from test_examples import load
+
+pytest.importorskip("triton")
+
+from lrpe_md import Grid, rotate
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 7)], ids=str)
+def test_the_kernel_in_80_lines(shape, nan_filled):
+    """Compared with float64 at far positions, by the error of the real one."""
+    example = load("rotary_kernel")
+    torch.manual_seed(0)
+    omega, grid = torch.randn(1, 8, 2) * 40, Grid(shape, prefix=2)
+    x, dy = torch.randn(2, 3, 2, grid.total, 16)
+    x.requires_grad_()
+    y = example.Rotate.apply(x, omega[0].contiguous(), shape, 2)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    wide = x.detach().double().requires_grad_()
+    expected = rotate(wide, omega=omega.double(), positions=grid, pairs="half")
+    (dx_expected,) = torch.autograd.grad(expected, wide, dy.double())
+    for actual, exact in ((y, expected), (dx, dx_expected)):
+        assert (actual - exact).abs().max() <= 4 * 2**-24 * exact.abs().max() * 2
+    assert torch.equal(y[:, :, :2], x[:, :, :2])
+
+
+def test_the_drawings(tmp_path):
+    from lrpe_md.scripts.visualize.kernel import DRAWINGS, main
+
+    main(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(DRAWINGS)
