@@ -42,8 +42,8 @@ class Result(NamedTuple):
     job: Job
     done: int
     reports: list[str]
-    largest: float
-    mean: float
+    largest: tuple[float, str] = (0.0, "")  # factors that rounding explains, and where
+    mean: tuple[float, str] = (0.0, "")
 
 
 @app.command()
@@ -82,10 +82,10 @@ def main(
     begun = time.monotonic()
     results = run_jobs([job for job in jobs if job.seeds], processes, begun + seconds if seconds else None)
     done, failed = sum(r.done for r in results), sum(len(r.reports) for r in results)
+    (largest, at), (mean, mean_at) = (max(getattr(r, name) for r in results) for name in ("largest", "mean"))
     print(
-        f"{done} configurations, {failed} mismatches, {time.monotonic() - begun:.0f} s. Largest error "
-        f"{max((r.largest for r in results), default=0):.2f}, RMS {max((r.mean for r in results), default=0):.2f} "
-        "times what rounding explains"
+        f"{done} configurations, {failed} mismatches, {time.monotonic() - begun:.0f} s. Largest error {largest:.2f} "
+        f"({at}), RMS {mean:.2f} ({mean_at}) times what rounding explains"
     )
     if failed or not done:
         raise typer.Exit(1)
@@ -112,10 +112,10 @@ def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]
                 except BrokenProcessPool:
                     seeds = [f"{each.kind} {each.seeds}" for each in (job, *running.values())]
                     print(f"A process died while it ran one of these seeds: {'; '.join(seeds)}")
-                    return [*results, Result(job, 0, ["died"], 0.0, 0.0)]
+                    return [*results, Result(job, 0, ["died"])]
                 except GPUError as error:
                     print(error, flush=True)
-                    return [*results, Result(job, 0, ["GPU error"], 0.0, 0.0)]
+                    return [*results, Result(job, 0, ["GPU error"])]
                 results.append(result)
                 print(*result.reports, sep="\n", end="\n" if result.reports else "", flush=True)
 
@@ -147,8 +147,8 @@ def run_job(job: Job, end: float | None) -> Result:
         limits = Limits(300, 1500, job.repeat, compiled=True)
     elif job.impl == "triton":  # interpreted: a program takes milliseconds
         limits = Limits(24, 100, job.repeat, copies=2)
-    reports: list[str] = []
-    done, largest, mean = 0, 0.0, 0.0
+    reports: list[str]
+    done, largest, mean = 0, (0.0, ""), (0.0, "")
     for seed in job.seeds:
         if end is not None and time.monotonic() > end:
             break
@@ -161,7 +161,8 @@ def run_job(job: Job, end: float | None) -> Result:
             reports.append(f"seed {seed}: {config!r}\n    {describe(error)}")
             continue
         if not verdict.mismatches:
-            largest, mean = max(largest, verdict.largest), max(mean, verdict.mean)
+            at = f"{job.kind}, seed {seed}"
+            largest, mean = max(largest, (verdict.largest, at)), max(mean, (verdict.mean, at))
             continue
         smaller: Any = shrink(config, job.impl, job.device) if len(reports) < SHRUNK else config
         lines = [f"seed {seed}: {config!r}", *(f"    {m}" for m in verdict.mismatches)]
