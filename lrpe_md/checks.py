@@ -49,7 +49,7 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
     shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
     raise ValueError(
         f"cu_seqlens: expected offsets that begin at 0, never fall and end at {'' if to_the_end else 'most at '}"
-        f"{num_tokens}, the number of tokens, got [{shown}]; the lengths' cumsum with a 0 in front is that"
+        f"{num_tokens}, the number of tokens, got [{shown}]; pass 0 and then the cumulative sum of the lengths"
     )
 
 
