@@ -73,7 +73,7 @@ def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Si
             return grids, signature
         probed = _Probed(function, signature)
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
-            plan = probed.probe(key, (relation,) * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
+            plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
                 probed.key, probed.relation = key, relation
                 return probed
@@ -103,7 +103,7 @@ class _Probed:
         self.key: tuple[Any, ...] = ()  # the kind of arguments that was found first
         self.relation = EQUAL  # of its rows to tokens
 
-    def find(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
+    def find(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Return the plan for a kind of arguments, probed when it first comes."""
         found = self.plans.get((key, relations))
         if found is None:
@@ -112,7 +112,7 @@ class _Probed:
             found = quietly(lambda: self.probe(key, relations))
         return found
 
-    def probe(self, key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | Unlike:
+    def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Probe one kind of arguments, and note the plan."""
         try:
             found: Plan | Unlike = find_plan(self.call, key, relations)
@@ -305,7 +305,7 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     least = sum(default is _EMPTY for default in defaults)
     recipes: dict[Any, Recipe | None] = {}
 
-    def find(key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan | None:
+    def find(key: tuple[Any, ...], relations: str) -> Plan | None:
         found = probed.find(key, relations)
         return found if isinstance(found, Plan) else None
 
@@ -401,7 +401,7 @@ def _resolve(probed: _Probed, find: Callable[..., Plan | None], values: Sequence
         key.extend(_describe_owner(signature))
     xs, leaves = _split(signature, values)
     for relation in (MORE,) if offset else (probed.relation, EQUAL):
-        plan = find(tuple(key), (relation,) * len(xs))
+        plan = find(tuple(key), relation * len(xs))
         if plan is not None:
             break
     else:

@@ -15,7 +15,7 @@ __all__ = [
     "relate", "run",
 ]  # fmt: skip
 
-EQUAL, MORE, FEWER = "equal", "more", "fewer"  # rows of a table, compared with the tokens
+EQUAL, MORE, FEWER = "=", ">", "<"  # rows of the tables, compared with the tokens of an x
 
 
 class Unlike(Exception):
@@ -67,15 +67,18 @@ class Turn(NamedTuple):
 class Plan(NamedTuple):
     """What the function does with arguments of one kind; see :func:`describe`.
 
+    relations: for each x a character, EQUAL, MORE or FEWER.
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
+    alike: for each x whether the next one is turned as it is, and comes out in the same dtype if it went in so.
     repeated: axes of x along which a table may have one row for all.
     fixed: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
     """
 
     turns: tuple[Turn, ...]
-    relations: tuple[str, ...]
+    relations: str
     form: tuple[str, tuple[bool, ...]]
-    dtypes: tuple[torch.dtype, ...] = ()
+    alike: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
     repeated: tuple[int, ...] = ()
     fixed: tuple[tuple[int, int, int], ...] = ()
     detach: bool = False
@@ -122,18 +125,18 @@ def flatten(value: Any) -> list[Tensor]:
 # --- a call by a plan ---------------------------------------------------------------------------------------------
 
 
-def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> tuple[str, ...] | None:
+def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> str | None:
     """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
     for leaf, dim, size in plan.fixed:
         if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
-    found = []
+    found = ""
     for x, turn in zip(xs, plan.turns, strict=True):
         relation = _relate(plan, turn, x, (leaves, offset))
         if relation is None:
             return None
-        found.append(relation)
-    return tuple(found)
+        found += relation
+    return found
 
 
 def _relate(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> str | None:
@@ -192,7 +195,6 @@ class _Side(NamedTuple):
     alternating: tuple[bool, bool]
     angles: bool
     tokens: int
-    by_head: bool
     options: dict[str, Any]
     remove: tuple[Any, ...] | None
     back_order: tuple[int, ...] | None
@@ -214,28 +216,25 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
     sides = [_prepare_side(plan, turn, x, (leaves, offset)) for turn, x in zip(plan.turns, xs, strict=True)]
     sizes: list[int] = []
     while (done := sum(sizes)) < len(sides):
-        pair = sides[done : done + 2]
-        shared = len(pair) == 2 and _share_launch(pair, xs[done : done + 2], plan.dtypes[done : done + 2])
-        sizes.append(2 if shared else 1)
+        sizes.append(2 if done + 1 < len(sides) and _share_launch(plan, sides, xs, done) else 1)
     return Recipe(tuple(sides), tuple(sizes), plan.form, plan.dtypes, plan.detach, plan.autocast)
 
 
-def _share_launch(pair: list[_Side], xs: list[Tensor], dtypes: Any) -> bool:
-    """Say whether two tensors have the same tables, and sizes that a launch of both takes."""
-    one, two = pair
-    if one._replace(shape=None) != two._replace(shape=None) or xs[0].dtype != xs[1].dtype or dtypes[0] != dtypes[1]:
-        return False
-    (batch, heads, *rest), (other_batch, other_heads, *other_rest) = map(_viewed_sizes, pair, xs)
-    if batch != other_batch or rest != other_rest:
-        return False
-    return heads == other_heads or (not one.by_head and heads % other_heads == 0)
+def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> bool:
+    """Say whether two tensors that follow each other are turned alike, and have sizes that a launch of both takes."""
+    (batch, heads, tokens), (other_batch, other_heads, other_tokens) = map(
+        _viewed_sizes, sides[i : i + 2], xs[i : i + 2]
+    )
+    same = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
+    return same and plan.alike[i] and xs[i].dtype == xs[i + 1].dtype
 
 
 def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
+    """Return B, H and N of x as it is viewed."""
     sizes = list(side.shape or x.shape)
     sizes = [sizes[i] for i in side.order] if side.order else sizes
     kept = iter(sizes)
-    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes
+    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes[:3]
 
 
 def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:
@@ -278,7 +277,6 @@ def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor],
         (turn.cos.alternating, turn.sin.alternating),
         turn.angles,
         last if varying[token] == 1 != last and token in plan.repeated else 0,
-        varying.get(cast(int, axes[1]), 1) != 1,
         {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
         None if insert is None else tuple(0 if i is None else i for i in insert),
         None if order is None else (*[order.index(a) for a in range(len(order))], len(order)),

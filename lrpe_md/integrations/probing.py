@@ -170,7 +170,7 @@ class Layout(NamedTuple):
     """
 
     labels: tuple[tuple[int, ...], ...]
-    relations: tuple[str, ...]
+    relations: str
     token: int
     rows: int | None = None
 
@@ -205,7 +205,7 @@ def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
     for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
         axes = [a for a in labels if a >= 0]
         others = [a for a in labels if a < -1]
-        in_front = others == [labels[0]] and labels[0] in first
+        in_front = bool(others) and others == [labels[0]] and labels[0] in first
         if axes != sorted(set(axes)) or (not axes and count) or (others and not in_front and set(others) - heads):
             continue
         if len(others) <= 1:
@@ -214,7 +214,7 @@ def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return [labels for _, labels in sorted(found)]
 
 
-def layouts(probe: Probe, relations: tuple[str, ...]) -> Iterator[Layout]:
+def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
     """Yield shapes for the first probe, likely ones first."""
     groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "owned"))
     owned = sorted({n for e in probe.leaves if e[0] == "owned" for n in e[1][:-1]}, reverse=True)
@@ -555,7 +555,7 @@ def gather(entries: list[Any], negative: list[bool]) -> list[Piece]:
 # --- a plan ---------------------------------------------------------------------------------------------------------
 
 
-def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: tuple[str, ...]) -> Plan:
+def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str) -> Plan:
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
@@ -583,7 +583,8 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(max(a for a in t.axes if a < len(axes)) != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    plan = Plan(turns, layout.relations, probe.form, (torch.float32,) * len(turns))
+    alike = tuple(a == b for a, b in itertools.pairwise(turns))
+    plan = Plan(turns, layout.relations, probe.form, alike, (torch.float32,) * len(turns))
     sizes = layout.sizes(axes)
     compare(probe, plan, sizes)
     plan = plan._replace(fixed=find_fixed(probe, plan, layout))
@@ -682,7 +683,9 @@ def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
             cast = probe.run(xs, leaves)
     except Exception as e:
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
-    plan = plan._replace(dtypes=tuple(o.dtype for o in outs))
+    dtypes = tuple(o.dtype for o in outs)
+    alike = tuple(a and dtypes[i] == dtypes[i + 1] for i, a in enumerate(plan.alike))
+    plan = plan._replace(dtypes=dtypes, alike=alike)
     if not all(is_close(a, b, 0.05) for a, b in zip(run_plan(probe, plan, xs, leaves), outs, strict=True)):
         raise Unlike(6, f"computes something else for {xs[0].dtype}")
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(cast, outs, strict=True))

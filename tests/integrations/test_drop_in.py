@@ -163,6 +163,13 @@ def test_sizes(sizes, launches):
         check_equal(rf.hf_llama, drop("hf_llama"), (*args, cos, sin), {}, launches)
 
 
+@pytest.mark.parametrize("sizes", [((2, 4, 6), (1, 2, 6)), ((2, 3, 6), (2, 2, 6)), ((2, 2, 6), (2, 4, 6))])
+def test_q_and_k_that_cannot_share_a_launch(sizes, launches):
+    q, k = (torch.randn(*s, D) for s in sizes)
+    check_equal(rf.hf_llama, drop("hf_llama"), (q, k, torch.randn(1, 6, D), torch.randn(1, 6, D)), {}, launches)
+    assert len(launches) == 2
+
+
 def test_a_kind_is_probed_once(monkeypatch):
     calls = []
     real = _Probed.call
@@ -224,9 +231,10 @@ def scaled_by_tensor(x, cos, sin, scale):
     return (x * cos + rf.quarter_turn(x) * sin) * scale
 
 
-def shifted_by_tensor(x, cos, sin, start):
-    rows = slice(int(start), int(start) + x.shape[-2])
-    return x * cos[rows] + rf.quarter_turn(x) * sin[rows]
+def shifted_by_tensor(x, cos, sin, start=None):
+    start = 0 if start is None else int(start)
+    cos, sin = (t.roll(start, 0) for t in (cos, sin))
+    return x * cos + rf.quarter_turn(x) * sin
 
 
 def masked(x, cos, sin, mask=None):
@@ -236,6 +244,11 @@ def masked(x, cos, sin, mask=None):
 
 def by_number(x, cos, sin, power=1):
     return x * cos**power + rf.quarter_turn(x) * sin
+
+
+def by_type(x, cos, sin, setting=1):
+    y = x * cos + rf.quarter_turn(x) * sin
+    return -y if isinstance(setting, float) else 2 * y if isinstance(setting, bool) else y
 
 
 def by_width_of_ids(x, cos, sin, ids):
@@ -263,6 +276,8 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
     [
         (masked, [(X, COS, SIN, *m) for m in ((), (torch.rand(6, 1) > 0.5,), (torch.zeros((), dtype=torch.bool),))]),
         (by_number, [(X, COS, SIN, *n) for n in ((), (1,), (2,), (1.0,), (True,), (3.0,))]),
+        (by_type, [(X, COS, SIN, n) for n in (1, 1.0, True, 1)]),
+        (shifted_by_tensor, [(X, COS, SIN, *t) for t in ((), (torch.tensor(0),), (torch.tensor(2),))]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, 6, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (guessing_layout, [(X, COS, SIN), (X[:, :, :3], COS, SIN), (X[:, :3], COS, SIN)]),
@@ -287,10 +302,9 @@ def test_never_different(function, calls):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [scaled_by_tensor, shifted_by_tensor])
-def test_tensors_that_are_settings_are_refused(function):
-    with pytest.raises(TypeError, match=function.__name__):
-        drop_in(function)
+def test_a_tensor_that_scales_is_refused():
+    with pytest.raises(TypeError, match="scaled_by_tensor"):
+        drop_in(scaled_by_tensor)
 
 
 def einsum_rotation(x, matrices):
@@ -473,6 +487,18 @@ def test_the_surroundings_do_not_matter(context, launches):
     assert torch.is_grad_enabled() == grad
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a)
+
+
+def drawing(x, cos, sin):
+    torch.rand(3)
+    return rf.dinov3(x, sin, cos)
+
+
+def test_the_random_state_is_left(launches):
+    state = torch.get_rng_state()
+    drop_in(drawing)(X, COS, SIN)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert launches
 
 
 # --- compilers ------------------------------------------------------------------------------------------------------
