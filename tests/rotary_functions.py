@@ -34,6 +34,12 @@ def hf_llama(q, k, cos, sin, unsqueeze_dim=1):
     return q * cos + quarter_turn(q) * sin, k * cos + quarter_turn(k) * sin
 
 
+def hf_vision(q, k, cos, sin):
+    """Qwen-VL's vision tower: x (N, H, D) of packed images."""
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    return tuple((x.float() * cos + quarter_turn(x.float()) * sin).to(x.dtype) for x in (q, k))
+
+
 def hf_partial(q, k, cos, sin, unsqueeze_dim=1):
     """Phi, GPT-NeoX, StableLM: the tables are narrower than a head."""
     width = cos.shape[-1]
@@ -330,6 +336,7 @@ def calls() -> dict[str, Call]:
         "hf_llama, tokens first": (hf_llama, (qt, kt, cos, sin), {"unsqueeze_dim": 2}),
         "hf_llama, one table": (hf_llama, (q, k, cos[:1], sin[:1])),
         "hf_llama, one token": (hf_llama, (q[:, :, :1], k[:, :, :1], cos[:, :1], sin[:, :1])),
+        "hf_vision": (hf_vision, (q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])),
         "hf_partial": (hf_partial, (q, k, cos[..., :16], sin[..., :16])),
         "hf_interleaved": (hf_interleaved, (q, k, cos, sin)),
         "hf_sections": (hf_sections, (q, k, randn(3, B, N, D), randn(3, B, N, D), [4, 6, 6])),

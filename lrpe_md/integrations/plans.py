@@ -222,16 +222,19 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
 
 def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> bool:
     """Say whether two tensors that follow each other are turned alike, and have sizes that a launch of both takes."""
-    (batch, heads, *rest), (other_batch, other_heads, *other_rest) = map(_viewed_sizes, sides[i : i + 2], xs[i : i + 2])
-    same = batch == other_batch and rest[0] == other_rest[0] and rest[1] == other_rest[1] and heads % other_heads == 0
+    (batch, heads, tokens), (other_batch, other_heads, other_tokens) = map(
+        _viewed_sizes, sides[i : i + 2], xs[i : i + 2]
+    )
+    same = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
     return same and plan.alike[i] and xs[i].dtype == xs[i + 1].dtype
 
 
 def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
+    """Return B, H and N of x as it is viewed."""
     sizes = list(side.shape or x.shape)
     sizes = [sizes[i] for i in side.order] if side.order else sizes
     kept = iter(sizes)
-    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes
+    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes[:3]
 
 
 def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:

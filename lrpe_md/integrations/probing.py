@@ -583,7 +583,7 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(max(a for a in t.axes if a < len(axes)) != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    alike = tuple(a == b for a, b in zip(turns, turns[1:], strict=False))
+    alike = tuple(a == b for a, b in itertools.pairwise(turns))
     plan = Plan(turns, layout.relations, probe.form, alike, (torch.float32,) * len(turns))
     sizes = layout.sizes(axes)
     compare(probe, plan, sizes)

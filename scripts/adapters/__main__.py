@@ -1,35 +1,42 @@
-"""Commands that try ``adapt_rotary`` on whole libraries.
+"""Try ``adapt_rotary`` on the models of timm, diffusers and transformers that are installed.
 
 python -m scripts.adapters table --library timm > scripts/results/adapters/timm.csv
+python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from .sweep import Outcome, sweep_library
 from .trial import LIBRARIES, try_library, write
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
-
-
-@app.callback()
-def main() -> None:
-    """Try ``adapt_rotary`` on the models of timm, diffusers and transformers."""
+Library = Annotated[list[str] | None, typer.Option(help="Only this library; may be repeated.")]
+Models = Annotated[list[str] | None, typer.Option(help="Only this model; may be repeated.")]
 
 
 @app.command()
-def table(
-    library: Annotated[list[str] | None, typer.Option(help="Only this library; may be repeated.")] = None,
-) -> None:
-    """Try every rotary model that is installed, and write a CSV row for each to stdout."""
-    chosen: Any = library or LIBRARIES
-    for name in chosen:
+def table(library: Library = None) -> None:
+    """Try every rotary model, and write a CSV row for each to stdout."""
+    rows = write(row for name in _check(library) for row in try_library(name))
+    raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
+
+
+@app.command()
+def sweep(library: Library = None, model: Models = None) -> None:
+    """Change every model before and after it is adapted, and write a CSV row for each change to stdout."""
+    rows = write((row for name in _check(library) for row in sweep_library(name, model)), kind=Outcome)
+    raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))
+
+
+def _check(library: list[str] | None) -> list[str]:
+    for name in library or ():
         if name not in LIBRARIES:
             raise typer.BadParameter(f"expected one of {', '.join(LIBRARIES)}, got {name!r}", param_hint="--library")
-    rows = write(row for name in chosen for row in try_library(name))
-    raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
+    return library or list(LIBRARIES)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,8 +27,8 @@ from lrpe_md.integrations import restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, models_of, parts
 
 __all__ = [
-    "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "find_tensors", "read", "try_library",
-    "try_model", "write",
+    "LIBRARIES", "Candidate", "Result", "Row", "count", "differentiate", "distance", "find_tensors", "read",
+    "try_library", "try_model", "write",
 ]  # fmt: skip
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
@@ -135,9 +135,9 @@ def try_model(library: str, candidate: Candidate) -> Row:
     again = candidate.call(restore_rotary(model))
     is_restored = not any(exchanged_names(part) for part in parts(model).values())
     for worse, reason in (
-        (_distance(found, stock) > BOUND, f"differs by {_distance(found, stock):.1e}"),
+        (distance(found, stock) > BOUND, f"differs by {distance(found, stock):.1e}"),
         (not same_names, "names of parameters changed"),
-        (_distance(again, stock) > 0 or not is_restored, "restored it differs"),
+        (distance(again, stock) > 0 or not is_restored, "restored it differs"),
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
@@ -185,7 +185,7 @@ def _has_rotary(model: nn.Module) -> bool:
     return any(ROTARY.search(name) for name in (*names, *(base.__name__ for base in own)))
 
 
-def _distance(found: Result, stock: Result) -> float:
+def distance(found: Result, stock: Result) -> float:
     """The largest difference of outputs and of gradients, relative to the largest of each kind above 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
@@ -213,11 +213,11 @@ def _say(error: Exception) -> str:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def write(rows: Iterator[Row] | Sequence[Row], file: TextIO = sys.stdout) -> list[Row]:
-    """As CSV, a line as soon as it is known."""
+def write(rows: Iterable[Any], file: TextIO = sys.stdout, kind: Any = Row) -> list[Any]:
+    """Write rows as CSV, each as soon as it is known, and return them."""
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(Row._fields)
-    done: list[Row] = []
+    writer.writerow(kind._fields)
+    done: list[Any] = []
     for row in rows:
         writer.writerow(row)
         file.flush()

@@ -67,9 +67,9 @@ def compare(model, call=trial_diffusers.call):
     stock = call(model)
     found = call(adapt_rotary(model))
     assert is_adapted(model)
-    assert trial._distance(found, stock) <= trial.BOUND
+    assert trial.distance(found, stock) <= trial.BOUND
     again = call(restore_rotary(model))
-    assert trial._distance(again, stock) == 0
+    assert trial.distance(again, stock) == 0
     return stock
 
 
@@ -79,11 +79,11 @@ def test_a_theta_that_is_written_afterwards_is_followed():
     first = compare(model)
     model.pos_embed.theta = 77
     second = compare(model)
-    assert trial._distance(first, second) > 1e-3
+    assert trial.distance(first, second) > 1e-3
     adapt_rotary(model).pos_embed.theta = 33
     found = trial_diffusers.call(model)
-    assert trial._distance(found, trial_diffusers.call(restore_rotary(model))) <= trial.BOUND
-    assert trial._distance(found, second) > 1e-3
+    assert trial.distance(found, trial_diffusers.call(restore_rotary(model))) <= trial.BOUND
+    assert trial.distance(found, second) > 1e-3
 
 
 def test_kept_tables_of_another_theta_are_followed():
@@ -94,14 +94,14 @@ def test_kept_tables_of_another_theta_are_followed():
         angles = [torch.outer(rows, 500.0 ** -(torch.arange(0, dim, 2).double() / dim)) for dim in (4, 6, 6)]
         table = torch.cat(angles, 1)
         setattr(model.pos_embed, name, torch.polar(torch.ones_like(table), table).to(torch.complex64))
-    assert trial._distance(first, compare(model)) > 1e-3
+    assert trial.distance(first, compare(model)) > 1e-3
 
 
 def test_frequencies_that_are_scaled_by_hand_are_followed():
     model = trial_diffusers.build("MiniMaxH3Transformer3DModel")
     first = compare(model)
     model.rope.inv_freq.mul_(0.5)
-    assert trial._distance(first, compare(model)) > 1e-3
+    assert trial.distance(first, compare(model)) > 1e-3
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -123,7 +123,7 @@ def test_a_processor_of_the_users_is_followed(power):
     first = compare(model)
     model.transformer_blocks[0].attn.set_processor(Own())
     second = compare(model)
-    assert (trial._distance(first, second) > 1e-3) == (power == 2)
+    assert (trial.distance(first, second) > 1e-3) == (power == 2)
 
 
 class Reversed(importlib.import_module("diffusers.models.transformers.transformer_flux2").Flux2PosEmbed):
@@ -139,7 +139,7 @@ def test_a_rotary_module_of_the_users_is_followed():
     model = trial_diffusers.build("Flux2Transformer2DModel")
     first = compare(model)
     model.pos_embed.__class__ = Reversed
-    assert trial._distance(first, compare(model)) > 1e-3
+    assert trial.distance(first, compare(model)) > 1e-3
 
 
 def test_axes_that_do_not_fill_a_head():
@@ -168,8 +168,8 @@ def test_processors_that_are_set_afterwards(name):
     for path in adapted:
         model.get_submodule(path.rpartition(".")[0]).set_processor(kinds[path]())
     assert not is_adapted(model)
-    assert trial._distance(trial_diffusers.call(model), stock) == 0
-    assert trial._distance(trial_diffusers.call(adapt_rotary(model)), stock) <= trial.BOUND
+    assert trial.distance(trial_diffusers.call(model), stock) == 0
+    assert trial.distance(trial_diffusers.call(adapt_rotary(model)), stock) <= trial.BOUND
     assert is_adapted(model)
 
 
@@ -214,7 +214,7 @@ def test_other_models_of_the_process_are_left_alone():
     adapt_rotary(one)
     assert type(one) is type(other)
     assert [type(part) for part in parts(other).values()] == kinds
-    assert trial._distance(trial_diffusers.call(other), stock) == 0
+    assert trial.distance(trial_diffusers.call(other), stock) == 0
     assert not is_adapted(trial_diffusers.build(QWEN))
 
 
@@ -225,9 +225,9 @@ def test_copies_and_files(name):
     adapt_rotary(model)
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         found = trial_diffusers.call(made)
-        assert trial._distance(found, stock) <= trial.BOUND
-        assert trial._distance(trial_diffusers.call(restore_rotary(made)), stock) == 0
-    assert trial._distance(trial_diffusers.call(model), stock) <= trial.BOUND
+        assert trial.distance(found, stock) <= trial.BOUND
+        assert trial.distance(trial_diffusers.call(restore_rotary(made)), stock) == 0
+    assert trial.distance(trial_diffusers.call(model), stock) <= trial.BOUND
 
 
 @pytest.mark.parametrize("name", [QWEN, WAN])

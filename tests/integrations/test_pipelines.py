@@ -119,8 +119,8 @@ def test_denoisers_with_tables_of_their_own(capsys):
     line = "adapted: transformer.transformer_blocks.0.attn.processor (FluxAttnProcessor): apply_rotary_emb"
     assert line in capsys.readouterr().out.splitlines()
     found = trial_diffusers.call(model)
-    assert trial._distance(found, expected) < trial.BOUND
-    assert trial._distance(trial_diffusers.call(restore_rotary(pipe).transformer), expected) == 0
+    assert trial.distance(found, expected) < trial.BOUND
+    assert trial.distance(trial_diffusers.call(restore_rotary(pipe).transformer), expected) == 0
 
 
 def test_of_two_denoisers_both(monkeypatch):

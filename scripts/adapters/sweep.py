@@ -1,0 +1,326 @@
+"""Models that are changed before they are adapted, or afterwards, against the original with the same change.
+
+    python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+
+A row says what became of a model, a change and an order: "same" (outputs, and all gradients where the change leaves
+any), "refused" (adapting raises), "different", "error" (the adapted model raises where the original does not), or
+"inapplicable" (the model has nothing to change, or the original raises).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_md import adapt_rotary
+from lrpe_md.integrations.rotary import exchanged_names, models_of, parts
+
+from .trial import BOUND, Candidate, Result, distance
+
+__all__ = ["CHANGES", "Outcome", "sweep_library", "sweep_model"]
+
+_TABLES = re.compile(r"rope|rotary|posembed|positionembedding", re.IGNORECASE)
+_NORMS = re.compile(r"(^|[._])(norm_(added_)?[qk]|[qk]_(layer)?norm|query_norm|key_norm)$")
+_TURNED = re.compile(r"(^|[._])(to_)?[qk](_proj)?$")
+CPU = torch.device("cpu")
+
+
+class Outcome(NamedTuple):
+    """A line of the sweep."""
+
+    library: str
+    model: str
+    change: str
+    when: str
+    outcome: str
+    note: str
+
+
+class Inapplicable(Exception):
+    """The model has nothing that this change is of."""
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+
+
+def _named(model: nn.Module, pattern: re.Pattern[str], by_class: bool = False) -> list[Any]:
+    found = [
+        part
+        for name, part in model.named_modules()
+        if pattern.search(type(part).__name__ if by_class else name) and not isinstance(part, nn.Identity)
+    ]
+    if not found:
+        raise Inapplicable
+    return found
+
+
+def _makers(model: nn.Module) -> list[Any]:
+    return _named(model, _TABLES, by_class=True)
+
+
+def _map_tables(made: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change all floating-point and complex tensors in what a module made."""
+    if isinstance(made, Tensor):
+        return change(made) if made.is_floating_point() or made.is_complex() else made
+    if isinstance(made, (tuple, list)) and not hasattr(made, "_fields"):
+        return type(made)([_map_tables(each, change) for each in made])
+    if isinstance(made, dict):
+        return {name: _map_tables(each, change) for name, each in made.items()}
+    return made
+
+
+def hook_tables(model: nn.Module) -> None:
+    for part in _makers(model):
+        part.register_forward_hook(lambda module, args, made: _map_tables(made, lambda t: t * 0.5))
+
+
+def hook_by_length(model: nn.Module) -> None:
+    for part in _makers(model):
+        part.register_forward_hook(lambda module, args, made: _map_tables(made, lambda t: t * (1 + t.numel() ** -0.5)))
+
+
+def _buffers(model: nn.Module) -> list[tuple[Any, str, Tensor]]:
+    found = [
+        (part, name, t)
+        for part in _makers(model)
+        for name, t in part.named_buffers(recurse=False)
+        if t.is_floating_point() or t.is_complex()
+    ]
+    if not found:
+        raise Inapplicable
+    return found
+
+
+def scale_in_place(model: nn.Module) -> None:
+    for _, _, t in _buffers(model):
+        t.mul_(0.7)
+
+
+def replace_frequencies(model: nn.Module) -> None:
+    for part, name, t in _buffers(model):
+        setattr(part, name, t * 0.7)
+
+
+def learn_frequencies(model: nn.Module) -> None:
+    found = [(part, name, t) for part, name, t in _buffers(model) if name == "inv_freq"]
+    if not found:
+        raise Inapplicable
+    for part, name, t in found:
+        delattr(part, name)
+        part.register_parameter(name, nn.Parameter(t * 0.9))
+
+
+def change_amplitude(model: nn.Module) -> None:
+    found = [part for part in _makers(model) if isinstance(getattr(part, "attention_scaling", None), float)]
+    if not found:
+        raise Inapplicable
+    for part in found:
+        part.attention_scaling *= 0.5
+
+
+def hook_norms(model: nn.Module) -> None:
+    for norm in _named(model, _NORMS):
+        norm.register_forward_hook(lambda module, args, y: 1.5 * y)
+
+
+def patch_norms(model: nn.Module) -> None:
+    for norm in _named(model, _NORMS):
+        norm.forward = _Patched(norm)
+
+
+class _Patched:
+    """A forward of an instance's own, which can be copied and kept in a file."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 1.5 * type(self.norm).forward(self.norm, x)
+
+
+class _LowRank(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, generator = base, torch.Generator().manual_seed(3)
+        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator) * 0.1)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator) * 0.1)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+def add_low_rank(model: nn.Module) -> None:
+    paths = [p for p, m in model.named_modules() if _TURNED.search(p) and type(m) is nn.Linear]
+    if not paths:
+        raise Inapplicable
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, _LowRank(model.get_submodule(path)))  # pyright: ignore
+
+
+def quantise(model: nn.Module) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
+
+
+def offload_to_cpu(model: nn.Module) -> None:
+    import accelerate
+
+    accelerate.cpu_offload(model, execution_device=CPU)
+
+
+def offload_to_disk(model: nn.Module) -> None:
+    import accelerate
+
+    accelerate.disk_offload(model, tempfile.mkdtemp(prefix="sweep-"), execution_device=CPU)
+
+
+def offload_groups(model: Any) -> None:
+    if not hasattr(model, "enable_group_offload"):
+        raise Inapplicable
+    model.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type="leaf_level")
+
+
+def dispatch(model: nn.Module) -> None:
+    import accelerate
+
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device=CPU, force_hooks=True)
+
+
+class Change(NamedTuple):
+    """What is done to a model, and whether gradients are left to compare."""
+
+    run: Callable[[Any], None]
+    gradients: bool = True
+
+
+CHANGES: dict[str, Change] = {
+    "frequencies in place": Change(scale_in_place), "frequencies replaced": Change(replace_frequencies),
+    "frequencies learned": Change(learn_frequencies), "amplitude": Change(change_amplitude),
+    "tables scaled by a hook": Change(hook_tables), "tables scaled by length": Change(hook_by_length),
+    "norms hooked": Change(hook_norms), "norms patched": Change(patch_norms), "low rank": Change(add_low_rank),
+    "quantised linears": Change(quantise, False), "device map": Change(dispatch),
+    "offloaded to the cpu": Change(offload_to_cpu, False), "offloaded to disk": Change(offload_to_disk, False),
+    "offloaded in groups": Change(offload_groups, False),
+}  # fmt: skip
+
+
+def _save_and_load(model: Any) -> Any:
+    with tempfile.TemporaryFile() as file:
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "save": _save_and_load,
+}  # fmt: skip
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
+    """Yield the rows of every model of a library that can be adapted, or of those with these names."""
+    if find_spec(library) is None:
+        return
+    for candidate in import_module(f".trial_{library}", __package__).candidates():
+        if names is not None and candidate.name not in names:
+            continue
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            rows = list(sweep_model(library, candidate))
+        yield from rows
+
+
+def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
+    """Yield a row for each change and order; nothing for a model that can't be built, called or adapted."""
+    try:
+        model = candidate.build()
+        stock = candidate.call(model)
+        adapt_rotary(copy.deepcopy(model))
+    except Exception:
+        return
+    for name, change in CHANGES.items():
+        for when in ("before", "after"):
+            yield Outcome(library, candidate.name, name, when, *_try(candidate, model, change, when))
+    for name, make in COPIES.items():
+        yield Outcome(library, candidate.name, name, "after", *_compare(candidate, stock, model, make))
+    yield Outcome(library, candidate.name, "default dtype", "before", *_compare(candidate, stock, model, _in_bfloat16))
+
+
+def _in_bfloat16(model: Any) -> Any:
+    """Adapt within another default dtype."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return adapt_rotary(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _apply(change: Change, model: Any) -> None:
+    for own in models_of(model).values():
+        change.run(own)
+
+
+def _call(candidate: Candidate, change: Change, model: Any) -> Result:
+    with torch.set_grad_enabled(change.gradients):
+        return candidate.call(model)
+
+
+def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[str, str]:
+    """Return what became of a change, and a note."""
+    try:
+        with torch.no_grad():
+            _apply(change, stock := copy.deepcopy(model))
+        expected = _call(candidate, change, stock)
+    except Inapplicable:
+        return "inapplicable", ""
+    except Exception as error:
+        return "inapplicable", f"the original raises {type(error).__name__}"
+    changed = copy.deepcopy(model)
+    if when == "before":
+        with torch.no_grad():
+            _apply(change, changed)
+    try:
+        adapt_rotary(changed)
+    except (TypeError, ValueError) as error:
+        return "refused", str(error)[:160]
+    try:
+        if when == "after":
+            with torch.no_grad():
+                _apply(change, changed)
+        return _judge(_call(candidate, change, changed), expected)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {str(error)[:140]}"
+
+
+def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
+    """Return what became of a copy of the adapted model."""
+    try:
+        copied = make(adapt_rotary(copy.deepcopy(model)))
+        if not any(exchanged_names(part) for part in parts(copied).values()):
+            return "different", "the copy is not adapted"
+        return _judge(candidate.call(copied), stock)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {str(error)[:140]}"
+
+
+def _judge(found: Result, expected: Result) -> tuple[str, str]:
+    gap = distance(found, expected)
+    return ("same", "") if gap <= BOUND else ("different", f"by {gap:.1e}")
