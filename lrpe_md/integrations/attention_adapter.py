@@ -67,19 +67,20 @@ class _Local(threading.local):
     def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
         self.running: Any = None  # an _Entry, or None
         self.current: Any = None
+        self.recalled: Any = None  # what ``current`` was made of
 
-    def recall(self, positions: Where | None) -> None:
+    def recall(self, entry: _Entry) -> None:
         """Make positions that were unpacked the current ones, until the backward ends."""
-        task, current = _current_task(), self.current
-        if task == -1 or (current is not None and current.task == task and current.positions is positions):
+        task = _current_task()
+        if task == -1:
             return
-        if current is None or current.task != task:
+        if self.current is None or self.current.task != task:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.forget, task))
-        self.current = _Entry(positions, task)
+        self.current, self.recalled = _Entry(entry.positions, task), entry
 
     def forget(self, task: int) -> None:
         if self.current is not None and self.current.task == task:
-            self.current = self.running
+            self.current, self.recalled = self.running, None
 
 
 class _Adaptation:
@@ -258,20 +259,21 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     outer = autograd._top_saved_tensors_default_hooks(True)
 
     def pack(t: Tensor) -> Any:
-        return local.running.positions, t._version, t
+        return local.running, t._version, t
 
     def unpack(packed: Any) -> Tensor:
-        positions, version, t = packed
+        entry, version, t = packed
         if t._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
             )
-        local.recall(positions)
+        if local.recalled is not entry:
+            local.recall(entry)
         return t
 
     def pack_outside(t: Tensor) -> Any:
-        return local.running.positions, outer[0](t)
+        return local.running, outer[0](t)
 
     def unpack_outside(packed: Any) -> Tensor:
         local.recall(packed[0])
@@ -482,11 +484,12 @@ def adapt_attention(
     Args:
         model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For a plain ViT of timm, :func:`lrpe_md.adapt` does more.
         encoding: "rotate", "cosine", "mixed", the name of a preset, a ``Scheme``, a factory, or a module that is called
-            as ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`.
+            as ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`. It
+            is moved to the model's device.
         positions: where the tokens are: a :class:`Grid` or :class:`Coordinates`, the same for all inputs, or a function
             of the arguments of the model's forward that returns it. It counts all tokens of the attention, so
-            ``Grid((H, W), prefix=1)`` where there is a class token. None where the model's own code knows them, and
-            calls :func:`set_positions`.
+            ``Grid((H, W), prefix=1)`` where there is a class token. With a preset return what its ``positions()``
+            gives. None where the model's own code knows them, and calls :func:`set_positions`.
         modules: patterns of the self-attentions' names, such as "blocks.*.attn"; the default takes modules named attn,
             attn1, attention, self_attn or self_attention. Of modules inside each other the outermost is taken.
         encoding_kwargs: for the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each layer
@@ -513,8 +516,7 @@ def adapt_attention(
         _check_positions(positions)
     found = _find_attentions(model, modules)
     built = _build(encoding, dict(encoding_kwargs or {}), found, positions, (num_axes, head_dim, num_heads))
-    device = next((t.device for t in model.parameters()), None)
-    model.add_module(name, built.to(device).train(model.training))
+    model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
     by_layer = EncodingStack(built).by_layer
     encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
@@ -641,7 +643,10 @@ def _build(
     built = build_encoding(encoding, kwargs, head_dim or 0, num_heads or 0, len(found), num_axes)
     if built is None:
         raise ValueError(f"encoding: expected one that encodes, got {encoding!r}")
-    return built
+    if isinstance(built, nn.ModuleList) and len(built) != len(found):
+        raise ValueError(f"encoding: expected one module for each of {len(found)} attentions, got {len(built)}")
+    device = next((t.device for module in found.values() for t in module.parameters()), None)
+    return built if device is None else built.to(device)
 
 
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:

@@ -150,7 +150,7 @@ def assert_within_budget(found, same, exact):
     """Outputs and gradients are as near to float64 as the edited model's."""
     pairs = [(str(i), a, b, c) for i, (a, b, c) in enumerate(zip(found[0], same[0], exact[0], strict=True))]
     pairs += [(name, grad, same[1][name], exact[1][name]) for name, grad in found[1].items()]
-    violations = [budget_violation(name, a, b, c.to(torch.float64)) for name, a, b, c in pairs]
+    violations = [budget_violation(name, a[None], b[None], c[None].double()) for name, a, b, c in pairs]
     assert not any(violations), [str(v) for v in violations if v]
 
 
@@ -162,21 +162,16 @@ def run_exactly(twin, inputs):
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-def compiled_cases():
-    """Each style once, and each kind of checkpoint."""
-    return list(zip(STYLES, [None, False, True, False, True], strict=True))
-
-
-@pytest.mark.parametrize(("name", "reentrant"), compiled_cases())
+@pytest.mark.parametrize(("name", "reentrant"), [("dit", False), ("uvit", True), ("mae", None), ("gpt", None)])
 def test_compiled(name, reentrant):
-    """One graph, a checkpoint in it, too; two for all sizes."""
+    """One graph for all sizes after the first, a checkpoint in it, too."""
     style = STYLES[name]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = reentrant
     graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for size in (*style.sizes, style.more):
+    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # whose graphs take their time
         inputs = style.inputs(size)
         assert_within_budget(run(compiled, inputs, model), run(twin, inputs), run_exactly(twin, inputs))
     assert graphs.frame_count <= 2
@@ -189,12 +184,11 @@ def compile_blocks(model):
     return graphs
 
 
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_blocks_compiled_one_by_one(reentrant):
-    """They share what is compiled, inside of checkpoints, too, and run again with their own positions."""
+def test_blocks_compiled_one_by_one():
+    """They share what is compiled, and checkpoints run them again with their own positions."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
-    model.checkpointing = reentrant
+    model.checkpointing = False
     torch._dynamo.reset()
     graphs = compile_blocks(model)
     inputs = [style.inputs(size) for size in ((8, 12), (12, 8))]  # as many tokens
@@ -352,20 +346,21 @@ def test_copies_and_files():
 
 def test_only_this_model_changes():
     """Not its class, another model of it, PyTorch's function or the names of the weights; and it can be undone."""
-    style = STYLES["sit"]
+    style = STYLES["dit"]
     model, stock = style.build(), style.build()
     stock.load_state_dict(model.state_dict())
     inputs, names, function = style.inputs((4, 6)), list(model.state_dict()), F.scaled_dot_product_attention
-    forwards = type(model).forward, type(model.blocks[0].attn).forward
+    forwards = plain.Dit.forward, plain.Attention.forward
     with torch.no_grad():
         expected = model(*inputs)
         assert adapt_attention(model, "rotate", style.positions) is model
-        assert not torch.allclose(model(*inputs), expected, atol=1e-4)
+        assert not torch.allclose(model(*inputs), expected, atol=1e-5)
         assert torch.equal(stock(*inputs), expected)
-        assert type(model) is not type(stock) or list(model.state_dict()) == names
-        assert (type(model).forward, type(model.blocks[0].attn).forward) == forwards
+        assert type(model) is plain.Dit
+        assert (plain.Dit.forward, plain.Attention.forward) == forwards
+        assert list(model.state_dict()) == names
         assert function is F.scaled_dot_product_attention
-        assert str(inspect.signature(model.forward)) == str(inspect.signature(stock.forward))
+        assert inspect.signature(model.forward) == inspect.signature(stock.forward)
         assert restore_attention(model) is model
         assert torch.equal(model(*inputs), expected)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -541,6 +536,9 @@ INVALID = {
     "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
     "positions": ({"positions": (4, 6)}, "positions: expected a Grid, Coordinates, a tensor"),
     "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
+    "layers": (
+        {"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 attentions, got 1"
+    ),
     "none": ({"encoding": None}, "encoding: expected one that encodes, got None"),
     "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "head_dim, num_heads: expected them"),
     "heads": (
