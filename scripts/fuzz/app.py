@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
     job: Job
     done: int
-    reports: list[str]
+    reports: list[str] = []
     largest: tuple[float, str] = (0.0, "")  # factors that rounding explains, and where
     mean: tuple[float, str] = (0.0, "")
 
@@ -147,7 +147,7 @@ def run_job(job: Job, end: float | None) -> Result:
         limits = Limits(300, 1500, job.repeat, compiled=True)
     elif job.impl == "triton":  # interpreted: a program takes milliseconds
         limits = Limits(24, 100, job.repeat, copies=2)
-    reports: list[str]
+    reports: list[str] = []
     done, largest, mean = 0, (0.0, ""), (0.0, "")
     for seed in job.seeds:
         if end is not None and time.monotonic() > end:

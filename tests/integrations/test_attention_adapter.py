@@ -537,7 +537,8 @@ INVALID = {
     "positions": ({"positions": (4, 6)}, "positions: expected a Grid, Coordinates, a tensor"),
     "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
     "layers": (
-        {"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 attentions, got 1"
+        {"encoding": torch.nn.ModuleList([RotateMd(16, 2)])},
+        "encoding: expected one module for each of 2 attentions, got 1",
     ),
     "none": ({"encoding": None}, "encoding: expected one that encodes, got None"),
     "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "head_dim, num_heads: expected them"),
