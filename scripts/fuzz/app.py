@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
     job: Job
     done: int
-    reports: list[str] = []
+    reports: list[str]
     largest: tuple[float, str] = (0.0, "")  # factors that rounding explains, and where
     mean: tuple[float, str] = (0.0, "")
 
