@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import count
 from types import CodeType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -91,8 +90,6 @@ class _Adaptation:
         positions: what they are, or a function of the arguments of the model's forward, or None.
     """
 
-    keys = count()
-
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
         self.model, self.name, self.positions = model, name, positions
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
@@ -101,7 +98,6 @@ class _Adaptation:
         self._begin()
 
     def _begin(self) -> None:
-        self.key = next(self.keys)  # no other has it, a copy neither
         self.local = _Local()
         self.is_prepared = False
 
@@ -118,7 +114,7 @@ class _Adaptation:
         if not self.is_prepared:
             self.is_prepared = True
             for attention in self.attentions:
-                attention.refresh(self.key, attention.encoder.layer)
+                attention.refresh()
         return True
 
     def find(self, args: Any, kwargs: Any) -> Where | None:
@@ -384,8 +380,7 @@ class _Attention(_Forward):
             with _Encode(self, _Surroundings.find()):
                 output = self.run(*args, **kwargs)
         else:
-            # What is compiled for this module may serve another one only if these are the same.
-            self.refresh(self.adaptation.key, self.encoder.layer)
+            self.refresh()
             if self.copy is not None:
                 output = self.copy(self.module, *args, **kwargs)
             else:
@@ -396,7 +391,7 @@ class _Attention(_Forward):
         return output
 
     @torch.compiler.assume_constant_result
-    def refresh(self, key: int, layer: int | None) -> bool:
+    def refresh(self) -> bool:
         """Bring the copy of the forward up to date with the original, which may have been patched."""
         self.look_up()
         copies, forward = self.encoder.copies, self.of_class
@@ -535,7 +530,7 @@ def restore_attention(model: Model) -> Model:
     """
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
-    for own in {attention.adaptation.key: attention.adaptation for attention in found}.values():
+    for own in {attention.adaptation for attention in found}:
         replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(

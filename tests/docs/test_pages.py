@@ -18,7 +18,7 @@ ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md"}  # their code runs in test
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PRINTED = {  # by page, what its code prints; nothing else is on a page that runs
     "README.md": [
-        "torch.Size([2, 281, 192])", "torch.Size([2, 1000])", 
+        "torch.Size([2, 281, 192])", "torch.Size([2, 1000])",
         "adapted: model.layers.0.self_attn (Qwen3Attention): apply_rotary_pos_emb",
     ],
     "concepts.md": ["True"],
