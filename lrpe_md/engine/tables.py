@@ -17,7 +17,6 @@ __all__ = ["TABLE_NAMES", "GivenTables", "check_tables", "replace_angles", "stor
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 class GivenTables(NamedTuple):
