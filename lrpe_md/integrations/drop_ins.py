@@ -30,6 +30,7 @@ _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|valu
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
 _HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or whole
 _EMPTY = inspect.Parameter.empty
+_MOST_ANSWERS = 4  # kinds of arguments for which it runs and is no rotation, before it is given up
 _MOST_RECIPES = 64  # of one function, kept from call to call
 _MISSING: Any = object()
 _CONSTANTS = (int, float, bool, str)
@@ -67,7 +68,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Signature]:
     """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
-    failure = Unlike(-1, "takes no tensors that look like q, k and tables")
+    failure, answered = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for signature, keys in _read_signatures(function):
         if signature.owner is None and (grids := find_grids(function, signature.names, signature.defaults)):
             return grids, signature
@@ -78,6 +79,9 @@ def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Si
                 probed.key, probed.relation = key, relation
                 return probed
             failure = max(failure, plan, key=lambda e: e.depth)
+            answered += plan.depth >= 4
+            if answered == _MOST_ANSWERS:
+                return failure
     return failure
 
 

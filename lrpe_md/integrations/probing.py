@@ -40,6 +40,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
 _ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that may not be read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
+_MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
 _TENSORS = ("data", "table", "integers")
 
 
@@ -383,7 +384,7 @@ class Reading(NamedTuple):
             slice(low, high + 1) for low, high in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
         )
         if not rotated[box].all():
-            raise Unlike(5, "rotates some tokens, and not those between them")
+            raise Unlike(4, "rotates some tokens, and not those between them")
         cos, sin = cos[box], sin[box]
         for angles in (False, True):
             found = [
@@ -562,12 +563,15 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str) ->
         Unlike: something that is no rotation by its tables, or none that tables in the operator can do.
     """
     probe = Probe(call, key)
-    failure = Unlike(-1, "takes no arguments of this kind")
+    failure, answered = Unlike(-1, "takes no arguments of this kind"), 0
     for layout in layouts(probe, relations):
         try:
             return make_plan(probe, layout)
         except Unlike as e:
             failure = max(failure, e, key=lambda e: e.depth)
+            answered += e.depth >= 4
+            if answered == _MOST_ANSWERS:
+                break
         except Exception as e:  # whatever somebody else's function raises
             failure = max(failure, Unlike(0, f"raises {type(e).__name__}: {e}"), key=lambda e: e.depth)
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not because of sizes
