@@ -14,11 +14,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from . import reference
 from .engine import boundary
-from .engine.call import Act, Call, CosSin, Impl, Needs, Options, Pairs, Positions
+from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.dispatch import run, use_triton
-from .engine.memory import accumulator
+from .engine.tables import replace_angles, store_angles
 from .engine.validate import check_input, rotary_slice, validate
 from .engine.views import encode_packed
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
@@ -88,14 +87,14 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", (x,), call.tables)
-    call = _with_angles(call, _form_angles(call), x)
+    call = replace_angles(call, store_angles(call), x.dtype)
     return boundary.run_kernels(call, (x,), boundary.is_direct((x, *call.tables)))[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
     """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
     call = _cosine_call(x, theta, **kwargs)
-    return _forward(x, call)[0], _form_angles(call)
+    return _forward(x, call)[0], store_angles(call)
 
 
 def lrpe_cosine_md_cache_bwd_triton(
@@ -252,21 +251,6 @@ def _rotate_call(
     return validate(Options("rotate", act, dim, pairs, rotary_dim), (x,), omega, positions, amplitude=amplitude)
 
 
-def _form_angles(call: Call) -> Tensor:
-    """Return Θ (H or 1, N, D) in [-π, π], float32."""
-    omega = call.tables.omega.detach()
-    coords, on_grid = call.layout.positions(call.tables, omega.device)
-    theta = reference.angles(coords, omega, rotated=on_grid)
-    return reference.fold(theta, torch.float32)
-
-
-def _with_angles(call: Call, theta_cache: Tensor, x: Tensor) -> Call:
-    """Return the call with cos and sin of stored angles (H or 1, N, D) in place of those of its positions."""
-    begin = call.layout.prefix
-    theta = theta_cache[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(x.dtype))
-    return call._replace(cos_sin=CosSin(theta.cos(), theta.sin()))
-
-
 def _forward(x: Tensor, call: Call) -> list[Tensor]:
     use_triton("triton", (x,), call.tables)
     return boundary.forward(call, (x,), boundary.is_direct((x, *call.tables)))
@@ -294,7 +278,7 @@ def _backward(
             f"{theta_cache.dtype} on {theta_cache.device}"
         )
     if theta_cache is not None:
-        call = _with_angles(call, theta_cache, x)
+        call = replace_angles(call, theta_cache, x.dtype)
     direct = boundary.is_direct((do, x, *call.tables, theta_cache))
     _, *stats = boundary.forward(call, (x,), direct) if spec.dim == -2 else (None,)
     dx, domega = boundary.backward(call, [do], [x], stats, Needs(omega=True), direct)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -18,7 +19,7 @@ __all__ = ["cosine", "rotate"]
 
 Outs = tuple[Tensor | None, Tensor | None] | None  # for q and for k
 Places = Positions | Packed | tuple[Positions, Positions] | None
-CosSinTables = Tensor | tuple[Tensor, Tensor] | None  # cos + i sin, or cos and sin
+CosSinTables = Tensor | Sequence[Tensor] | None  # cos + i sin, or cos and sin
 
 
 @overload
@@ -72,7 +73,7 @@ def cosine(
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a
             packed qkv projection go in as they are. DTensors with batch, heads or tokens sharded come out so; the
             other arguments are then those of the whole tensors, plain ones the same on all ranks. Or (N, H, D) each
-            with the positions of packed samples.
+            with the positions of packed samples, or with tables that have a row for each token.
         qkv: instead of xs: a projection (B, N, 3, H, D), or (N, 3, H, D) of packed tokens. No copy is made of it.
         num_key_heads: of a qkv whose heads are stacked, (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D): H_k.
         omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
@@ -80,6 +81,12 @@ def cosine(
         positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
             them is for q and for k, which may then differ in length (cross-attention); each has a launch of its own.
             What :func:`lrpe_md.pack` gives is for packed tokens, (N, H, D) or (1, H, N, D).
+        tables: cos and sin, in place of omega, positions, phase and amplitude: a pair of tensors, or one complex tensor
+            cos + i sin. Each is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D) with the rows of N' tokens, in any
+            float dtype and with any strides; no copy is made. H: the key heads, as for omega. Samples or heads that
+            share rows may be expanded (stride 0).
+        prefix: with tables: tokens before their first row. These, and the tokens after the last row, pass as [x̄, 0].
+            Positions have a prefix of their own.
         rotary_dim: map the first R channels (an int) or a slice of them: [.., x̄ cos Θ, x̄ sin Θ, ..] stands where they
             stood, of width 2R, and the rest pass as x̄. Default: all. A part costs a copy of the output, and softmax
             over the features one of the input.
@@ -111,8 +118,8 @@ def cosine(
 
     Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
     in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the
-    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude. Not
-    with out, which is for where no gradient is recorded.
+    reference, which is differentiable to any order and also with respect to the coordinates, the amplitude and tables.
+    Not with out, which is for where no gradient is recorded.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.
@@ -134,7 +141,7 @@ def cosine(
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, False, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        where = take_tables(tables, prefix, False, omega, positions, phase, amplitude)
     if rotary_dim is not None:
         return run_part(options, xs, omega, where, phase, amplitude, norm, target)
     return run(options, xs, omega, where, phase, amplitude, norm, target)
@@ -191,13 +198,16 @@ def rotate(
 
     Args:
         omega: (H or 1, R/2, K), R the rotated width.
+        tables: the last dimension is R/2, an entry for each pair, or R, an entry for each channel: a pair (a, b) then
+            becomes (a cos_a - b sin_a, a sin_b + b cos_b), whatever the entries are. Tables that repeat the entries of
+            the pairs, as many libraries make them, go in as they are.
         pairs: "half" pairs channel p with p + R/2 (llama), "interleaved" 2p with 2p + 1 (RoFormer).
             Numbers are blocks of so many pairs, with "half" inside each.
         rotary_dim: rotate the first R channels (an int) or a slice of them; the rest pass as x̄. Default: all.
         phase: φ, (H or 1, R/2), or one for q and one for k.
         amplitude: a number, or (R/2,), or (H or 1, R/2): of YaRN and LongRoPE.
         inverse: rotate by -Θ, phase included, which undoes a rotation that had neither activation nor amplitude; both
-            stay what they are. Negates omega and phase.
+            stay what they are. Negates omega and phase, or the sin of tables.
         norm: a :class:`Norm` of q and k, over a head or all heads, in the same pass.
         out, out_start: with rotary_dim in the same launch, too.
 
@@ -218,7 +228,7 @@ def rotate(
         return encode_qkv(again, xs, qkv, num_key_heads, out)
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, inverse, omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        where = take_tables(tables, prefix, inverse, omega, positions, phase, amplitude)
     elif inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned

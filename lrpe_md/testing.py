@@ -33,7 +33,7 @@ from .positions.grid import Coordinates, Grid
 __all__ = [
     "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "LinearCase", "LinearInputs", "Violation", "Workload", "as_tuple",
     "bind", "bind_linear", "budget_violation", "check", "check_linear", "make_inputs", "make_linear_inputs",
-    "rounded_angles", "run", "run_linear",
+    "make_tables", "rounded_angles", "run", "run_linear",
 ]  # fmt: skip
 
 RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
@@ -252,28 +252,33 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     if case.amplitude_heads:
         amplitude = randn(case.amplitude_heads, case.channels).mul(0.5).add(1.5).to(device)
     weights = _make_weights(case, randn, device)
-    tables = _make_tables(case, randn, device)
+    tables = make_tables(case, randn, device)
     return Inputs(xs, grads, omega, phase, positions, case, amplitude, weights, tables)
 
 
-def _make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Cos and sin of no angle, so that each entry counts; what lies between them in memory is NaN."""
+def make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Make cos and sin of no angle, so that each entry counts; what lies between them in memory is NaN.
+
+    randn: draws numbers of a size, on any device.
+    """
     if case.tables == "none":
         return ()
     width = case.channels * (2 if case.tables == "full" and case.map == "rotate" else 1)
     rows = torch.Size(case.shape).numel()
     cos, sin = (randn(case.tables_batch, case.omega_heads, rows, width).to(device, case.tables_dtype) for _ in range(2))
+    found: tuple[Tensor, ...] = (cos, sin)
     if case.tables_layout.startswith("complex"):
-        table = torch.complex(cos, sin)
-        return (_strided(table, "odd") if case.tables_layout.endswith("odd") else table,)
+        found = (torch.complex(cos, sin),)
     if case.tables_layout == "odd":
-        return _strided(cos, "odd"), _strided(sin, "bnhd")
-    if case.tables_layout == "expanded":
-        size = (case.batch, case.heads[-1], rows, width)
-        return tuple(t.expand(case.batch, -1, -1, -1) if case.omega_heads > 1 else t.expand(size) for t in (cos, sin))
-    if case.tables_batch == case.omega_heads == 1:
-        return cos[0, 0], sin[0, 0]
-    return (cos, sin) if case.omega_heads > 1 else (cos[:, 0], sin[:, 0])
+        found = _strided(cos, "odd"), _strided(sin, "bnhd")
+    elif case.tables_layout == "complex odd":
+        found = (_strided(found[0], "odd"),)
+    elif case.tables_layout == "expanded":
+        heads = case.heads[-1] if case.omega_heads == 1 else -1
+        return tuple(t.expand(case.batch, heads, -1, -1) for t in found)
+    if case.omega_heads > 1:
+        return found
+    return tuple(t[:, 0] if case.tables_batch > 1 else t[0, 0] for t in found)
 
 
 def _make_weights(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ The words of this folder, each for one thing:
 
 - call: everything about an encoding but x, checked (``call.Call``); options are what the user asked for.
 - spec: what is computed; layout: where the tokens are, in integers; tables: the tensors beside x, ω first.
+- given tables: cos and sin that the caller has in place of ω and positions (``call.CosSin``).
 - variant: what a kernel is compiled for (``call.Variant``), ``V`` in the kernels.
 - pass: forward, backward, or backward with dω (``plan.Pass``).
 - group: heads that share frequencies; row: a head of a sample, of q or of k; block: tokens that a tile has.

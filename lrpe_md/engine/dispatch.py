@@ -33,7 +33,7 @@ from .call import (
 from .memory import accumulator, memory_order
 from .norms import apply_norm, of_tensor, take_norm
 from .output import Target, check_target, write
-from .tables import GivenTables
+from .tables import TABLE_NAMES, GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
@@ -58,7 +58,7 @@ def run(
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
     given = positions if type(positions) is GivenTables else None
-    if given is not None and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+    if given is not None and _are_packed(xs):
         refuse_mixing(options.dim)
         into = _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, given, phase, amplitude, norm, into), xs)
@@ -91,6 +91,11 @@ def run(
     else:
         ys = _run_into(call, xs, phase, options.impl, direct, target)
     return ys[0] if len(xs) == 1 else ys
+
+
+def _are_packed(xs: tuple[Any, ...]) -> bool:
+    """Whether tokens come end to end, (N, H, D); all of xs must then, which is checked later."""
+    return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
 NO_TABLES = Tables(None)
@@ -204,7 +209,7 @@ def _run_into(
 def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
     number = len(phase) if phase is not None and phase.ndim == 3 else groups
     read = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
-    names = (*Tables._fields, *Weights._fields, "tables (cos)", "tables (sin)", "phase")
+    names = (*Tables._fields, *Weights._fields, *TABLE_NAMES, "phase")
     _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
@@ -300,7 +305,7 @@ def run_part(
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
-    if type(positions) is GivenTables and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
+    if type(positions) is GivenTables and _are_packed(xs):
         refuse_mixing(options.dim)
         into = _of_views(target, xs)
         return encode_packed(
@@ -332,6 +337,8 @@ def run_part(
         ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
     if target is not None:
         given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
+        if type(positions) is GivenTables:
+            given = dict(zip(TABLE_NAMES, positions.cos_sin[:2], strict=True))
         read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
         direct = boundary.is_direct((*xs, *read.values(), *target.tensors))
         _check_target(target, xs, [*read.values()], [*read], ys[0].shape[3], direct)
@@ -377,8 +384,8 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSi
     if torch.is_grad_enabled() and _needs_other_gradients(tables, cos_sin):
         if asked:
             raise ValueError(
-                "positions, amplitude, tables: the kernels give no gradient to amplitude, coords, scale, shift, cos or "
-                "sin; use impl='auto' or detach them"
+                "positions, amplitude, tables: the kernels give no gradient to coords, scale or shift, nor to "
+                "amplitude, cos or sin; use impl='auto' or detach them"
             )
         return False
     if boundary.transforming():
@@ -393,5 +400,8 @@ def use_triton(impl: str, xs: tuple[Tensor, ...], tables: Tables, cos_sin: CosSi
 
 def _needs_other_gradients(tables: Tables, cos_sin: CosSin) -> bool:
     """Beyond those that the kernels form."""
+    cos, sin, _ = cos_sin
+    if (cos is not None and cos.requires_grad) or (sin is not None and sin.requires_grad):
+        return True
     _, _, *others = tables
-    return any(t is not None and t.requires_grad for t in (*others, *cos_sin[:2]))
+    return tables.omega is not None and any(t is not None and t.requires_grad for t in others)

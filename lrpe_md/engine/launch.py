@@ -130,8 +130,9 @@ def make_readable(call: Call) -> Call:
     """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
-    if any(t.is_neg() for t in cos_sin.given):
-        cos, sin = (None if t is None else materialise(t) for t in cos_sin[:2])
+    cos, sin, _ = cos_sin
+    if (cos is not None and cos.is_neg()) or (sin is not None and sin.is_neg()):
+        cos, sin = (None if t is None else materialise(t) for t in (cos, sin))
         call = call._replace(cos_sin=cos_sin._replace(cos=cos, sin=sin))
     if call.spec.norm != "none":
         weights = Weights(*(None if t is None else lay_weight(t) for t in weights))
@@ -222,9 +223,10 @@ def run(
     if start is not None:
         geometry.append((start.dtype, len(start), *(None if t is None else t.shape[2] for t in given)))
     aligned = address % 16 == 0
-    if cos_sin.cos is not None:
-        for t in cos_sin.given:
-            geometry.append((t.stride(), t.data_ptr() % 16 == 0))
+    cos, sin, _ = cos_sin
+    if cos is not None:
+        geometry.append((cos.stride(), cos.data_ptr() % 16 == 0))
+        geometry.append(None if sin is None else (sin.stride(), sin.data_ptr() % 16 == 0))
     if spec.norm != "none":
         geometry.append(all(t is None or t.data_ptr() % 16 == 0 for t in weights))
     if launches is None:
@@ -243,7 +245,7 @@ def run(
         if spec.norm != "none":
             norm = (weights.weight, weights.bias, weights.weight_k, weights.bias_k, partials.weights, launch.packed)
         more = norm if start is None else (norm, (start, launch.placed))
-        turn = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
+        turn = None if cos is None else (cos, sin, launch.tables)
         _start(launch, order_tensors(rows, outs, (*tables, turn), partials.angles, more))
     return outs, partials
 

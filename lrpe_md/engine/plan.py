@@ -62,30 +62,43 @@ class Tile(NamedTuple):
     rows_first: bool = False
 
 
-# Bytes an element, map, pass and whether there is an activation -> tiles up to 16, up to 64, more channels wide. A pass
-# with an activation that is not here has the tiles of the pass without. How they were found, and what each is worth:
-# docs/tuning.md; scripts/bench/tune.py finds them for another GPU. float64 is not tuned, nor partial rotation.
+# Bytes an element, map, pass and kind -> tiles up to 16, up to 64, more channels wide. The kind is "activated" with an
+# activation, "tables" where cos and sin are given, or else "plain"; a pass that has no tiles of its kind has the plain
+# ones. How they were found, and what each is worth: docs/tuning.md; scripts/bench/tune.py finds them for another GPU.
+# float64 is not tuned, nor partial rotation.
 _ONE, _FEW, _MANY, _16 = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1), Tile(2, 512, 1)
 _FEW_FIRST, _MANY_FIRST, _16_FIRST = (t._replace(rows_first=True) for t in (_FEW, _MANY, _16))
 TILES = {
-    (2, "cosine", Pass.FORWARD, False): (_FEW_FIRST, _FEW, _FEW),
-    (2, "cosine", Pass.FORWARD, True): (_MANY_FIRST, _FEW, _16_FIRST),
-    (2, "cosine", Pass.BACKWARD, False): (_FEW, _FEW, _16_FIRST),
-    (2, "cosine", Pass.DOMEGA, False): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
-    (2, "cosine", Pass.DOMEGA, True): (Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)),
-    (2, "rotate", Pass.FORWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", Pass.FORWARD, True): (
+    (2, "cosine", Pass.FORWARD, "plain"): (_FEW_FIRST, _FEW, _FEW),
+    (2, "cosine", Pass.FORWARD, "activated"): (_MANY_FIRST, _FEW, _16_FIRST),
+    (2, "cosine", Pass.BACKWARD, "plain"): (_FEW, _FEW, _16_FIRST),
+    (2, "cosine", Pass.DOMEGA, "plain"): (Tile(4, 512, 4, 128), Tile(2, 256, 1, 128, 2), Tile(2, 512, 2, 168, 3)),
+    (2, "cosine", Pass.DOMEGA, "activated"): (
+        Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3), Tile(2, 512, 2, 168, 3)
+    ),
+    (2, "rotate", Pass.FORWARD, "plain"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
+    (2, "rotate", Pass.FORWARD, "activated"): (
         _MANY_FIRST, Tile(4, 512, 1, rows_first=True), Tile(4, 2048, 4, rows_first=True)
     ),
-    (2, "rotate", Pass.BACKWARD, False): (_MANY_FIRST, _16_FIRST, _16_FIRST),
-    (2, "rotate", Pass.DOMEGA, False): (Tile(4, 512, 2, 168), Tile(2, 1024, 4, 168, 3), Tile(2, 1024, 4, 168, 3)),
-    (2, "rotate", Pass.DOMEGA, True): (Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)),
-    (4, "cosine", Pass.FORWARD, False): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
-    (4, "cosine", Pass.BACKWARD, False): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    (4, "cosine", Pass.DOMEGA, False): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
-    (4, "rotate", Pass.FORWARD, False): (_FEW, _FEW, _FEW),
-    (4, "rotate", Pass.BACKWARD, False): (_ONE, _ONE, _FEW),
-    (4, "rotate", Pass.DOMEGA, False): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
+    (2, "rotate", Pass.BACKWARD, "plain"): (_MANY_FIRST, _16_FIRST, _16_FIRST),
+    (2, "rotate", Pass.DOMEGA, "plain"): (Tile(4, 512, 2, 168), Tile(2, 1024, 4, 168, 3), Tile(2, 1024, 4, 168, 3)),
+    (2, "rotate", Pass.DOMEGA, "activated"): (
+        Tile(2, 512, 1, 255, 3), Tile(2, 512, 1, 255, 3), Tile(1, 512, 1, 168, 3)
+    ),
+    (2, "cosine", Pass.FORWARD, "tables"): (_MANY, _MANY, _MANY),
+    (2, "cosine", Pass.BACKWARD, "tables"): (_MANY, _MANY, _MANY),
+    (2, "rotate", Pass.FORWARD, "tables"): (_MANY, Tile(4, 512, 1), Tile(4, 512, 1)),
+    (2, "rotate", Pass.BACKWARD, "tables"): (_MANY, Tile(4, 512, 1), Tile(4, 512, 1)),
+    (4, "cosine", Pass.FORWARD, "plain"): (Tile(1, 256, 1), Tile(1, 256, 1), _ONE),
+    (4, "cosine", Pass.BACKWARD, "plain"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
+    (4, "cosine", Pass.DOMEGA, "plain"): (Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2), Tile(2, 256, 2, 128, 2)),
+    (4, "rotate", Pass.FORWARD, "plain"): (_FEW, _FEW, _FEW),
+    (4, "rotate", Pass.BACKWARD, "plain"): (_ONE, _ONE, _FEW),
+    (4, "rotate", Pass.DOMEGA, "plain"): (Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2), Tile(2, 512, 2, 168, 2)),
+    (4, "cosine", Pass.FORWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
+    (4, "cosine", Pass.BACKWARD, "tables"): (Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
+    (4, "rotate", Pass.FORWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
+    (4, "rotate", Pass.BACKWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
@@ -98,8 +111,9 @@ def tile(work: Work) -> Tile:
     """Sizes never choose another compiled kernel."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
-    plain = TILES[work.itemsize, work.map, work.stage, False]
-    tiles = TILES.get((work.itemsize, work.map, work.stage, True), plain) if work.activated else plain
+    kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
+    row = work.itemsize, work.map, work.stage
+    tiles = TILES.get((*row, kind)) or TILES[(*row, "plain")]
     return tiles[(work.width > 16) + (work.width > 64)]
 
 

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..checks import as_integer, check_dense
-from .call import CosSin, Layout, Spec
+from .call import Call, CosSin, Layout, Spec
+from .memory import accumulator
 
-__all__ = ["GivenTables", "check_tables", "take_tables"]
+__all__ = ["TABLE_NAMES", "GivenTables", "check_tables", "replace_angles", "store_angles", "take_tables"]
 
+COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 class GivenTables(NamedTuple):
@@ -28,22 +30,17 @@ class GivenTables(NamedTuple):
         return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
-def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> GivenTables:
-    """Return the tables of a public call, or raise where they don't go with its other arguments.
-
-    others: the arguments that a call has in place of tables.
-    """
+def take_tables(
+    tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
+) -> GivenTables:
+    """Return the tables of a public call, or raise where they don't go with its other arguments."""
     if tables is None:
-        missing = [name for name in ("omega", "positions") if others[name] is None]
-        if missing:
-            raise TypeError(f"{missing[0]}: expected omega and positions, or tables=(cos, sin), got None")
+        missing = "omega" if omega is None else "positions" if positions is None else None
+        if missing is not None:
+            raise TypeError(f"{missing}: expected omega and positions, or tables=(cos, sin), got None")
         raise ValueError(f"prefix: expected it with tables only, got {prefix!r}; a Grid or Coordinates has its own")
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
-                f"leave out tables or {name}"
-            )
+    if not (omega is positions is phase is amplitude is None):
+        _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
     number = as_integer(prefix)
     if number is None or isinstance(prefix, bool) or number < 0:
         raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
@@ -57,7 +54,19 @@ def take_tables(tables: Any, prefix: Any, inverse: bool, **others: Any) -> Given
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
         got = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
         raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {got}")
-    return GivenTables(CosSin(tables[0], tables[1], inverse), number)
+    cos, sin = tables
+    if sin is None:
+        check_dense(SIN, sin, FORM)
+    return GivenTables(CosSin(cos, sin, inverse), number)
+
+
+def _refuse_beside_tables(**others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
+                f"leave out tables or {name}"
+            )
 
 
 def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
@@ -66,8 +75,8 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
     if sin is None:
         _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
     else:
-        _check_table("tables[0] (cos)", cos, spec, xs)
-        _check_table("tables[1] (sin)", sin, spec, xs)
+        _check_table(COS, cos, spec, xs)
+        _check_table(SIN, sin, spec, xs)
         if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(f"tables: expected cos and sin of one shape, got {given.cos_sin.shape} and {sin.shape}")
     num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]
@@ -99,3 +108,17 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
         raise ValueError(
             f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
         )
+
+
+def store_angles(call: Call) -> Tensor:
+    """Return the angles of a call without phase or amplitude, (H or 1, N, C) in [-π, π], float32."""
+    omega = call.tables.omega.detach()
+    coords, on_grid = call.layout.positions(call.tables, omega.device)
+    return reference.fold(reference.angles(coords, omega, rotated=on_grid), torch.float32)
+
+
+def replace_angles(call: Call, angles: Tensor, dtype: torch.dtype) -> Call:
+    """Return the call, for inputs of this dtype, with stored angles in place of those of its positions."""
+    begin = call.layout.prefix
+    angles = angles[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(dtype))
+    return call._replace(cos_sin=CosSin(angles.cos(), angles.sin()))

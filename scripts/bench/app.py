@@ -16,6 +16,7 @@ from . import (
     norm,
     operators,
     report,
+    tables,
     training,
     tune,
 )
@@ -29,6 +30,7 @@ app.command("linear")(linear.main)
 app.command("linear-scaling")(linear_scaling.main)
 app.command("compiled")(compiled.main)
 app.command("norm")(norm.main)
+app.command("tables")(tables.main)
 app.command("decode")(decode.main)
 app.command("training")(training.main)
 app.command("counters")(counters.main)

@@ -24,8 +24,9 @@ from torch import Tensor
 from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, reference
 from lrpe_md.engine import boundary
 from lrpe_md.engine.call import Call, Options
+from lrpe_md.engine.tables import replace_angles, store_angles
 from lrpe_md.engine.validate import validate
-from lrpe_md.testing import Case, Inputs, bind
+from lrpe_md.testing import Case, Inputs, bind, make_tables
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
 
@@ -76,7 +77,8 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     positions = grid
     if case.coords == "shared":
         positions = Coordinates(Grid(case.shape).coordinates(device, case.coords_dtype), case.prefix)
-    return Inputs(xs, grads, omega, None, positions, case)
+    tables = make_tables(case, lambda *size: torch.randn(size, **options), device)
+    return Inputs(xs, grads, omega, None, positions, case, tables=tables)
 
 
 def shared_theta(case: Case) -> Tensor:
@@ -106,7 +108,9 @@ def cached(inputs: Inputs) -> Forward:
     """The kernels with the angles kept between the passes."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
-        return boundary.run_kernels(make_call(inputs, xs, omega), xs, boundary.is_direct((*xs, omega)), cache=True)
+        call = make_call(inputs, xs, omega)
+        call = replace_angles(call, store_angles(call), xs[0].dtype)
+        return boundary.run_kernels(call, xs, boundary.is_direct((*xs, omega)))
 
     return forward
 

@@ -5,12 +5,13 @@
     python -m scripts.bench tune --only "linear keys" --only "linear queries"
     python -m scripts.bench tune --check                            is each tile of the table within 3% of the best?
 
-A row is the bytes of an element, a map and a pass; its tiles are for up to 16, up to 64 and more channels. Those up to
-64 are tried on grids of 14×14 and 64×64 tokens with head_dim 64, those for more on 21×30×52 with 128, those up to 16 on
-64×64 with head_dim 72 and 80, whose channels go in blocks; each with frequencies that heads share and with those of
-each head. A row of linear attention ("linear ..") is a pass, its tiles are for four sizes of state: they are timed
-within the whole forward or backward, on vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times
-are medians on the GPU's clock with a cold L2 cache, as those of the other benchmarks.
+A row is the bytes of an element, a map, a pass and whether there is an activation, or given tables of cos and sin; its
+tiles are for up to 16, up to 64 and more channels. Those up to 64 are tried on grids of 14×14 and 64×64 tokens with
+head_dim 64, those for more on 21×30×52 with 128, those up to 16 on 64×64 with head_dim 72 and 80, whose channels go in
+blocks; each with frequencies, or tables, that heads share and with those of each head. A row of linear attention
+("linear ..") is a pass, its tiles are for four sizes of state: they are timed within the whole forward or backward, on
+vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians on the GPU's clock with a cold
+L2 cache, as those of the other benchmarks.
 
 A tile's score is its time over that of the fastest tile, on the problem where that is most. The best tile has the
 lowest score: first among shapes with the registers and stages that the table has; then the three best with others of
@@ -68,13 +69,13 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "
 class Place(NamedTuple):
     """One tile of the table."""
 
-    key: tuple[int, Any, Pass, bool]
+    key: tuple[int, Any, Pass, str]
     width: int  # of WIDTHS
 
     @property
     def row(self) -> str:
-        itemsize, map, stage, activated = self.key
-        return f"{itemsize} {map} {stage.value}{' activated' if activated else ''}"
+        itemsize, map, stage, kind = self.key
+        return f"{itemsize} {map} {stage.value}" + (f" {kind}" if kind != "plain" else "")
 
     def __str__(self) -> str:
         return f"{self.row}, {self.name}"
@@ -90,7 +91,7 @@ class Place(NamedTuple):
 
     @property
     def act(self) -> str:
-        return "silu" if self.key[3] else "none"
+        return "silu" if self.key[3] == "activated" else "none"
 
     @property
     def tile(self) -> Tile:
@@ -107,6 +108,7 @@ class Place(NamedTuple):
 
     def case(self, work: Workload, per_head: bool) -> Case:
         options: dict[str, Any] = {"act": self.act, "dtype": DTYPES[self.key[0]]}
+        options |= {"tables": "full"} if self.key[3] == "tables" else {}
         return work.case(self.key[1], per_head=per_head, **options)
 
     def shapes(self) -> list[Tile]:
@@ -287,12 +289,12 @@ def write_tile(tile: AnyTile) -> str:
     return f"{type(tile).__name__}({', '.join(given)})"
 
 
-def write_key(key: tuple[int, Any, Pass, bool]) -> str:
-    itemsize, map, stage, activated = key
-    return f'({itemsize}, "{map}", {stage}, {activated})'
+def write_key(key: tuple[int, Any, Pass, str]) -> str:
+    itemsize, map, stage, kind = key
+    return f'({itemsize}, "{map}", {stage}, "{kind}")'
 
 
-def write_table(tiles: dict[tuple[int, Any, Pass, bool], tuple[Tile, ...]]) -> str:
+def write_table(tiles: dict[tuple[int, Any, Pass, str], tuple[Tile, ...]]) -> str:
     lines = ["TILES = {"]
     for key, row in tiles.items():
         written = list(map(write_tile, row))

@@ -22,6 +22,7 @@ PRINTED = {  # by page, what its code prints; nothing else is on a page that run
     ],
     "concepts.md": ["True"],
     "diffusion.md": ["torch.Size([2, 3, 24, 16])"],
+    "functions.md": ["True"],
     "index.md": ["torch.Size([2, 3, 281, 128])"],
     "libraries.md": ["torch.Size([2, 1000])", "True"],
     "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True"],

@@ -32,6 +32,7 @@ from lrpe_md.engine import launch, launch_heads
 from lrpe_md.engine import plan as plans
 from lrpe_md.engine.memory import accumulator
 from lrpe_md.engine.norms import take_norm
+from lrpe_md.engine.tables import GivenTables
 from lrpe_md.engine.validate import rotary_slice, validate
 
 TARGETS = {
@@ -57,7 +58,7 @@ AXES: dict[str, list[Any]] = {
     "phase": [False, True],
     "amplitude": [False, True],
     "omega": [torch.float32, torch.float64],
-    "cache": [False, True],
+    "tables": ["none", "pairs float32", "full bfloat16", "complex float64", "full float16 odd", "stored"],
     "long": [False, True],
     "norm": ["none", "rms", "layer by head", "rms of groups", "layer of heads"],
 }
@@ -69,10 +70,15 @@ def possible(case: dict[str, Any]) -> bool:
         return False
     if case.get("order") == "sin_cos" and (case.get("map", "cosine") != "cosine" or case.get("rotary", "all") != "all"):
         return False
-    if case.get("norm", "none") != "none" and (case.get("act") == "softmax -2" or case.get("cache")):
+    if case.get("norm", "none") != "none" and case.get("act") == "softmax -2":
         return False
-    # The cached angles replace the positions of a grid or of coordinates shared by the batch.
-    return not (case.get("cache") and "by sample" in case.get("positions", ""))
+    if case.get("tables", "none") in ("none", "stored"):
+        # Stored angles replace those of a grid or of coordinates shared by the batch.
+        stored = case.get("tables") == "stored"
+        return not (stored and (case.get("norm", "none") != "none" or "by sample" in case.get("positions", "")))
+    # Given tables have no frequencies, but a norm may have weights that learn.
+    learns = case.get("run") == "backward omega" and (case.get("norm") == "none" or case.get("act") == "softmax -2")
+    return not (case.get("phase") or case.get("amplitude") or learns or case.get("omega") == torch.float64)
 
 
 def cases() -> list[SimpleNamespace]:
@@ -224,17 +230,35 @@ def call(case: SimpleNamespace) -> None:
     name = "cosine" if case.map == "cosine" else "rotate"
     options = calls.Options(name, act, int(dim) if dim else None, pairs, rotary, case.order)
     options, weights = take_weights(options, case, xs)
+    given = case.tables not in ("none", "stored")
+    if given:
+        positions = take_tables(case, (channels, omega.shape[0], num_tokens - 1))
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
+    if case.tables == "stored":
+        table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
+        checked = checked._replace(cos_sin=calls.CosSin(table, table))
     launcher = launch_heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
-        launcher.forward(checked, xs, case.cache, *take_outputs(case, checked, xs))
+        launcher.forward(checked, xs, *take_outputs(case, checked, xs))
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
-    theta = torch.zeros(heads, num_tokens, channels) if case.cache else None
     need = case.run == "backward omega"
     learned = need and case.norm != "none"
-    launcher.backward(checked, grads, xs, stats, theta, calls.Needs(need, need and case.phase, learned))
+    launcher.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
+
+
+def take_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:
+    """The tables of a case, of so many channels, heads and rows: by sample where its positions are."""
+    channels, heads, rows = sizes
+    kind, dtype, *odd = case.tables.split()
+    width = 2 * channels if kind == "full" and case.map != "cosine" else channels
+    size = (2 if "by sample" in case.positions else 1, heads, rows, width + len(odd))
+    cos, sin = (torch.randn(*size, dtype=getattr(torch, dtype))[..., :width] for _ in range(2))
+    if case.long:
+        cos = torch.empty_strided(cos.shape, (8, 8, 2**31, 1), dtype=cos.dtype)
+    cos_sin = calls.CosSin(torch.stack([cos, sin], -1), None) if kind == "complex" else calls.CosSin(cos, sin)
+    return GivenTables(cos_sin._replace(inverse=case.order == "sin_cos"), 1)
 
 
 def take_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[Any, ...]:

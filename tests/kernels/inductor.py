@@ -39,11 +39,12 @@ from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
 from lrpe_md.engine import boundary, compiled, launch, linear_boundary, linear_launch
-from lrpe_md.engine.call import Needs, Options, Weights
+from lrpe_md.engine.call import CosSin, Needs, Options, Weights
 from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear_validate import Given, validate_linear
 from lrpe_md.engine.memory import accumulator
 from lrpe_md.engine.norms import take_norm
+from lrpe_md.engine.tables import GivenTables
 from lrpe_md.engine.validate import validate
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -212,6 +213,12 @@ CASES: dict[str, dict[str, Any]] = {
     "coordinates": {"positions": "coords"},
     "masked coordinates": {"positions": "masked"},
     "an origin for each sample": {"positions": "origin"},
+    "tables": {"positions": "tables"},
+    "tables backward": {"positions": "tables", "run": "backward"},
+    "tables for all samples and heads": {"positions": "expanded tables", "act": "silu", "run": "backward"},
+    "cos and sin side by side": {"positions": "joined tables", "map": "cosine"},
+    "tables computed before": {"positions": "computed tables", "norm": "rms", "run": "backward weights"},
+    "tables, norm of heads": {"positions": "tables", "norm": "rms of heads"},
     "72 channels, contiguous": {"head_dim": 72, "layout": "bhnd"},
     "rows that are not at 16 bytes": {"layout": "odd"},
     "an input computed before": {"layout": "computed"},
@@ -274,10 +281,11 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         torch.empty(n - 1, case.axes),
         torch.empty(2, case.axes, dtype=torch.int64),
         torch.empty(n - 1, dtype=torch.bool),
+        torch.empty(2, n - 1, d),
     ]
     tensors += [torch.empty(*WEIGHTS[case.norm.partition(" ")[2]], d) for _ in range(4)]
 
-    def f(omega, phase, qkv, odd, grad, coords, origin, rotated, *weights):
+    def f(omega, phase, qkv, odd, grad, coords, origin, rotated, tables, *weights):
         xs = list(qkv.unbind(2))[: case.tensors]
         if case.layout == "odd":
             xs = [odd[..., 1:]] * case.tensors
@@ -293,6 +301,8 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
             positions = Coordinates(coords, prefix=1, rotated=rotated if case.positions == "masked" else None)
         elif case.positions == "origin":
             positions = Grid(shape, prefix=1, origin=origin)
+        elif "tables" in case.positions:
+            positions, omega = take_tables(case, tables), None
         if case.linear is not None:
             return attend(case, qkv, grad, Sides(omega, positions), weights)
         options, given = take_weights(Options(case.map, case.act, case.dim), case, weights)
@@ -315,6 +325,16 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         return join(case, [*found[:2], other], found) if "joined" in case.run else found
 
     return f, tensors
+
+
+def take_tables(case: SimpleNamespace, tables: Tensor) -> GivenTables:
+    """Cos and sin of all channels, for the tokens after the first."""
+    if case.positions == "joined tables":
+        return GivenTables(CosSin(tables.view(-1, tables.shape[-1], 2), None), 1)
+    tables = tables.sin() if case.positions == "computed tables" else tables
+    if case.positions == "expanded tables":
+        tables = tables[:, None, None].expand(-1, 2, 4, -1, -1)
+    return GivenTables(CosSin(*tables.unbind(0)), 1)
 
 
 def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:

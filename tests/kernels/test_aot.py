@@ -54,7 +54,10 @@ def test_compiles(target):
         assert row["resident"] <= 100 * 1024, "programs planned to run at once need more shared memory than an SM has"
     if target.startswith("sm"):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
-        angles = [row for row in angles if row["case"]["cache"] == "False" or row["case"]["run"] == "forward"]
+        tables = [row for row in angles if row["case"]["tables"] != "none"]
+        assert len(tables) > 10
+        assert not any(row["remainders"] or row["counted"] for row in tables), "angles that are not needed"
+        angles = [row for row in angles if row["case"]["tables"] == "none"]
         assert len(angles) > 10
         ordered = [row for row in angles if row["rows_first"] and row["case"]["rotary"] == "all"]
         assert len(ordered) >= 4

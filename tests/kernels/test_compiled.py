@@ -39,6 +39,8 @@ LAUNCHES = {
     "softmax over the sequence backward": [MAP, SOFTMAX, SOFTMAX],
     "norm of heads": [HEADS],
     "norm of heads backward weights": [HEADS, SUMS],
+    "tables, norm of heads": [HEADS],
+    "tables computed before": [MAP, SUMS],
     "linear, one pass": [LINEAR("forward")],
     "linear, one pass, backward omega": [LINEAR("backward"), SUMS],
     "joined linear": [LINEAR("backward")],
@@ -61,7 +63,7 @@ def test_code_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 43
+    assert len(rows) == 49
     for name, row in rows.items():
         if name in LEFT:
             assert not row["launches"], row
@@ -84,6 +86,10 @@ def test_code_without_a_gpu(tmp_path):
     assert rows["one tensor, float32"]["arguments"] == [3]
     assert rows["rotate backward omega"]["arguments"] == [8, 2]
     assert rows["norm"]["arguments"] == [7]
+    # Tables take the place of omega, and views of one tensor are read where they are.
+    assert rows["tables"]["arguments"] == rows["tables backward"]["arguments"] == [6]
+    assert rows["cos and sin side by side"]["arguments"] == [5]
+    assert rows["tables for all samples and heads"]["arguments"] == [8]
     assert rows["norm backward weights"]["arguments"] == [10, 3]
     assert rows["norm by head backward omega weights phase"]["arguments"] == [14, 8]
     # dv alone is written to where the gradients of a projection are joined, of 11,264 elements with all four heads.

@@ -109,6 +109,9 @@ def test_expanded_tables_are_read_as_one(known_launches):
     """Samples and heads that share rows are rows of the same programs."""
     for layout, heads, batch in (("dense", 1, 1), ("expanded", 1, 1)):
         assert not violations(replace(FULL, tables_layout=layout, omega_heads=heads, tables_batch=batch))
+    inputs = make_inputs(FULL)
+    rotate(*inputs.xs, tables=tuple(t[None, None] for t in inputs.tables), prefix=FULL.prefix, impl="triton")
+    assert len(known_launches()) >= 5
     for launched in known_launches():
         assert not launched.variant.by_sample
         numbers = dict(zip(launch.kernels.lrpe_kernel.arg_names[18:], launched.scalars, strict=False))

@@ -162,7 +162,7 @@ def test_further_programs_copy(num_key_heads, num_tokens):
     with record() as recorded:
         joined = torch.empty(size, device="meta")
         places = split_projection(joined, num_key_heads)
-        launcher.backward(unflatten(args)[0], given, xs, [], None, Needs(), places[:2])
+        launcher.backward(unflatten(args)[0], given, xs, [], Needs(), places[:2])
     (start,) = recorded.starts
     real = tensors.real[storage_of(joined)] = torch.full(size, float("nan"))
     copy = Copy(passing, places[2], start.programs, num_warps=4)

@@ -67,7 +67,9 @@ BAD = {
         ValueError, r"positions: a tuple is one for q and one for k, got 3 for 2 tensors",
         lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
     ),
-    "no omega": (TypeError, r"omega: expected a tensor.*NoneType", lambda: cosine(x, omega=None, positions=grid)),
+    "no omega": (
+        TypeError, r"omega: expected omega and positions, or tables", lambda: cosine(x, omega=None, positions=grid),
+    ),
     "no x": (TypeError, r"x: expected a tensor.*NoneType", lambda: cosine(None, omega=omega, positions=grid)),
     "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),
     "heads of k in a pair": (

@@ -86,7 +86,7 @@ def test_the_layer_test_can_fail():
 
 
 ENGINE = {  # within the engine, from top to bottom
-    "dispatch": {"boundary", "call", "memory", "norms", "output", "sharding", "validate", "views"},
+    "dispatch": {"boundary", "call", "memory", "norms", "output", "sharding", "tables", "validate", "views"},
     "output": {"boundary", "call"},
     "linear_dispatch": {
         "linear_plan",
@@ -111,8 +111,9 @@ ENGINE = {  # within the engine, from top to bottom
     "joined": {"compiled", "memory"},
     "compiled": {"call", "kernels", "launch", "launch_heads", "linear_call", "linear_launch", "memory", "recording"},
     "sharding": {"call", "memory", "norms"},
-    "validate": {"call", "norms"},
-    "norms": {"call", "linear_call", "memory"},
+    "validate": {"call", "norms", "tables"},
+    "norms": {"call", "linear_call", "memory", "tables"},
+    "tables": {"call", "memory"},
     "views": {"boundary", "joined", "memory"},
     "launch_heads": {"call", "kernels", "launch", "memory", "plan", "recording"},
     "launch": {"call", "kernels", "memory", "plan", "recording"},

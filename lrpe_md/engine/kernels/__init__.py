@@ -1,6 +1,6 @@
-"""Triton kernels. angles: a token's index to cos Θ and sin Θ. activations. rows: products and their sums. tiles: loads
-and stores. encode: both maps, forward and backward. reduce: the second pass of dω. softmax: over features, and over the
-sequence. signature: which arguments choose no variant.
+"""Triton kernels. angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives. activations.
+rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. reduce: the second pass
+of dω. softmax: over features, and over the sequence. signature: which arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; V all that is compiled in (:class:`lrpe_md.engine.call.Variant`), with V.block_r rows (a row is a

@@ -37,7 +37,7 @@ from .reduce import launch_second_pass
 from .rows import add_product, round_product, subtract_product
 from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
-from .tables import load_tables, point_to_tables, split_turn, zero_turn
+from .tables import load_cos_sin, point_to_tables, split_turn, zero_turn
 from .tiles import (
     find_channels,
     first_channel,
@@ -65,8 +65,8 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
         return round_product(x_bar[0], cos), round_product(x_bar[0], sin)
     elif V.map == "rotate":
         a, b = x_bar[0], x_bar[1]
-        cos_a, cos_b = split_turn(cos, V)
-        sin_a, sin_b = split_turn(sin, V)
+        cos_a, cos_b = split_turn(cos, V=V)
+        sin_a, sin_b = split_turn(sin, V=V)
         return subtract_product(a * cos_a, b, sin_a), add_product(a * sin_b, b, cos_b)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
@@ -80,8 +80,8 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
         return (add_product(dy_cos * cos, dy_sin, sin),)
     elif V.map == "rotate":
         da, db = dy
-        cos_a, cos_b = split_turn(cos, V)
-        sin_a, sin_b = split_turn(sin, V)
+        cos_a, cos_b = split_turn(cos, V=V)
+        sin_a, sin_b = split_turn(sin, V=V)
         return add_product(da * cos_a, db, sin_b), subtract_product(db * cos_b, da, sin_a)
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
@@ -341,7 +341,7 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
         m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
     o_g = tl.where(m_g, o_g, 0)
     if V.tables != "none":
-        cos, sin = load_tables(given, o_g, m_g, V)
+        cos, sin = load_cos_sin(given, o_g, m_g, V=V)
     else:
         angles, half = form_angles(omega, positions, o_g, m_g, V)
         cos, sin = take_cos_sin(angles, half, V)
@@ -524,7 +524,7 @@ def lrpe_kernel(
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     given = 0
     if V.tables != "none":
-        given = point_to_tables(tables, sample, g, c0, V)
+        given = point_to_tables(tables, sample, g, c0, V=V)
     tables = (p_rotated, p_amplitude, given, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:
@@ -567,7 +567,7 @@ def lrpe_kernel(
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
         # What a block's first step sets.
-        cos = zero_turn(V)
+        cos = zero_turn(V=V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         o_g = tl.zeros([BLOCK_N], dtype=tl.int32)

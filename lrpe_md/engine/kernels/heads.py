@@ -231,7 +231,7 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     o_n = tl.arange(0, V.block_n) * 0
     if V.tables != "none":
         o_n = tl.zeros([1], dtype=tl.int32)  # a row that all heads share, in registers once
-        given = point_to_tables(given, b, 0, first_channel(), V)
+        given = point_to_tables(given, b, 0, first_channel(), V=V)
     places = (p_rotated, p_amplitude, given, first_index, num_grid)
     o_c = tl.arange(0, V.block_c)
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels

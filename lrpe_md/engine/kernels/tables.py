@@ -42,12 +42,12 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
     """
     p_cos, p_sin, numbers = tables
     cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack(numbers)
-    cos = _point_to_table(p_cos, (cos_b, cos_h, cos_n, cos_d), sample, g, V)
+    cos = _point_to_table(p_cos, (cos_b, cos_h, cos_n, cos_d), sample, g, V=V)
     if V.joined:
         p, stride_n, stride_d = cos
         sin = (p + 1, stride_n, stride_d)
     else:
-        sin = _point_to_table(p_sin, (sin_b, sin_h, sin_n, sin_d), sample, g, V)
+        sin = _point_to_table(p_sin, (sin_b, sin_h, sin_n, sin_d), sample, g, V=V)
     return cos, sin, c0
 
 
@@ -60,7 +60,7 @@ def _load_at(table, o_r, o_e, mask, missing, V: tl.constexpr):
         places += o_e
     else:
         places += _multiply(o_e, stride_d)
-    return upcast(tl.load(places, mask=mask, other=missing), V)
+    return upcast(tl.load(places, mask=mask, other=missing), V=V)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
     """Load cos and sin of entries o_e, wherever these are in a row."""
     cos_table, sin_table, _ = tables
     o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # where strides have no say
-    return _load_at(cos_table, o_r, o_d, mask, 1.0, V), _load_at(sin_table, o_r, o_d, mask, 0.0, V)
+    return _load_at(cos_table, o_r, o_d, mask, 1.0, V=V), _load_at(sin_table, o_r, o_d, mask, 0.0, V=V)
 
 
 @triton.jit
@@ -79,12 +79,12 @@ def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES
     if V.joined and V.table_unit > 1:
         table, _, _ = tables
         o_d = 2 * (first + c0) + tl.arange(0, 2 * COUNT)[None, :]
-        both = _load_at(table, o_r, o_d, mask_channels(m_r, 2 * c0, 2 * WIDTH, 2 * COUNT), 0.0, V)
+        both = _load_at(table, o_r, o_d, mask_channels(m_r, 2 * c0, width=2 * WIDTH, BLOCK=2 * COUNT), 0.0, V=V)
         cos, sin = split_last(both)
         return tl.where(m_r[:, None], cos, 1.0), sin
     else:
         o_e = first + c0 + tl.arange(0, COUNT)[None, :]
-        return _load_entries(tables, o_r, o_e, mask_channels(m_r, c0, WIDTH, COUNT), V)
+        return _load_entries(tables, o_r, o_e, mask_channels(m_r, c0, width=WIDTH, BLOCK=COUNT), V=V)
 
 
 @triton.jit
@@ -96,26 +96,26 @@ def split_last(x):
 
 
 @triton.jit
-def load_tables(tables, o_r, m_r, V: tl.constexpr):
+def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
     """Load cos and sin of rows o_r, 1 and 0 where m_r is False; with V.tables "full" both channels of each pair."""
     _, _, c0 = tables
     if V.tables == "pairs":
-        cos, sin = _load_span(tables, o_r, m_r, c0, 0, V)
-        return cos, _give_sign(sin, V)
+        cos, sin = _load_span(tables, o_r, m_r, c0, first=0, V=V)
+        return cos, _give_sign(sin, V=V)
     else:
         if V.pairs == "interleaved":
-            cos, sin = _load_span(tables, o_r, m_r, 2 * c0, 0, V, TIMES=2)
+            cos, sin = _load_span(tables, o_r, m_r, 2 * c0, first=0, V=V, TIMES=2)
             cos_a, cos_b = split_last(cos)
             sin_a, sin_b = split_last(sin)
         elif V.pairs == "blocks":
-            o_a, o_b = find_pairs(c0, V)
-            mask = mask_channels(m_r, c0, V.num_channels, V.block_c)
-            cos_a, sin_a = _load_entries(tables, o_r, o_a - V.rotary_start, mask, V)
-            cos_b, sin_b = _load_entries(tables, o_r, o_b - V.rotary_start, mask, V)
+            o_a, o_b = find_pairs(c0, V=V)
+            mask = mask_channels(m_r, c0, width=V.num_channels, BLOCK=V.block_c)
+            cos_a, sin_a = _load_entries(tables, o_r, o_a - V.rotary_start, mask, V=V)
+            cos_b, sin_b = _load_entries(tables, o_r, o_b - V.rotary_start, mask, V=V)
         else:
-            cos_a, sin_a = _load_span(tables, o_r, m_r, c0, 0, V)
-            cos_b, sin_b = _load_span(tables, o_r, m_r, c0, V.num_channels, V)
-        return (cos_a, cos_b), (_give_sign(sin_a, V), _give_sign(sin_b, V))
+            cos_a, sin_a = _load_span(tables, o_r, m_r, c0, first=0, V=V)
+            cos_b, sin_b = _load_span(tables, o_r, m_r, c0, first=V.num_channels, V=V)
+        return (cos_a, cos_b), (_give_sign(sin_a, V=V), _give_sign(sin_b, V=V))
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def split_turn(t, V: tl.constexpr):
 
 @triton.jit
 def zero_turn(V: tl.constexpr):
-    """Return zeros in the form that :func:`load_tables` and angles give cos and sin."""
+    """Return zeros in the form that :func:`load_cos_sin` and angles give cos and sin."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
