@@ -32,6 +32,7 @@ _HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or w
 _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # kinds of arguments for which it runs and is no rotation, before it is given up
 _MOST_RECIPES = 64  # of one function, kept from call to call
+_GPU = "cuda"  # for functions that take no tensors on the CPU
 _MISSING: Any = object()
 _CONSTANTS = (int, float, bool, str)
 
@@ -42,8 +43,8 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: turns x, or q and k, by tables: cos and sin as two arguments, a tuple or one tensor, complex numbers,
             2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
-            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU,
-            on a copy of its object.
+            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU
+            (on a GPU if it takes no others), on a copy of its object.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -55,7 +56,10 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Raises:
         TypeError: the function does not turn pairs of channels by its tables; says what it does.
     """
-    result = quietly(lambda: _search(function))
+    result = quietly(lambda: _search(function, "cpu"))
+    if isinstance(result, Unlike) and result.depth == 0 and torch.cuda.is_available():
+        on_gpu = quietly(lambda: _search(function, _GPU))
+        result = on_gpu if not isinstance(on_gpu, Unlike) or on_gpu.depth else result
     if isinstance(result, Unlike):
         name = getattr(function, "__qualname__", type(function).__name__)
         expected = "expected one that rotates pairs of channels by tables of cos and sin"
@@ -66,13 +70,17 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
 
 
-def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Signature]:
+def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike | tuple[Grids, _Signature]:
     """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
     failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for signature, keys in _read_signatures(function):
-        if signature.owner is None and (grids := find_grids(function, signature.names, signature.defaults)):
+        if (
+            signature.owner is None
+            and device == "cpu"
+            and (grids := find_grids(function, signature.names, signature.defaults))
+        ):
             return grids, signature
-        probed = _Probed(function, signature)
+        probed = _Probed(function, signature, device)
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
@@ -101,8 +109,8 @@ class _Signature(NamedTuple):
 class _Probed:
     """A function with the plans for the kinds of arguments that came so far."""
 
-    def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
-        self.function, self.signature = function, signature
+    def __init__(self, function: Callable[..., Any], signature: _Signature, device: str) -> None:
+        self.function, self.signature, self.device = function, signature, device
         self.plans: dict[Any, Plan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
         self.relation = EQUAL  # of its rows to tokens
@@ -119,7 +127,7 @@ class _Probed:
     def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Probe one kind of arguments, and note the plan."""
         try:
-            plan: Plan | Unlike = find_plan(self.call, key, relations)
+            plan: Plan | Unlike = find_plan(self.call, key, relations, self.device)
         except Unlike as e:
             plan = e.with_traceback(None)
         self.plans[key, relations] = plan

@@ -105,10 +105,11 @@ class Probe:
     Args:
         call: takes the arguments in order, and the tensors in place of its object's own.
         key: descriptions of the arguments, then of the object's tensors and settings.
+        device: where it is called; all tensors here are on the CPU.
     """
 
-    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu") -> None:
+        self.call, self.device = call, device
         self.entries = [e for e in key if not (isinstance(e, tuple) and e[:1] in (("attribute",), ("settings",)))]
         self.offset = 1 if ("offset",) in key else None
         self.sections = [len(e) - 1 for e in key if isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int]
@@ -132,6 +133,8 @@ class Probe:
 
     def run(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
         """Call the function and return its outputs."""
+        if self.device != "cpu":
+            return self._run_on_device(xs, leaves)
         out = self.call(self.arguments(xs, leaves), leaves[self.num_inner :])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
@@ -142,6 +145,17 @@ class Probe:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
             raise Unlike(1, f"returns shapes {shapes[0]} for inputs of {shapes[1]}")
         self.form = kind, tuple(o is not None for o in items)
+        return outs
+
+    def _run_on_device(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        inputs = [[t.to(self.device) for t in each] for each in (xs, leaves)]
+        device, self.device = self.device, "cpu"
+        try:
+            outs = [o.cpu() for o in self.run(*inputs)]
+        finally:
+            self.device = device
+        if not all(map(torch.equal, [t.cpu() for each in inputs for t in each], (*xs, *leaves))):
+            raise Unlike(3, "changes its arguments in place")
         return outs
 
     def inputs(self, sizes: Sizes, seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -558,13 +572,13 @@ def gather(entries: list[Any], negative: list[bool]) -> list[Piece]:
 # --- a plan ---------------------------------------------------------------------------------------------------------
 
 
-def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str) -> Plan:
+def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> Plan:
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
         Unlike: something that is no rotation by its tables, or none that tables in the operator can do.
     """
-    probe = Probe(call, key)
+    probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
     for layout in layouts(probe, relations):
         try:
@@ -685,7 +699,7 @@ def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
     leaves = [t.to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
     try:
         outs = probe.run(xs, leaves)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
             cast = probe.run(xs, leaves)
     except Exception as e:
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
