@@ -30,7 +30,9 @@ _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|valu
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
 _HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or whole
 _EMPTY = inspect.Parameter.empty
+_MOST_ANSWERS = 4  # kinds of arguments for which it runs and is no rotation, before it is given up
 _MOST_RECIPES = 64  # of one function, kept from call to call
+_GPU = "cuda"  # for functions that take no tensors on the CPU
 _MISSING: Any = object()
 _CONSTANTS = (int, float, bool, str)
 
@@ -41,43 +43,53 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: turns x, or q and k, by tables: cos and sin as two arguments, a tuple or one tensor, complex numbers,
             2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
-            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU,
-            on a copy of its object.
+            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU
+            (on a GPU if it takes no others), on a copy of its object.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
         A function with the attribute ``original``. Kinds of arguments (ranks, widths, dtypes, values of flags) are
         probed when they first come, also while a graph is compiled; those that the kernel can't do go to the original.
-        Outputs have the original's dtype. Arithmetic is float32, where the original may round to bfloat16 in between.
+        Outputs have the original's dtype, and x's memory order. Arithmetic is float32 (float64 for float64), where the
+        original may round to bfloat16 in between. Tables get their gradient where the original gives them one.
 
     Raises:
         TypeError: the function does not turn pairs of channels by its tables; says what it does.
     """
-    found = quietly(lambda: _search(function))
-    if isinstance(found, Unlike):
+    result = quietly(lambda: _search(function, "cpu"))
+    if isinstance(result, Unlike) and result.depth == 0 and torch.cuda.is_available():
+        on_gpu = quietly(lambda: _search(function, _GPU))
+        result = on_gpu if not isinstance(on_gpu, Unlike) or on_gpu.depth else result
+    if isinstance(result, Unlike):
         name = getattr(function, "__qualname__", type(function).__name__)
-        raise TypeError(
-            f"function: expected one that rotates pairs of channels by tables of cos and sin, got {name}, which {found}"
-        )
-    if isinstance(found, _Probed):
-        return _replace(function, found, impl)
-    grids, signature = found
+        expected = "expected one that rotates pairs of channels by tables of cos and sin"
+        raise TypeError(f"function: {expected}, got {name}, which {result}")
+    if isinstance(result, _Probed):
+        return _replace(function, result, impl)
+    grids, signature = result
     return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
 
 
-def _search(function: Callable[..., Any]) -> _Probed | Unlike | tuple[Grids, _Signature]:
+def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike | tuple[Grids, _Signature]:
     """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
-    failure = Unlike(-1, "takes no tensors that look like q, k and tables")
+    failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for signature, keys in _read_signatures(function):
-        if signature.owner is None and (grids := find_grids(function, signature.names, signature.defaults)):
+        if (
+            signature.owner is None
+            and device == "cpu"
+            and (grids := find_grids(function, signature.names, signature.defaults))
+        ):
             return grids, signature
-        probed = _Probed(function, signature)
+        probed = _Probed(function, signature, device)
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, Plan):
                 probed.key, probed.relation = key, relation
                 return probed
             failure = max(failure, plan, key=lambda e: e.depth)
+            num_answers += plan.depth >= 4
+            if num_answers == _MOST_ANSWERS:
+                return failure
     return failure
 
 
@@ -97,31 +109,31 @@ class _Signature(NamedTuple):
 class _Probed:
     """A function with the plans for the kinds of arguments that came so far."""
 
-    def __init__(self, function: Callable[..., Any], signature: _Signature) -> None:
-        self.function, self.signature = function, signature
+    def __init__(self, function: Callable[..., Any], signature: _Signature, device: str) -> None:
+        self.function, self.signature, self.device = function, signature, device
         self.plans: dict[Any, Plan | Unlike] = {}
-        self.key: tuple[Any, ...] = ()  # the kind of arguments that was found first
+        self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
         self.relation = EQUAL  # of its rows to tokens
 
     def find(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Return the plan for a kind of arguments, probed when it first comes."""
-        found = self.plans.get((key, relations))
-        if found is None:
+        plan = self.plans.get((key, relations))
+        if plan is None:
             if len(self.plans) >= _MOST_PLANS:
                 return Unlike(0, f"was called with more than {_MOST_PLANS} kinds of arguments")
-            found = quietly(lambda: self.probe(key, relations))
-        return found
+            plan = quietly(lambda: self.probe(key, relations))
+        return plan
 
     def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Probe one kind of arguments, and note the plan."""
         try:
-            found: Plan | Unlike = find_plan(self.call, key, relations)
+            plan: Plan | Unlike = find_plan(self.call, key, relations, self.device)
         except Unlike as e:
-            found = e.with_traceback(None)
-        self.plans[key, relations] = found
-        return found
+            plan = e.with_traceback(None)
+        self.plans[key, relations] = plan
+        return plan
 
-    def call(self, values: list[Any], owned: list[Tensor]) -> Any:
+    def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
         """Call the original, on a copy of its object with other tensors."""
         signature = self.signature
         split = signature.num_positional
@@ -131,7 +143,7 @@ class _Probed:
         replaced = copy.copy(signature.owner)
         if hasattr(replaced, "__dict__"):  # what the function stores must not arrive in the object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        for name, t in zip(signature.attributes, owned, strict=True):
+        for name, t in zip(signature.attributes, tensors, strict=True):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
         return _unbound(self.function)(replaced, *args, **kwargs)
@@ -164,11 +176,11 @@ def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature,
     required = {i for i in open_ones if named[i].default is _EMPTY}
     owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
     owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
-    if owner is not None and not inspect.isclass(owner) and (found := _own_tensors(owner)):
-        owners.append((owner, found))
-    for (at, attributes), (turned, read) in itertools.product(owners, _roles(data, tables, required)):
-        signature = base._replace(data=frozenset(turned), owner=at, attributes=attributes, settings=_settings(at))
-        yield signature, list(_first_keys(signature, turned, read, required))
+    if owner is not None and not inspect.isclass(owner) and (attributes := _own_tensors(owner)):
+        owners.append((owner, attributes))
+    for (at, attributes), (data_indices, table_indices) in itertools.product(owners, _roles(data, tables, required)):
+        signature = base._replace(data=frozenset(data_indices), owner=at, attributes=attributes, settings=_settings(at))
+        yield signature, list(_first_keys(signature, data_indices, table_indices, required))
 
 
 def _forward(function: Any) -> Callable[..., Any]:
@@ -202,25 +214,25 @@ def _roles(data: set[int], tables: set[int], required: set[int]) -> Iterator[tup
         yield data, tables
     others = sorted(required)
     for count in (1, 2):
-        for turned in itertools.combinations(others, count):
-            yield set(turned), set(others) - set(turned)
+        for chosen in itertools.combinations(others, count):
+            yield set(chosen), set(others) - set(chosen)
 
 
 def _first_keys(
-    signature: _Signature, turned: set[int], read: set[int], required: set[int]
+    signature: _Signature, data_indices: set[int], table_indices: set[int], required: set[int]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield kinds of arguments to try."""
-    rest = [i for i in sorted(required) if i not in turned and i not in read]
+    rest = [i for i in sorted(required) if i not in data_indices and i not in table_indices]
     options = itertools.product(
-        (4, 3, 2), _head_dims(signature), _table_forms(len(read)), _other_values(signature, rest)
+        (4, 3, 2), _head_dims(signature), _table_forms(len(table_indices)), _other_values(signature, rest)
     )
     for rank, head_dim, forms, others in options:
         entries: list[Any] = []
         of_tables, of_rest = iter(forms), iter(others)
         for i, default in enumerate(signature.defaults):
-            if i in turned:
+            if i in data_indices:
                 entries.append(("data", rank, torch.float32, head_dim))
-            elif i in read:
+            elif i in table_indices:
                 entries.append(next(of_tables))
             else:
                 entries.append(next(of_rest) if i in rest else describe(default, False))
@@ -229,16 +241,16 @@ def _first_keys(
 
 def _describe_owner(signature: _Signature) -> list[tuple[Any, ...]]:
     """Return what a plan depends on of a function's object."""
-    found: list[tuple[Any, ...]] = []
+    entries: list[tuple[Any, ...]] = []
     for name in signature.attributes:
         t = getattr(signature.owner, name)
-        found.append(("owned", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",))
-    return [*found, ("settings", *[describe(getattr(signature.owner, name), False) for name in signature.settings])]
+        entries.append(("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",))
+    return [*entries, ("settings", *[describe(getattr(signature.owner, name), False) for name in signature.settings])]
 
 
 def _head_dims(signature: _Signature) -> list[int]:
     """Widths to try: those that tables of an object's own may be for."""
-    shapes = [entry[1] for entry in _describe_owner(signature) if entry[0] == "owned"]
+    shapes = [entry[1] for entry in _describe_owner(signature) if entry[0] == "attribute"]
     widths = [n * m for shape in shapes for n in shape[-2:] for m in (1, 2)]
     return sorted({n for n in widths if n % 2 == 0 and n > 2}) if shapes else [_HEAD_DIM]
 
@@ -306,8 +318,8 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     recipes: dict[Any, Recipe | None] = {}
 
     def find(key: tuple[Any, ...], relations: str) -> Plan | None:
-        found = probed.find(key, relations)
-        return found if isinstance(found, Plan) else None
+        plan = probed.find(key, relations)
+        return plan if isinstance(plan, Plan) else None
 
     # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
     # is traced, with what the trace knows as constants.
@@ -332,7 +344,7 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
                     if len(recipes) >= _MOST_RECIPES:
                         recipes.clear()
                     recipes[sizes] = recipe
-        if recipe is None or not (recipe.autocast or not torch.is_autocast_enabled(xs[0].device.type)):
+        if recipe is None or not (recipe.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
         return run(recipe, xs, leaves, impl)
 
@@ -406,11 +418,11 @@ def _resolve(probed: _Probed, find: Callable[..., Plan | None], values: Sequence
             break
     else:
         return None
-    found = relate(plan, xs, leaves, offset)
-    if found is not None and found != plan.relations:
-        plan = find(tuple(key), found)
-        found = None if plan is None else relate(plan, xs, leaves, offset)
-    return None if plan is None or found != plan.relations else prepare(plan, xs, leaves, offset)
+    relations = relate(plan, xs, leaves, offset)
+    if relations is not None and relations != plan.relations:
+        plan = find(tuple(key), relations)
+        relations = None if plan is None else relate(plan, xs, leaves, offset)
+    return None if plan is None or relations != plan.relations else prepare(plan, xs, leaves, offset)
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -69,20 +69,20 @@ class Plan(NamedTuple):
 
     relations: for each x a character, EQUAL, MORE or FEWER.
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
-    alike: for each x whether the next one is turned as it is, and comes out in the same dtype if it went in so.
-    repeated: axes of x along which a table may have one row for all.
-    fixed: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
+    same_as_next: for each x whether the next one is turned as it is, and comes out in the same dtype if it went in so.
+    broadcast_axes: axes of x along which a table may have one row for all.
+    required_sizes: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
     """
 
     turns: tuple[Turn, ...]
     relations: str
     form: tuple[str, tuple[bool, ...]]
-    alike: tuple[bool, ...]
+    same_as_next: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
-    repeated: tuple[int, ...] = ()
-    fixed: tuple[tuple[int, int, int], ...] = ()
-    detach: bool = False
-    autocast: bool = True
+    broadcast_axes: tuple[int, ...] = ()
+    required_sizes: tuple[tuple[int, int, int], ...] = ()
+    detach_tables: bool = False
+    ignores_autocast: bool = True
 
 
 # --- what kind of arguments -------------------------------------------------------------------------------------
@@ -127,16 +127,16 @@ def flatten(value: Any) -> list[Tensor]:
 
 def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> str | None:
     """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
-    for leaf, dim, size in plan.fixed:
+    for leaf, dim, size in plan.required_sizes:
         if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
-    found = ""
+    relations = ""
     for x, turn in zip(xs, plan.turns, strict=True):
         relation = _relate(plan, turn, x, (leaves, offset))
         if relation is None:
             return None
-        found += relation
-    return found
+        relations += relation
+    return relations
 
 
 def _relate(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> str | None:
@@ -154,7 +154,7 @@ def _relate(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int])
                     return None
                 continue
             rows, tokens = leaves[leaf].shape[dim], sizes[source]
-            if rows == tokens or (rows == 1 and source in plan.repeated):
+            if rows == tokens or (rows == 1 and source in plan.broadcast_axes):
                 continue
             if source != token or (turn.rows == "offset" and not 0 <= offset <= rows - tokens):
                 return None
@@ -181,13 +181,13 @@ class _View(NamedTuple):
 class _Side(NamedTuple):
     """How one x is viewed as (B, H, N, D), what rotates it, and how the output is viewed as x was.
 
-    shape: with the heads as a dimension of their own. insert: an index with None for each new dimension. tokens: their
+    shape: with the heads as a dimension of their own. unsqueeze_index: with None for each new dimension. tokens: their
     number where the tables have one row for all, else 0.
     """
 
     shape: tuple[int, ...] | None
     order: tuple[int, ...] | None
-    insert: tuple[Any, ...] | None
+    unsqueeze_index: tuple[Any, ...] | None
     shuffle: tuple[int, int] | None
     span: tuple[int, int]
     cos: tuple[_View, ...]
@@ -196,7 +196,7 @@ class _Side(NamedTuple):
     angles: bool
     tokens: int
     options: dict[str, Any]
-    remove: tuple[Any, ...] | None
+    squeeze_index: tuple[Any, ...] | None
     back_order: tuple[int, ...] | None
 
 
@@ -207,8 +207,8 @@ class Recipe(NamedTuple):
     sizes: tuple[int, ...]
     form: tuple[str, tuple[bool, ...]]
     dtypes: tuple[torch.dtype, ...]
-    detach: bool
-    autocast: bool
+    detach_tables: bool
+    ignores_autocast: bool
 
 
 def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe:
@@ -217,68 +217,69 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
     sizes: list[int] = []
     while (done := sum(sizes)) < len(sides):
         sizes.append(2 if done + 1 < len(sides) and _share_launch(plan, sides, xs, done) else 1)
-    return Recipe(tuple(sides), tuple(sizes), plan.form, plan.dtypes, plan.detach, plan.autocast)
+    return Recipe(tuple(sides), tuple(sizes), plan.form, plan.dtypes, plan.detach_tables, plan.ignores_autocast)
 
 
 def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> bool:
-    """Say whether two tensors that follow each other are turned alike, and have sizes that a launch of both takes."""
+    """Say whether two tensors that follow each other are turned alike, with sizes for one launch."""
     (batch, heads, tokens), (other_batch, other_heads, other_tokens) = map(
         _viewed_sizes, sides[i : i + 2], xs[i : i + 2]
     )
     same = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
-    return same and plan.alike[i] and xs[i].dtype == xs[i + 1].dtype
+    return same and plan.same_as_next[i] and xs[i].dtype == xs[i + 1].dtype
 
 
 def _viewed_sizes(side: _Side, x: Tensor) -> list[int]:
     """Return B, H and N of x as it is viewed."""
     sizes = list(side.shape or x.shape)
     sizes = [sizes[i] for i in side.order] if side.order else sizes
-    kept = iter(sizes)
-    return [1 if i is None else next(kept) for i in side.insert] if side.insert else sizes[:3]
+    remaining = iter(sizes)
+    return [1 if i is None else next(remaining) for i in side.unsqueeze_index] if side.unsqueeze_index else sizes[:3]
 
 
 def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:
     leaves, offset = others
     sizes, count = _sizes(turn, x), x.ndim - 1  # of the axes; those beyond are heads in x's last dimension
-    varying: dict[int, int] = {}  # axis -> rows of the tables
+    row_counts: dict[int, int] = {}  # axis -> rows of the tables
     for leaf, dims in turn.sources:
         for dim, source in enumerate(dims):
             if isinstance(source, tuple):
-                varying.update({a: sizes[a] for a in source[2]})
+                row_counts.update({a: sizes[a] for a in source[2]})
             elif source is not None:
-                varying[source] = max(leaves[leaf].shape[dim], varying.get(source, 1))
-    inside = [a for a in varying if a < count]
-    token = max([a for a in inside if a and (varying[a] != 1 or a not in plan.repeated)] or inside)
-    leading: list[int | None] = [a for a in range(len(sizes)) if a != token]
-    if len(leading) == 1:  # batch where the tables vary along it, else heads
-        leading = [leading[0], None] if varying.get(cast(int, leading[0]), 1) != 1 else [None, leading[0]]
-    axes = (*([None] * (2 - len(leading))), *leading, token)
+                row_counts[source] = max(leaves[leaf].shape[dim], row_counts.get(source, 1))
+    outer_axes = [a for a in row_counts if a < count]
+    token = max([a for a in outer_axes if a and (row_counts[a] != 1 or a not in plan.broadcast_axes)] or outer_axes)
+    other_axes: list[int | None] = [a for a in range(len(sizes)) if a != token]
+    if len(other_axes) == 1:  # batch where the tables vary along it, else heads
+        by_batch = row_counts.get(cast(int, other_axes[0]), 1) != 1
+        other_axes = [other_axes[0], None] if by_batch else [None, other_axes[0]]
+    axes = (*([None] * (2 - len(other_axes))), *other_axes, token)
     rows, prefix, last = None, 0, sizes[token]
-    if varying[token] > last:
-        start = {"start": 0, "end": varying[token] - last, "offset": offset}[turn.rows]
+    if row_counts[token] > last:
+        start = {"start": 0, "end": row_counts[token] - last, "offset": offset}[turn.rows]
         rows = slice(start, start + last)
-    elif turn.rows == "end" and token not in plan.repeated:
-        prefix = last - varying[token]
+    elif turn.rows == "end" and token not in plan.broadcast_axes:
+        prefix = last - row_counts[token]
     start, stop = turn.span
     width = turn.heads or x.shape[-1]
     rotary_dim = slice(start, stop) if start else stop if stop < width else None
-    present = [a for a in axes if a is not None]
-    order = tuple(present) if present != sorted(present) else None
-    insert = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
+    axis_order = [a for a in axes if a is not None]
+    order = tuple(axis_order) if axis_order != sorted(axis_order) else None
+    unsqueeze_index = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
     cos, sin = (tuple(_view_piece(p, turn, leaves, axes, rows) for p in table.pieces) for table in (turn.cos, turn.sin))
     return _Side(
         (*sizes, turn.heads) if turn.heads else None,
         None if order is None else (*order, len(order)),
-        insert,
+        unsqueeze_index,
         turn.shuffle,
         turn.span,
         cos,
         sin,
         (turn.cos.alternating, turn.sin.alternating),
         turn.angles,
-        last if varying[token] == 1 != last and token in plan.repeated else 0,
+        last if row_counts[token] == 1 != last and token in plan.broadcast_axes else 0,
         {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
-        None if insert is None else tuple(0 if i is None else i for i in insert),
+        None if unsqueeze_index is None else tuple(0 if i is None else i for i in unsqueeze_index),
         None if order is None else (*[order.index(a) for a in range(len(order))], len(order)),
     )
 
@@ -298,27 +299,27 @@ def _view_piece(piece: Piece, turn: Turn, leaves: list[Tensor], axes: tuple[int 
             index.append(rows if rows is not None and source == axes[-1] else slice(None))
             labels.append(source)
         elif isinstance(entry, tuple):
-            whole = entry == (0, leaf.shape[dim] if dim < leaf.ndim else 2, 1)
-            index.append(slice(None) if whole else slice(*entry))
+            is_whole = entry == (0, leaf.shape[dim] if dim < leaf.ndim else 2, 1)
+            index.append(slice(None) if is_whole else slice(*entry))
             labels.append("channels")
         else:
             index.append(entry)
     # rotate takes tables without heads, and without batch and heads
-    leading = list(axes[:2]) if axes[1] in labels else [a for a in axes[:1] if a in labels]
-    wanted = [*leading, axes[-1], "channels"]
-    new = [label for label in wanted if label not in labels]
-    index, labels = [*index, *[None] * len(new)], [*labels, *new]
-    order = tuple(labels.index(label) for label in wanted)
-    plain = all(isinstance(i, slice) and i == slice(None) for i in index)
+    first_labels = list(axes[:2]) if axes[1] in labels else [a for a in axes[:1] if a in labels]
+    target_labels = [*first_labels, axes[-1], "channels"]
+    new_labels = [label for label in target_labels if label not in labels]
+    index, labels = [*index, *[None] * len(new_labels)], [*labels, *new_labels]
+    order = tuple(labels.index(label) for label in target_labels)
+    is_plain = all(isinstance(i, slice) and i == slice(None) for i in index)
     return _View(
-        piece.leaf, leaf.is_complex(), tuple(gathers), None if plain else tuple(index),
+        piece.leaf, leaf.is_complex(), tuple(gathers), None if is_plain else tuple(index),
         order if list(order) != sorted(order) else None, piece.negated,
     )  # fmt: skip
 
 
 def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
     """Turn xs as the function would have, with our kernel, and return them as it would have."""
-    if recipe.detach:
+    if recipe.detach_tables:
         leaves = [t.detach() for t in leaves]
     outs: list[Any] = []
     for size in recipe.sizes:
@@ -336,19 +337,19 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
         ys = rotate(*views, tables=(cos, sin), impl=impl, **side.options)
         for y in (ys,) if size == 1 else ys:
             i = len(outs)
-            if recipe.sides[i].remove is not None:
-                y = y[recipe.sides[i].remove]
+            if recipe.sides[i].squeeze_index is not None:
+                y = y[recipe.sides[i].squeeze_index]
             if recipe.sides[i].back_order is not None:
                 y = y.permute(recipe.sides[i].back_order)
             if recipe.sides[i].shape is not None:
                 y = y.flatten(-2)
             outs.append(y.to(recipe.dtypes[i]))
-    kind, present = recipe.form
+    kind, is_tensor = recipe.form
     if kind == "tensor":
         return outs[0]
-    if not all(present):
-        filled = iter(outs)
-        outs = [next(filled) if p else None for p in present]
+    if not all(is_tensor):
+        tensors = iter(outs)
+        outs = [next(tensors) if p else None for p in is_tensor]
     return tuple(outs) if kind == "tuple" else outs
 
 
@@ -359,8 +360,8 @@ def _view_x(side: _Side, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.unflatten(-1, side.shape[-2:])
     if side.order is not None:
         x = x.permute(side.order)
-    if side.insert is not None:
-        x = x[side.insert]
+    if side.unsqueeze_index is not None:
+        x = x[side.unsqueeze_index]
     if side.shuffle is not None:
         start, stop = side.span
         middle = x[..., start:stop].unflatten(-1, side.shuffle).mT.flatten(-2)

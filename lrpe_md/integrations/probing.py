@@ -40,6 +40,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
 _ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that may not be read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
+_MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
 _TENSORS = ("data", "table", "integers")
 
 
@@ -81,7 +82,7 @@ def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
     """Make an argument from its description; ``tensor`` gives each of its tensors."""
     if not isinstance(entry, tuple):
         return entry
-    if entry[0] in (*_TENSORS, "owned", "offset"):
+    if entry[0] in (*_TENSORS, "attribute", "offset"):
         return tensor(entry)
     if entry[0] == "value":
         return entry[2]
@@ -104,19 +105,20 @@ class Probe:
     Args:
         call: takes the arguments in order, and the tensors in place of its object's own.
         key: descriptions of the arguments, then of the object's tensors and settings.
+        device: where it is called; all tensors here are on the CPU.
     """
 
-    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...]) -> None:
-        self.call = call
-        self.entries = [e for e in key if not (isinstance(e, tuple) and e[:1] in (("owned",), ("settings",)))]
+    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu") -> None:
+        self.call, self.device = call, device
+        self.entries = [e for e in key if not (isinstance(e, tuple) and e[:1] in (("attribute",), ("settings",)))]
         self.offset = 1 if ("offset",) in key else None
         self.sections = [len(e) - 1 for e in key if isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int]
         tensors: list[Any] = []
         fill(("tuple", *self.entries), tensors.append)
-        owned = [e for e in key if isinstance(e, tuple) and e[:1] == ("owned",)]
+        attributes = [e for e in key if isinstance(e, tuple) and e[:1] == ("attribute",)]
         self.data = [e for e in tensors if e[0] == "data"]
-        self.leaves = [e for e in tensors if e[0] in ("table", "integers")] + owned
-        self.num_inner = len(self.leaves) - len(owned)
+        self.leaves = [e for e in tensors if e[0] in ("table", "integers")] + attributes
+        self.num_inner = len(self.leaves) - len(attributes)
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         self.num_axes = max(ranks, default=0) - 1
@@ -131,6 +133,8 @@ class Probe:
 
     def run(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
         """Call the function and return its outputs."""
+        if self.device != "cpu":
+            return self._run_on_device(xs, leaves)
         out = self.call(self.arguments(xs, leaves), leaves[self.num_inner :])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
@@ -141,6 +145,17 @@ class Probe:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
             raise Unlike(1, f"returns shapes {shapes[0]} for inputs of {shapes[1]}")
         self.form = kind, tuple(o is not None for o in items)
+        return outs
+
+    def _run_on_device(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        inputs = [[t.to(self.device) for t in each] for each in (xs, leaves)]
+        device, self.device = self.device, "cpu"
+        try:
+            outs = [o.cpu() for o in self.run(*inputs)]
+        finally:
+            self.device = device
+        if not all(map(torch.equal, [t.cpu() for each in inputs for t in each], (*xs, *leaves))):
+            raise Unlike(3, "changes its arguments in place")
         return outs
 
     def inputs(self, sizes: Sizes, seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -177,18 +192,18 @@ class Layout(NamedTuple):
     def num_rows(self, axes: tuple[int, ...]) -> int:
         return self.rows or axes[self.token] + (0 if set(self.relations) == {EQUAL} else 2)
 
-    def sizes(self, axes: tuple[int, ...], single: int | None = None, shared: int | None = None) -> Sizes:
-        """Return shapes; one row along the axis ``single``; twice as many heads of the first x along ``shared``."""
+    def sizes(self, axes: tuple[int, ...], broadcast_axis: int | None = None, heads_axis: int | None = None) -> Sizes:
+        """Return shapes, with one row along ``broadcast_axis`` and twice as many heads of the first x."""
         token, rows = axes[self.token], self.num_rows(axes)
         of_relation = {EQUAL: rows, MORE: token if token < rows else rows - 1, FEWER: rows + 2}
         xs = [
             tuple(
-                of_relation[relation] if a == self.token else n * (2 if a == shared and i == 0 else 1)
+                of_relation[relation] if a == self.token else n * (2 if a == heads_axis and i == 0 else 1)
                 for a, n in enumerate(axes)
             )
             for i, relation in enumerate(self.relations)
         ]
-        tables = [1 if a == single else rows if a == self.token else n for a, n in enumerate(axes)]
+        tables = [1 if a == broadcast_axis else rows if a == self.token else n for a, n in enumerate(axes)]
         return Sizes(tuple(xs), tuple(tuple(tables[a] if a >= 0 else -a for a in labels) for labels in self.labels))
 
 
@@ -201,7 +216,7 @@ def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
     count, num_axes = entry[1] - len(entry[3:]), probe.num_axes
     first = {-n for n in (*probe.sections, 2)} if count > 1 else set()
     heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if len(entry) > 3 and num_axes == 2 else set()
-    found = []
+    ranked = []
     for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
         axes = [a for a in labels if a >= 0]
         others = [a for a in labels if a < -1]
@@ -210,23 +225,23 @@ def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
             continue
         if len(others) <= 1:
             rank = 1 if not others else 3 if not in_front else 0 if -others[0] in probe.sections else 2
-            found.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
-    return [labels for _, labels in sorted(found)]
+            ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
+    return [labels for _, labels in sorted(ranked)]
 
 
 def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
     """Yield shapes for the first probe, likely ones first."""
-    groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "owned"))
-    owned = sorted({n for e in probe.leaves if e[0] == "owned" for n in e[1][:-1]}, reverse=True)
+    groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "attribute"))
+    attributes = sorted({n for e in probe.leaves if e[0] == "attribute" for n in e[1][:-1]}, reverse=True)
     backwards = range(probe.num_axes - 1, -1, -1)
     for chosen in itertools.islice(itertools.product(*[labels_of(probe, e) for e in groups]), _MOST_LAYOUTS):
         of = dict(zip(groups, chosen, strict=True))
-        labels = tuple((*of.get(e, ()), *[-n for n in (e[1] if e[0] == "owned" else e[3:])]) for e in probe.leaves)
-        if not owned and set(relations) == {EQUAL}:
+        labels = tuple((*of.get(e, ()), *[-n for n in (e[1] if e[0] == "attribute" else e[3:])]) for e in probe.leaves)
+        if not attributes and set(relations) == {EQUAL}:
             yield Layout(labels, relations, probe.num_axes - 1)
             continue
-        for axis, rows in itertools.product(backwards, owned or (None,)):
-            if owned or any(axis in each for each in labels):
+        for axis, rows in itertools.product(backwards, attributes or (None,)):
+            if attributes or any(axis in each for each in labels):
                 yield Layout(labels, relations, axis, rows)
 
 
@@ -246,15 +261,15 @@ def code_leaves(leaves: list[Tensor]) -> tuple[list[Tensor], float]:
     total = sum(as_real(t).numel() for t in leaves if not is_integers(t))
     if total > _MOST_ENTRIES:
         raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
-    step, start, coded = 0.5 ** (1 + max(total - 1, 1).bit_length()), 0, []
+    step, start, outputs = 0.5 ** (1 + max(total - 1, 1).bit_length()), 0, []
     for t in leaves:
         if not is_integers(t):
             real = as_real(t)
             entries = 0.5 + step * torch.arange(start, start + real.numel()).reshape(real.shape)
             start += real.numel()
             t = torch.view_as_complex(entries) if t.is_complex() else entries
-        coded.append(t)
-    return coded, step
+        outputs.append(t)
+    return outputs, step
 
 
 def read_turns(probe: Probe, layout: Layout) -> tuple[Turn, ...]:
@@ -375,22 +390,22 @@ class Reading(NamedTuple):
 
     def turn(self, cos: Tensor, sin: Tensor, step: float) -> Turn:
         """Look up the entries that cos and sin (axes of x, rotated channels) are, or are the cosine and sine of."""
-        rotated = ~((cos == 1) & (sin == 0)).all(-1)
-        places = rotated.nonzero()
+        rotates = ~((cos == 1) & (sin == 0)).all(-1)
+        places = rotates.nonzero()
         if not len(places):
             raise Unlike(3, "returns x as it was")
         box = tuple(
             slice(low, high + 1) for low, high in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
         )
-        if not rotated[box].all():
-            raise Unlike(5, "rotates some tokens, and not those between them")
+        if not rotates[box].all():
+            raise Unlike(4, "rotates some tokens, and not those between them")
         cos, sin = cos[box], sin[box]
         for angles in (False, True):
-            found = [
+            numbers = [
                 numbers_of(t, step, f if angles else None) for t, f in ((cos, Tensor.acos), (sin.abs(), Tensor.asin))
             ]
-            if found[0] is not None and found[1] is not None:
-                return self.with_heads((found[0], found[1], sin < 0), box, angles)
+            if numbers[0] is not None and numbers[1] is not None:
+                return self.with_heads((numbers[0], numbers[1], sin < 0), box, angles)
         if (cos < 0).any() and (cos.abs() >= 0.5).all():
             raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
         raise Unlike(
@@ -399,8 +414,8 @@ class Reading(NamedTuple):
 
     def with_heads(self, codes: tuple[Tensor, ...], box: tuple[slice, ...], angles: bool) -> Turn:
         """Read a turn of heads as wide as x's last dimension, or of several in it where this takes fewer pieces."""
-        width, found = self.span[1] - self.span[0], []
-        narrow = (
+        width, turns = self.span[1] - self.span[0], []
+        head_widths = (
             range(2 * self.distance, width, 2 * self.distance)
             if width == self.probe.data[0][3] and not self.shuffle
             else ()
@@ -408,16 +423,18 @@ class Reading(NamedTuple):
 
         def read(head: int) -> Turn:
             turn = self.of_head(codes, head, box, angles)
-            found.append(turn)
+            turns.append(turn)
             if max(len(turn.cos.pieces), len(turn.sin.pieces)) > 2:
                 raise Unlike(0, "")
             return turn
 
         with suppress(Unlike):
-            return first_success([lambda head=head: read(head) for head in (0, *[n for n in narrow if width % n == 0])])
-        if not found:
+            return first_success(
+                [lambda head=head: read(head) for head in (0, *[n for n in head_widths if width % n == 0])]
+            )
+        if not turns:
             return self.of_head(codes, 0, box, angles)  # raises
-        return min(found, key=lambda t: len(t.cos.pieces) + len(t.sin.pieces))
+        return min(turns, key=lambda t: len(t.cos.pieces) + len(t.sin.pieces))
 
     def of_head(self, codes: tuple[Tensor, ...], head: int, box: tuple[slice, ...], angles: bool) -> Turn:
         """Read a turn of heads of this width in x's last dimension; 0 for x's whole width."""
@@ -443,8 +460,8 @@ class Reading(NamedTuple):
             entries = [one for one, _ in halves]
         alternates = self.distance == 1 and not per_pair
         cos, sin = make_table(entries[0], [False] * len(first), alternates), make_table(entries[1], negated, alternates)
-        found = [s for dims in sources.values() for s in dims if s is not None]
-        axes = {a for s in found for a in (s[2] if isinstance(s, tuple) else (s,))}
+        dim_sources = [s for dims in sources.values() for s in dims if s is not None]
+        axes = {a for s in dim_sources for a in (s[2] if isinstance(s, tuple) else (s,))}
         if not axes:
             raise Unlike(5, "turns all tokens alike")
         half = (span[1] - span[0]) // 2
@@ -465,12 +482,12 @@ class Reading(NamedTuple):
             if is_integers(t):
                 continue
             shape, size = as_real(t).shape, as_real(t).numel()
-            inside = (codes >= start) & (codes < start + size)
-            mine = inside[origin]
-            if (inside != mine).any():
+            in_leaf = (codes >= start) & (codes < start + size)
+            channel_mask = in_leaf[origin]
+            if (in_leaf != channel_mask).any():
                 raise Unlike(5, "takes the tables of some tokens from another tensor")
             follows, at = [], []
-            for place in torch.unravel_index(codes[..., mine] - start, shape) if mine.any() else ():
+            for place in torch.unravel_index(codes[..., channel_mask] - start, shape) if channel_mask.any() else ():
                 base = place[origin]
                 source = self.source(place) if (place != base).any() else None
                 if isinstance(source, int):
@@ -479,7 +496,7 @@ class Reading(NamedTuple):
                 at.append(base.tolist() if source is None else [None] * len(base))
             if follows and sources.setdefault(leaf, tuple(follows)) != tuple(follows):
                 raise Unlike(5, "reads cos and sin in different orders")
-            for channel, entry in zip(mine.nonzero().flatten().tolist(), zip(*at, strict=True), strict=True):
+            for channel, entry in zip(channel_mask.nonzero().flatten().tolist(), zip(*at, strict=True), strict=True):
                 channels[channel] = leaf, entry
             start += size
         return channels
@@ -555,19 +572,22 @@ def gather(entries: list[Any], negative: list[bool]) -> list[Piece]:
 # --- a plan ---------------------------------------------------------------------------------------------------------
 
 
-def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str) -> Plan:
+def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> Plan:
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
         Unlike: something that is no rotation by its tables, or none that tables in the operator can do.
     """
-    probe = Probe(call, key)
-    failure = Unlike(-1, "takes no arguments of this kind")
+    probe = Probe(call, key, device)
+    failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
     for layout in layouts(probe, relations):
         try:
             return make_plan(probe, layout)
         except Unlike as e:
             failure = max(failure, e, key=lambda e: e.depth)
+            num_answers += e.depth >= 4
+            if num_answers == _MOST_ANSWERS:
+                break
         except Exception as e:  # whatever somebody else's function raises
             failure = max(failure, Unlike(0, f"raises {type(e).__name__}: {e}"), key=lambda e: e.depth)
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not because of sizes
@@ -583,11 +603,11 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(max(a for a in t.axes if a < len(axes)) != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    alike = tuple(a == b for a, b in itertools.pairwise(turns))
-    plan = Plan(turns, layout.relations, probe.form, alike, (torch.float32,) * len(turns))
+    same_as_next = tuple(a == b for a, b in itertools.pairwise(turns))
+    plan = Plan(turns, layout.relations, probe.form, same_as_next, (torch.float32,) * len(turns))
     sizes = layout.sizes(axes)
     compare(probe, plan, sizes)
-    plan = plan._replace(fixed=find_fixed(probe, plan, layout))
+    plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
     for other in _OTHERS[probe.num_axes]:
         compare(probe, plan, layout.sizes(other))
     if probe.offset is not None:
@@ -596,19 +616,19 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         probe.offset = 1
     first = turns[0].axes
     for axis in {1, 2} - {*first, layout.token} if len(turns) > 1 and len(axes) == 3 else ():
-        compare(probe, plan, layout.sizes(axes, shared=axis))
+        compare(probe, plan, layout.sizes(axes, heads_axis=axis))
     for axis in [a for a in first if a < len(axes)]:
-        wider = plan._replace(repeated=(*plan.repeated, axis))
+        candidate = plan._replace(broadcast_axes=(*plan.broadcast_axes, axis))
         with suppress(Unlike):
-            plan = wider if compare(probe, wider, layout.sizes(axes, single=axis)) else plan
-    return with_dtypes(probe, plan._replace(detach=compare_gradients(probe, plan, sizes)), sizes)
+            plan = candidate if compare(probe, candidate, layout.sizes(axes, broadcast_axis=axis)) else plan
+    return with_dtypes(probe, plan._replace(detach_tables=compare_gradients(probe, plan, sizes)), sizes)
 
 
-def find_fixed(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
+def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
     """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
     sources = {leaf: dims for turn in plan.turns for leaf, dims in turn.sources}
     positions = {s[1] for dims in sources.values() for s in dims if isinstance(s, tuple)}
-    sizes, fixed = layout.sizes(probe.axes), []
+    sizes, required = layout.sizes(probe.axes), []
 
     def is_indifferent(leaf: int, shape: tuple[int, ...]) -> bool:
         leaves = (*sizes.leaves[:leaf], shape, *sizes.leaves[leaf + 1 :])
@@ -624,8 +644,8 @@ def find_fixed(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int
                 raise Unlike(0, "takes tables of another shape")
         elif leaf in positions or all(is_indifferent(leaf, (*n[: len(dims)], *entry[3:])) for n in _ANY_SHAPES):
             continue
-        fixed += dims if entry[0] != "owned" else []
-    return tuple(fixed)
+        required += dims if entry[0] != "attribute" else []
+    return tuple(required)
 
 
 def compare(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
@@ -665,11 +685,11 @@ def compare_gradients(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
                 raise Unlike(6, "passes no gradient to the tensors that it turns")
             weights = [torch.linspace(-1, 1, o.numel()).reshape(o.shape) for o in outs]
             grads.append(torch.autograd.grad(outs, inputs, weights, allow_unused=True))
-    detach = all(g is None for g in grads[0][len(xs) :])
-    for a, b in list(zip(*grads, strict=True))[: len(xs) if detach else None]:
+    detach_tables = all(g is None for g in grads[0][len(xs) :])
+    for a, b in list(zip(*grads, strict=True))[: len(xs) if detach_tables else None]:
         if a is None or b is None or not is_close(b, a, 1e-4):
             raise Unlike(6, "has gradients of its own, which are not those of what it computes")
-    return detach
+    return detach_tables
 
 
 def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
@@ -679,14 +699,14 @@ def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
     leaves = [t.to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
     try:
         outs = probe.run(xs, leaves)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
             cast = probe.run(xs, leaves)
     except Exception as e:
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
     dtypes = tuple(o.dtype for o in outs)
-    alike = tuple(a and dtypes[i] == dtypes[i + 1] for i, a in enumerate(plan.alike))
-    plan = plan._replace(dtypes=dtypes, alike=alike)
+    same_as_next = tuple(a and dtypes[i] == dtypes[i + 1] for i, a in enumerate(plan.same_as_next))
+    plan = plan._replace(dtypes=dtypes, same_as_next=same_as_next)
     if not all(is_close(a, b, 0.05) for a, b in zip(run_plan(probe, plan, xs, leaves), outs, strict=True)):
         raise Unlike(6, f"computes something else for {xs[0].dtype}")
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(cast, outs, strict=True))
-    return plan._replace(autocast=same)
+    return plan._replace(ignores_autocast=same)

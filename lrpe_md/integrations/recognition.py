@@ -128,9 +128,9 @@ class _Function:
             self.dtype = torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        given = x.to(self.device, self.dtype)
+        inputs = x.to(self.device, self.dtype)
         try:
-            outs = self.function(*[given.clone() for _ in range(self.count)])
+            outs = self.function(*[inputs.clone() for _ in range(self.count)])
         except Exception as e:  # whatever somebody else's function raises
             if self.dtype == torch.float64:
                 raise

@@ -36,18 +36,18 @@ def find_grids(function: Callable[..., Any], names: tuple[str, ...], defaults: t
     if required != [0, 1, 2] or len(sizes) != 1 or sizes[0] not in required:
         return None
     x, table = (i for i in required if i not in sizes)
-    found = Grids(x, sizes[0], table)
-    return found if all(_agrees(function, found, head_dim) for head_dim in (24, 20)) else None
+    roles = Grids(x, sizes[0], table)
+    return roles if all(_agrees(function, roles, head_dim) for head_dim in (24, 20)) else None
 
 
-def _agrees(function: Callable[..., Any], found: Grids, head_dim: int) -> bool:
+def _agrees(function: Callable[..., Any], roles: Grids, head_dim: int) -> bool:
     g = torch.Generator().manual_seed(head_dim)
     args: dict[int, Tensor] = {
-        found.x: torch.randn(2, 14, 3, head_dim, generator=g),
-        found.sizes: torch.tensor([[2, 2, 3], [3, 1, 2]]),
-        found.table: torch.view_as_complex(torch.randn(9, head_dim // 2, 2, generator=g)),
+        roles.x: torch.randn(2, 14, 3, head_dim, generator=g),
+        roles.sizes: torch.tensor([[2, 2, 3], [3, 1, 2]]),
+        roles.table: torch.view_as_complex(torch.randn(9, head_dim // 2, 2, generator=g)),
     }
-    x, sizes, table = args[found.x], args[found.sizes], args[found.table]
+    x, sizes, table = args[roles.x], args[roles.sizes], args[roles.table]
     try:
         expected = function(*[args[i] for i in range(3)])
         ours = turn_on_grids(x, sizes.tolist(), table, "reference")
@@ -76,7 +76,7 @@ def turn_on_grids(x: Tensor, sizes: list[list[int]], table: Tensor, impl: Impl) 
 
 def replace_on_grids(
     function: Callable[..., Any],
-    found: Grids,
+    roles: Grids,
     bind: Callable[..., list[Any] | None],
     defaults: tuple[Any, ...],
     impl: Impl,
@@ -88,8 +88,8 @@ def replace_on_grids(
         key = x.dtype, table.dtype
         if key not in dtypes:
             args = {
-                found.x: torch.zeros(1, 1, 1, 6, dtype=x.dtype), found.sizes: torch.ones(1, 3, dtype=torch.int64),
-                found.table: torch.ones(1, 3, dtype=table.dtype),
+                roles.x: torch.zeros(1, 1, 1, 6, dtype=x.dtype), roles.sizes: torch.ones(1, 3, dtype=torch.int64),
+                roles.table: torch.ones(1, 3, dtype=table.dtype),
             }  # fmt: skip
             dtypes[key] = quietly(lambda: function(*[args[i] for i in range(3)]).dtype)
         return dtypes[key]
@@ -103,7 +103,7 @@ def replace_on_grids(
             or any(value is not default for value, default in zip(values[3:], defaults[3:], strict=True))
         ):
             return function(*args, **kwargs)
-        x, sizes, table = values[found.x], values[found.sizes], values[found.table]
+        x, sizes, table = values[roles.x], values[roles.sizes], values[roles.table]
         if not _fits(x, sizes, table) or torch.is_autocast_enabled(x.device.type):
             return function(*args, **kwargs)
         dtype = out_dtype(x, table)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lrpe_md.integrations import drop_in, plans, sample_grids
+from lrpe_md.integrations import drop_in, drop_ins, plans, sample_grids
 from lrpe_md.integrations.drop_ins import _Probed
 
 NAMES = list(rf.calls())
@@ -425,6 +425,26 @@ def test_a_probe_leaves_nothing_in_an_object():
     owner = Storing()
     drop_in(owner.turn)
     assert (owner.seen, owner.sizes, owner.last) == ([], {}, None)
+
+
+def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
+    """Here the other device is the CPU by another name."""
+    call = _Probed.call
+
+    def on_gpu_alone(self, *args):
+        if self.device == "cpu":
+            raise RuntimeError("expected CUDA tensors")
+        return call(self, *args)
+
+    monkeypatch.setattr(_Probed, "call", on_gpu_alone)
+    with pytest.raises(TypeError, match="expected CUDA tensors"):
+        drop_in(rf.flash_attn)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(drop_ins, "_GPU", "cpu:0")
+    args = torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)
+    check_equal(rf.flash_attn, drop_in(rf.flash_attn), args, {}, launches)
+    with pytest.raises(TypeError, match="angles of its own"):
+        drop_in(own_angles)
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------
