@@ -32,6 +32,7 @@ class Kind:
 KINDS = {  # by name of the file, the first that fits
     "benchmark-linear.csv": Kind(("workload", "map", "act", "normalizer", "mask", "pass", "impl", "gpu"), "ms"),
     "benchmark-norm.csv": Kind(("workload", "over", "pass", "impl", "gpu"), "ms"),
+    "benchmark-tables.csv": Kind(("workload", "form", "pass", "gpu"), "ms"),
     "benchmark-decode.csv": Kind(("workload", "measure", "impl", "gpu"), "ms"),
     "benchmark-compiled.csv": Kind(("map", "pass", "impl", "gpu"), "p50"),
     "adapted-training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),

@@ -102,7 +102,8 @@ def custom(
         made = {order: Dense(num_axes, partial(_blocks, num_axes, order), base) for order in orders}
     name = f"{frequencies}-{map}"
     doc = f"{frequencies} frequencies on {num_axes} axes"
-    scheme = Scheme(doc, head_dim, next(iter(made.values())), map=map, pairs="half", tokens=Tokens(0, "skip"))  # pyright: ignore[reportArgumentType]
+    scheme = Scheme(doc, head_dim, next(iter(made.values())), map=map, tokens=Tokens(0, "skip"))  # pyright: ignore[reportArgumentType]
+    scheme = replace(scheme, pairs="half") if map == "rotate" else scheme
     subject = Subject(Preset(name, scheme, head_dim, num_heads, torch.empty(0), 1.0, None), made, seed)
     omega = subject.omega(map, next(iter(made)))
     return replace(subject, preset=replace(subject.preset, omega=omega))

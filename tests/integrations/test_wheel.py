@@ -138,7 +138,7 @@ def test_a_users_types_are_known(installed, tmp_path):
         "from lrpe_md import geometric_theta, linear_attention, list_presets, preset, rotate\n\n"
         "model: torch.nn.Module = torch.nn.Identity()\nq = k = v = omega = torch.zeros(1)\ngrid = Grid((3, 4))\n"
         f"{lines}\n"
-        "rotate(q, k, omega=omega, positions=grid, pairs='thirds')\ncosine(q, omega=omega)\n"
+        "rotate(q, k, omega=omega, positions=grid, pairs='thirds')\ncosine(q, omega=omega, norms=None)\n"
     )
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), "mine.py"]

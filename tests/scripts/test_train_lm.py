@@ -176,7 +176,7 @@ def test_parameter_groups(file: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_said(file: Path, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=r"after 6 steps; .*try a lower --lr"):
-        train_lm.run(config(file, tmp_path / "run", lr=math.inf, log_every=6, validate_every=6, save_every=6))
+        train_lm.run(config(file, tmp_path / "run", lr=1e30, log_every=6, validate_every=6, save_every=6))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

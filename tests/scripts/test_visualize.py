@@ -79,7 +79,8 @@ def test_unrotated_and_aliased_channels_are_marked():
     subject = data.custom("axial", 2, head_dim=12)
 
     def omega(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-        return torch.tensor([[[4.0, 0.0], [0.0, 0.5], [0.0, 0.0], [0.1, 0.0], [0.0, 0.0], [0.0, 0.2]]]).double()
+        first = torch.tensor([[[4.0, 0.0], [0.0, 0.5], [0.0, 0.0], [0.1, 0.0], [0.0, 0.0], [0.0, 0.2]]]).double()
+        return torch.nn.functional.pad(first, (0, 0, 0, channels - 6))
 
     subject = replace(subject, frequencies={data.NO_ORDER: Dense(2, omega, 1.0)})
     subject = replace(subject, preset=replace(subject.preset, omega=subject.omega("rotate", data.NO_ORDER)))
