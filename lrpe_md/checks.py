@@ -13,7 +13,7 @@ __all__ = ["as_integer", "can_read", "check_at_least", "check_dense", "check_off
 
 def as_integer(value: Any) -> Any:
     """An int of whatever counts as one (NumPy's integers, sizes in a trace), a SymInt as it is; None for others."""
-    if type(value) is int or isinstance(value, torch.SymInt):
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
         return operator.index(value)
