@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib.patches import Rectangle
 
 from ..common.plots import plt
 
@@ -14,7 +15,7 @@ BLUE, LIGHT, ORANGE, GREY = "#2b6cb0", "#d6e6f5", "#dd6b20", "#e8e8e8"
 
 def box(axis: Any, corner: tuple[float, float], size: tuple[float, float], color: str, text: str = "") -> None:
     """Draw a rectangle with text in its middle."""
-    axis.add_patch(plt.Rectangle(corner, *size, facecolor=color, edgecolor="black", linewidth=0.7))
+    axis.add_patch(Rectangle(corner, *size, facecolor=color, edgecolor="black", linewidth=0.7))
     axis.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
 
 
