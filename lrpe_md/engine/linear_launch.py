@@ -315,11 +315,12 @@ class Work:
         block_v = max(16, triton.next_power_of_2(sizes.v_dim))
         ptx = has_ptx(self.dtype)
         affine, mapped = tables.affine is not None, spec.map != "none"
-        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, aligned)
+        regular = aligned and min(block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS
+        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
         num_axes = tables.omega.shape[2] if mapped else 0
         causal = self.call.attention.mask == "causal"
         straight = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
-        straight = straight and (INTERPRETING or min(tile.block_n, block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS)
+        straight = straight and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         columns = straight and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
         has_phase = tables.phase is not None
         variant = Variant(

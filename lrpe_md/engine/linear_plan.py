@@ -63,18 +63,19 @@ ONE_PASS = 384  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
 
 
-def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, aligned: bool = True) -> LinearTile:
+def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
     """Choose the tile of a pass. Sizes never choose another compiled kernel.
 
-    aligned: rows begin at multiples of 16 bytes. With other rows, Hopper's matrix units read beyond shared memory in
-    causal products of 64 tokens (Triton 3.6), so these tiles are smaller.
+    regular: rows begin at multiples of 16 bytes, and D_v and each tile of features have at least 64 channels. In other
+    causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory,
+    so these tiles are smaller: products of less than 64 rows don't use Hopper's warpgroup instructions.
     """
     if interpreting:
         return LinearTile(64, 4, 1)
     if itemsize > 2:  # not tuned
         return LinearTile(16, 8, 1)
     tile = TILES[stage][sum(state > bound for bound in BOUNDS)]
-    if not aligned and stage in CAUSAL_PASSES:
+    if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
 

@@ -42,6 +42,7 @@ from .tiles import (
     find_channels,
     first_channel,
     load,
+    load_flags,
     load_pairs,
     load_tile,
     point_to_row,
@@ -338,7 +339,7 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
-        m_g = m_g & (tl.load(p_rotated + o_g, mask=m_g, other=0) != 0)
+        m_g = m_g & (load_flags(p_rotated + o_g, m_g, V=V) != 0)
     o_g = tl.where(m_g, o_g, 0)
     if V.tables != "none":
         cos, sin = load_cos_sin(given, o_g, m_g, V=V)

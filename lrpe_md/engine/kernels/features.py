@@ -31,7 +31,7 @@ from .norm import (
     store_weight_gradients,
 )
 from .signature import unpack
-from .tiles import first_channel, load_at, load_tile, move_row, split_pairs, store_at, store_tile, upcast
+from .tiles import first_channel, load_at, load_flags, load_tile, move_row, split_pairs, store_at, store_tile, upcast
 
 
 @triton.jit
@@ -132,7 +132,11 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
     p, strides = gate
     stride_b, stride_h, stride_n = unpack(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    beta = tl.load(p + o_n.to(tl.int64) * stride_n, mask=m_n, other=0)
+    p += o_n.to(tl.int64) * stride_n
+    if p.dtype.element_ty.primitive_bitwidth <= 8:
+        beta = load_flags(p, m_n, V=V)
+    else:
+        beta = tl.load(p, mask=m_n, other=0)
     return beta.to(tl.float64 if V.wide else tl.float32)
 
 

@@ -151,6 +151,21 @@ def upcast(x, V: tl.constexpr):
 
 
 @triton.jit
+def load_flags(p, m_n, V: tl.constexpr):
+    """Booleans of tokens, as int32; 0 where m_n is False.
+
+    An operand of a product that comes from single bytes gets a layout for 32 rows: in a product over 16 tokens each
+    counts twice (Triton 3.6; triton-lang/triton#11691). An instruction with a side effect, which the compiler
+    doesn't look behind, hides them.
+    """
+    flags = tl.load(p, mask=m_n, other=0).to(tl.int32)
+    if V.functions > 0:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [flags], tl.int32, False, 1)
+    else:
+        return flags
+
+
+@triton.jit
 def find_pairs(c0, V: tl.constexpr):
     """Both channels of pairs c0 .. c0 + block_c: side by side, half the width apart, or half of a section apart."""
     o_c = c0 + tl.arange(0, V.block_c)[None, :]
