@@ -329,17 +329,18 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
 
 @triton.jit
-def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr):
+def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WIDE: tl.constexpr = False):
     """cos Θ and sin Θ of tokens n0 + o_n; their index on the grid (0 off it) and whether they are on it.
 
     positions: those of :func:`find_coordinate`. tables: which tokens are rotated, the amplitude, the tables of cos and
     sin that :func:`point_to_tables` found, the index on the grid (or the row) of the first token and the tokens on it.
+    WIDE: see :func:`load_flags`.
     """
     p_rotated, p_amplitude, given, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
     if p_rotated is not None:
-        m_g = m_g & (load_flags(p_rotated + o_g, m_g, V=V) != 0)
+        m_g = m_g & load_flags(p_rotated + o_g, m_g, WIDE=WIDE)
     o_g = tl.where(m_g, o_g, 0)
     if V.tables != "none":
         cos, sin = load_cos_sin(given, o_g, m_g, V=V)

@@ -134,7 +134,7 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     p += o_n.to(tl.int64) * stride_n
     if p.dtype.element_ty.primitive_bitwidth <= 8:
-        beta = load_flags(p, m_n, V=V)
+        beta = load_flags(p, m_n, WIDE=True)
     else:
         beta = tl.load(p, mask=m_n, other=0)
     return beta.to(tl.float64 if V.wide else tl.float32)
@@ -231,7 +231,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
         tables = (p_rotated, p_amplitude, 0, first_index, num_grid)
         o_c = tl.arange(0, V.block_c)
         m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=V)
+        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=V, WIDE=True)
 
 
 @triton.jit

@@ -151,18 +151,18 @@ def upcast(x, V: tl.constexpr):
 
 
 @triton.jit
-def load_flags(p, m_n, V: tl.constexpr):
-    """Booleans of tokens, as int32; 0 where m_n is False.
+def load_flags(p, m_n, WIDE: tl.constexpr):
+    """Booleans of tokens; False where m_n is.
 
-    An operand of a product that comes from single bytes gets a layout for 32 rows: in a product over 16 tokens each
-    counts twice (Triton 3.6; triton-lang/triton#11691). An instruction with a side effect, which the compiler
-    doesn't look behind, hides them.
+    WIDE: for operands of products. Triton 3.6 gives an operand that comes from single bytes a layout for 32 rows, so
+    that in a product over 16 tokens each counts twice (triton-lang/triton#11691). It doesn't look behind a sum: here of
+    two copies.
     """
-    flags = tl.load(p, mask=m_n, other=0).to(tl.int32)
-    if V.functions > 0:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [flags], tl.int32, False, 1)
-    else:
-        return flags
+    flags = tl.load(p, mask=m_n, other=0)
+    if WIDE:
+        BLOCK_N: tl.constexpr = m_n.shape[0]
+        flags = tl.sum(tl.broadcast_to(flags.to(tl.int32)[:, None], [BLOCK_N, 2]), axis=1)
+    return flags != 0
 
 
 @triton.jit
