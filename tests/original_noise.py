@@ -41,7 +41,7 @@ def apart(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 
 def main() -> None:
-    print("| preset | the original in float32 | this library in float32 | in float64 |\n| --- | --- | --- | --- |")
+    print("| preset | original in float32 | ours in float32 | ours in float64 |\n| --- | --- | --- | --- |")
     for name in SCHEMES:
         # The parameter of the one is drawn anew in float64, the others were computed there.
         if name != "rope_vit_mixed" and not is_golden(next(c for c in CASES if c.name == name)):

@@ -121,7 +121,7 @@ def test_the_readme_shows_the_steps_that_were_measured():
 
 def test_the_recommendation_is_in_both_places():
     """And what it says of other sizes and of rotation is what the comparison of images shows."""
-    said = "in linear attention rotation or cosine with silu"
+    said = "In linear attention, use rotation or cosine with silu"
     for path in (README, DOCS / "which-encoding.md"):
         assert said in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
