@@ -8,7 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting", "is_real"]
+__all__ = [
+    "as_integer",
+    "can_read",
+    "check_at_least",
+    "check_dense",
+    "check_offsets",
+    "fleeting",
+    "is_real",
+    "split_pair",
+]
+
+
+def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
+    """Return a value for each of q and k, or for the only tensor. A tuple is a pair; anything else serves both."""
+    if type(value) is not tuple:
+        return (value,) * num_tensors
+    if len(value) != num_tensors or num_tensors != 2:
+        expected = "a pair (for q, for k)" if num_tensors == 2 else "one value for one tensor"
+        raise ValueError(f"{name}: expected {expected}, got {len(value)} values")
+    return value
 
 
 def as_integer(value: Any) -> Any:

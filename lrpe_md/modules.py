@@ -166,7 +166,7 @@ class Rotate1d(RotateMd):
         if scale_base is not None:
             check_scale(scale_base, scale_centre)
         elif scale_centre != 0:
-            raise ValueError(f"scale_centre: expected it with scale_base alone, got {scale_centre!r}")
+            raise ValueError(f"scale_centre: expected None without scale_base, got {scale_centre!r}")
         self.scale_base, self.scale_centre = scale_base, scale_centre
         self.describes = scale_base is None
         if theta is not None:
@@ -288,9 +288,9 @@ class Rotate1d(RotateMd):
                 *xs, positions=positions, inverse=inverse, norm=norm, out=out, out_start=out_start
             )  # fmt: skip
         if out is not None or out_start is not None:
-            raise ValueError("out: expected None with scale_base, since xPos scales what was rotated")
+            raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
-            raise ValueError(f"xs: expected q and k, since xPos scales them apart, got {len(xs)} tensor")
+            raise ValueError(f"xs: expected q and k, which xPos scales differently, got {len(xs)} tensor")
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_dense
+from .checks import check_dense, split_pair
 from .engine.validate import Pairs, Positions, check_pairs, rotary_slice
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
@@ -50,9 +50,7 @@ def scale_xpos(
     Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as flash-attn's ``RotaryEmbedding``.
     """
     check_scale(scale_base, scale_centre)
-    here = positions if type(positions) is tuple else (positions, positions)
-    if len(here) != 2:
-        raise ValueError(f"positions: a tuple is one for q and one for k, got {len(here)}")
+    here = split_pair("positions", positions)
     ys = []
     for name, x, where, sign in zip("qk", (q, k), here, (1.0, -1.0), strict=True):
         check_dense(name, x, "(B, H, N, D)")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import split_pair
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -248,7 +249,7 @@ def _run_apart(
     target: Target | None = None,
 ) -> tuple[Tensor, ...]:
     """Positions or a phase for each of q and k: a launch each."""
-    each = list(zip(_by_tensor("positions", positions, xs), _by_tensor("phase", phase, xs), xs, strict=True))
+    each = list(zip(split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs)), xs, strict=True))
     if len(xs) == 2:
         q, k = xs
         check_input("q", q, q)
@@ -277,15 +278,6 @@ def _run_apart(
     for job in jobs:
         ys += _run_into(*job)
     return ys
-
-
-def _by_tensor(name: str, value: Any, xs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """A value for each of q and k."""
-    if type(value) is not tuple:
-        return (value,) * len(xs)
-    if not len(value) == len(xs) == 2:
-        raise ValueError(f"{name}: a tuple is one for q and one for k, got {len(value)} for {len(xs)} tensors")
-    return value
 
 
 def _count_groups(phase: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_offsets
+from ..checks import check_dense, check_offsets, split_pair
 from ..positions.grid import Grid
 from ..reference import ACTIVATIONS
 from ..reference_linear import Attention
@@ -262,7 +262,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
         spec, layout, tables, *_ = validate(plain, (q, k), omega, positions, phase, amplitude)
         side = _Side(layout, tables)
         return _with_norm(options, spec), side, side
-    both = _pair("positions", positions), _pair("phase", phase)
+    both = split_pair("positions", positions), split_pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
         validate(plain, (x,), omega, where, phi, amplitude) for x, where, phi in zip((q, k), *both, strict=True)
     )
@@ -278,15 +278,6 @@ def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
         return spec
     kind, over, eps, offset = options.norm
     return spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
-
-
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
-    """A value for each of q and k."""
-    if type(value) is not tuple:
-        return value, value
-    if len(value) != 2:
-        raise ValueError(f"{name}: a tuple is one for q and one for k, got {len(value)}")
-    return value
 
 
 def no_frequencies(q: Tensor) -> Tensor:
@@ -306,7 +297,7 @@ def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tu
     spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
     tables = Tables(no_frequencies(given.q))
     layouts = []
-    for x, where in zip((given.q, given.k), _pair("positions", sides.positions), strict=True):
+    for x, where in zip((given.q, given.k), split_pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
         layout = Layout(num_tokens, 0, num_tokens, 0, ()) if where is None else locate(where, x).layout
         layouts.append(layout._replace(sizes=()))

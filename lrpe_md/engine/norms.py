@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense
+from ..checks import check_dense, split_pair
 from ..norm import Norm, NormName, Over
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -47,26 +47,20 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     if bias is not None and kind == "rms":
         raise ValueError("norm.bias: expected None for 'rms', which has none, or kind='layer'")
     if offset != 0 and weight is None:
-        raise ValueError(f"norm.offset: expected it with a weight, which it is added to, got {offset!r} alone")
-    weights = Weights(*_by_tensor("weight", weight, num_tensors), *_by_tensor("bias", bias, num_tensors))
+        raise ValueError(f"norm.offset: expected 0 without a weight, got {offset!r}; the offset is added to the weight")
+    weights = Weights(*_split_weights("weight", weight, num_tensors), *_split_weights("bias", bias, num_tensors))
     weight, weight_k, bias, bias_k = weights
     return options._replace(norm=NormOptions(kind, over, float(eps), float(offset))), Weights(
         weight, bias, weight_k, bias_k
     )
 
 
-def _by_tensor(name: str, value: Any, num_tensors: int) -> tuple[Any, Any]:
-    """Return the value for q, or for the only tensor, and the value for k."""
-    if type(value) is not tuple:
-        return value, value if num_tensors == 2 else None
-    if len(value) != 2 or num_tensors != 2:
-        raise ValueError(
-            f"norm.{name}: a tuple is one for q and one for k, got {len(value)} for {num_tensors} "
-            f"tensor{'s' * (num_tensors > 1)}"
-        )
-    if any(t is None for t in value):
+def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
+    """Return γ or β of q, or of the only tensor, and of k."""
+    found = split_pair(f"norm.{name}", value, num_tensors)
+    if type(value) is tuple and any(t is None for t in value):
         raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
-    return value
+    return (*found, None)[:2]
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:

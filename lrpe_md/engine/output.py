@@ -152,7 +152,7 @@ def _check_apart(
             if _may_overlap(out, other):
                 name = _name_of(target, i - first)
                 read = _name_of(target, j - first) if j >= first else [*names, "out_start"][j]
-                raise ValueError(f"{name}: expected memory apart from that of {read}, with which it overlaps")
+                raise ValueError(f"{name}: expected memory that doesn't overlap {read}")
 
 
 def _name_of(target: Target, number: int) -> str:

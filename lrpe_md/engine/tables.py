@@ -38,7 +38,7 @@ def take_tables(
         missing = "omega" if omega is None else "positions" if positions is None else None
         if missing is not None:
             raise TypeError(f"{missing}: expected omega and positions, or tables=(cos, sin), got None")
-        raise ValueError(f"prefix: expected it with tables only, got {prefix!r}; a Grid or Coordinates has its own")
+        raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
     number = as_integer(prefix)

@@ -29,9 +29,9 @@ def encode_qkv(
     out: where q and k are to be, in that order, too.
     """
     if qkv is None:
-        raise ValueError(f"num_key_heads: expected it with qkv alone, got {num_key_heads}")
+        raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
     if xs:
-        raise TypeError(f"qkv: expected it alone, got {len(xs)} tensor{'s' * (len(xs) > 1)} beside it")
+        raise TypeError(f"qkv: expected no other tensors next to qkv, got {len(xs)}")
     num_key_heads = _check_projection(qkv, num_key_heads)
     batched = qkv.ndim == (5 if num_key_heads is None else 4)
     into = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}

@@ -203,15 +203,15 @@ ERRORS = {
     ),
     "one for two": (lambda: call(Q, K, torch.zeros_like(K)), "out: expected a pair, for q and for k, .* got 1"),
     "no tensor": (lambda: call(Q, K, "cache"), "out: expected a tensor, or one for q and one for k, got str"),
-    "in place": (lambda: call(Q, K, (None, K)), r"out\[1\]: expected memory apart from that of k"),
-    "over q": (lambda: call(Q, Q[:, :2], (None, Q[:, 1:3])), r"out\[1\]: expected memory apart from that of q"),
-    "over each other": (lambda: over_each_other(), r"out\[1\]: expected memory apart from that of out\[0\]"),
+    "in place": (lambda: call(Q, K, (None, K)), r"out\[1\]: expected memory that doesn't overlap k"),
+    "over q": (lambda: call(Q, Q[:, :2], (None, Q[:, 1:3])), r"out\[1\]: expected memory that doesn't overlap q"),
+    "over each other": (lambda: over_each_other(), r"out\[1\]: expected memory that doesn't overlap out\[0\]"),
     "over itself": (
         lambda: call(Q, K, (None, torch.zeros(1, 2, 3, 16).expand(2, 2, 3, 16))),
         r"out\[1\]: expected memory of its own for each element",
     ),
-    "over omega": (lambda: over_omega(), "out: expected memory apart from that of omega"),
-    "over coordinates": (lambda: over_coordinates(), "out: expected memory apart from that of coords"),
+    "over omega": (lambda: over_omega(), "out: expected memory that doesn't overlap omega"),
+    "over coordinates": (lambda: over_coordinates(), "out: expected memory that doesn't overlap coords"),
     "start alone": (lambda: call(Q, K, None, out_start=torch.tensor(0)), "out_start: expected None without out"),
     "a number": (lambda: call(Q, K, (None, K.clone()), out_start=2), "out_start: expected a tensor .* got int"),
     "floats": (
@@ -295,7 +295,7 @@ def test_shapes_alone_are_remembered():
     options = {"omega": torch.rand(1, 8, 1), "positions": Grid((3,)), "impl": "triton"}
     for _ in range(2):
         rotate(x, out=out, **options)
-        with pytest.raises(ValueError, match="out: expected memory apart from that of x"):
+        with pytest.raises(ValueError, match="out: expected memory that doesn't overlap x"):
             rotate(x, out=memory[:, :, 2:5], **options)
         with pytest.raises(ValueError, match="out: expected a tensor that requires no gradient"):
             rotate(x, out=torch.zeros_like(memory)[:, :, 3:6].requires_grad_(), **options)

@@ -64,7 +64,7 @@ BAD = {
         lambda: cosine(x, omega=omega, positions=grid, amplitude="1"),
     ),
     "positions of three tensors": (
-        ValueError, r"positions: a tuple is one for q and one for k, got 3 for 2 tensors",
+        ValueError, r"positions: expected a pair \(for q, for k\), got 3 values",
         lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
     ),
     "no omega": (
@@ -80,7 +80,7 @@ BAD = {
         lambda: rotate(x, x[:1], omega=pairs, positions=(grid, grid)),
     ),
     "a phase for k without k": (
-        ValueError, r"phase: a tuple is one for q and one for k, got 2 for 1 tensors",
+        ValueError, r"phase: expected one value for one tensor, got 2 values",
         lambda: cosine(x, omega=omega, positions=grid, phase=(None, torch.zeros(1, 8))),
     ),
     "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),

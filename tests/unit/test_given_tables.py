@@ -130,7 +130,7 @@ BAD = {
     ),
     "a prefix of a grid": (
         ValueError,
-        r"prefix: expected it with tables only, got 1",
+        r"prefix: expected 0 without tables, got 1",
         {"omega": OMEGA, "positions": Grid((3, 4)), "prefix": 1},
     ),
     "a prefix below 0": (ValueError, r"prefix: .* got -1", {"tables": TABLES, "prefix": -1}),
@@ -233,6 +233,6 @@ def test_outputs_apart_from_the_tables(rotary_dim):
     tables = place[0, 0, :, : rotary_dim or 8], COS[:, : rotary_dim or 8]
     out = place[..., : 8 + (rotary_dim or 8)]
     before = place.clone()
-    with pytest.raises(ValueError, match=r"out: expected memory apart from that of tables\[0\] \(cos\)"):
+    with pytest.raises(ValueError, match=r"out: expected memory that doesn't overlap tables\[0\] \(cos\)"):
         cosine(X[:1], tables=tables, rotary_dim=rotary_dim, out=out)
     assert torch.equal(place, before)

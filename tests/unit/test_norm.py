@@ -96,9 +96,9 @@ ERRORS = {
     "an offset of NaN": (
         ValueError, r"norm\.offset: expected a finite number, got nan", lambda: Norm(weight=normal(D), offset=math.nan),
     ),
-    "an offset of nothing": (ValueError, r"norm\.offset: expected it with a weight", lambda: Norm(offset=1.0)),
+    "an offset of nothing": (ValueError, r"norm\.offset: expected 0 without a weight", lambda: Norm(offset=1.0)),
     "three weights": (
-        ValueError, r"norm\.weight: a tuple is one for q and one for k, got 3", lambda: Norm(weight=(Q, Q, Q)),
+        ValueError, r"norm\.weight: expected a pair \(for q, for k\), got 3 values", lambda: Norm(weight=(Q, Q, Q)),
     ),
     "one of two": (TypeError, r"norm\.weight: .* got a tuple with None", lambda: Norm(weight=(normal(D), None))),
     "a list": (TypeError, r"norm\.weight.*\(of q\): expected a tensor", lambda: Norm(weight=[1.0])),
@@ -130,7 +130,7 @@ def test_one_clear_error(name):
 
 
 def test_errors_of_a_call():
-    with pytest.raises(ValueError, match=r"norm\.weight: a tuple is one for q and one for k, got 2 for 1 tensor"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected one value for one tensor, got 2 values"):
         rotate(Q, omega=OMEGA, positions=GRID, norm=Norm(weight=(normal(D), normal(D))))
     with pytest.raises(ValueError, match=r"norm: expected None with softmax over the sequence"):
         rotate(Q, omega=OMEGA, positions=GRID, act="softmax", dim=-2, norm=Norm())
