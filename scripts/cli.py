@@ -1,4 +1,4 @@
-"""The console command ``lrpe-md``: ``lrpe-md train | ablate | bench | fuzz | visualize``, each with options of its own.
+"""The console command: ``lrpe-md train | ablate | bench | fuzz | visualize``, each with its own options, and ``info``.
 
 It loads nothing but the program that is asked for, and says what to install where a package of the extra is missing.
 """
@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from lrpe_md import __version__
 
 __all__ = ["main", "run_program"]
 
@@ -49,8 +51,17 @@ def main() -> None:
     if name in PROGRAMS:
         run_program(name, arguments)
         return
-    usage = "\n".join(["usage: lrpe-md PROGRAM ..", *(f"  {each:<10} {what}" for each, what in PROGRAMS.items())])
+    if name == "--version":
+        print(f"lrpe-md {__version__}")
+        return
+    if name == "info":
+        from .info import describe
+
+        print(describe())
+        return
+    programs = PROGRAMS | {"info": "print versions, GPUs, and which implementation runs here"}
+    usage = "\n".join(["usage: lrpe-md PROGRAM ..", *(f"  {each:<10} {what}" for each, what in programs.items())])
     if name in ("-h", "--help"):
         print(usage)
         return
-    raise SystemExit(f"lrpe-md: expected one of {', '.join(PROGRAMS)}, got {name!r}\n{usage}")
+    raise SystemExit(f"lrpe-md: expected one of {', '.join(programs)}, got {name!r}\n{usage}")
