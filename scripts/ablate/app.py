@@ -56,7 +56,9 @@ def run(
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds per encoding. [3; with --full 5]")] = None,
     given: Annotated[list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Use more encodings and seeds, and train longer.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
+    ] = False,
     shard: Annotated[str, typer.Option(help="Run every n-th training, starting with the i-th: i/n.")] = "0/1",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of trainings to run in parallel. [1; CPU: cores]")

@@ -35,5 +35,5 @@ def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{option}: expected any of {'; '.join(known)}, got {name!r}")
+            raise typer.BadParameter(f"{option}: unknown {name!r}; choose from: {'; '.join(known)}")
     return names

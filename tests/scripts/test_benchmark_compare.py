@@ -19,12 +19,12 @@ def test_what_fell_is_named():
     for name, times in (("old", (1.0, 1.0)), ("new", (1.04, 5.0))):
         rows = ROW.format(peer="lrpe-md", p50=times[0]) + ROW.format(peer="timm", p50=times[1])
         (old if name == "old" else new)["benchmark-img64.csv"] = OPERATORS + rows
-    found = compare.fallen(old, new, 0.03)
+    found = compare.find_regressions(old, new, 0.03)
     assert list(found.file) == ["benchmark-img64.csv", "training.csv"]
     assert "rotate, img64, shared, lrpe-md" in found.row[0]
     assert found.row[1] == "vit, eager, axial, G"
-    assert compare.fallen(old, new, 0.05).empty
-    assert compare.fallen(new, old, 0.03).empty
+    assert compare.find_regressions(old, new, 0.05).empty
+    assert compare.find_regressions(new, old, 0.03).empty
 
 
 def test_the_last_of_a_row_counts():

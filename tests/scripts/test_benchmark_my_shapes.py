@@ -33,7 +33,7 @@ def test_on_a_cpu_the_reference_is_timed_by_its_name(tmp_path):
     done = invoke(*SMALL, "--map", "both", "--prefix", 1, "--linear", "--out", out)
     assert done.exit_code == 0, done.output
     assert "There is no GPU here: the kernels can't be measured" in done.output
-    assert "it says nothing about a GPU" in done.output
+    assert "they say nothing about a GPU" in done.output
     assert "saved by" not in done.output
     rows = [row for row in read(out) if row["mode"] != "copy"]
     assert {row["peer"] for row in rows} == {my_shapes.STAND_IN, "timm, eager"}

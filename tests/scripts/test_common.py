@@ -13,7 +13,7 @@ from lrpe_md.scripts.common import devices, options, provenance
 
 def test_choose_keeps_the_order_and_takes_each_name_once():
     assert options.choose("--modes", ["b", "a", "b"], "abc") == ["b", "a"]
-    with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; known are: a; b; c"):
+    with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; choose from: a; b; c"):
         options.choose("--modes", ["a", "d"], "abc")
 
 

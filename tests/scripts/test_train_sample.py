@@ -142,7 +142,7 @@ REFUSED = {
     "nothing": (["--size", "0x8"], "--size: expected multiples of 2"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as the captions of the training, got 24"),
     "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
-    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; known are: rescaled; extrapolated"),
+    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated"),
 }
 
 

@@ -375,7 +375,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "--preset, --frequencies: expected one of the two"),
     (["-p", "wan", "--frequencies", "axial"], "--preset, --frequencies: expected one of the two"),
-    (["-p", "wann"], "--preset: unknown 'wann'; known are: eva02"),
+    (["-p", "wann"], "--preset: unknown 'wann'; choose from: eva02"),
     (["-p", "wan", "--map", "cosine"], "--map: a preset has its own"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: a preset has its own"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
@@ -384,7 +384,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["--frequencies", "axial", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 can't have 66"),
-    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; known are: png; pdf; svg"),
+    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected whole numbers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected whole numbers of at least 1"),
     (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 has 2 axes"),
