@@ -89,7 +89,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
         for name, x in run_formula(c, inputs, rounding).items():
             total[name] += (x - exact[name]).square() / SAMPLES
     with nan_filled():
-        if c.again:
+        if c.is_repeated:
             run_library(c, make_inputs(replace(c, seed=c.seed + 1), device), impl)
         actual = run_library(c, inputs, impl)  # last, since it overwrites out=
     for name in actual.keys() & {"o", "q", "k", "v"}:

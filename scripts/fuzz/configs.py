@@ -41,7 +41,7 @@ class Place(_Small):
     origin: bool = False
     by_sample: bool = False  # origin or coordinates differ by sample
     masked: bool = False  # some rows of coordinates are not rotated
-    far: float = 20.0  # largest coordinate or origin
+    max_coordinate: float = 20.0  # largest coordinate or origin
     dtype: str = "float32"  # dtype of coordinates, or of an origin (int32 or int64)
 
     @property
@@ -89,7 +89,7 @@ class Config(_Small):
     grad_layout: str = "dense"
     zeros: bool = False  # some tokens are zero
     frozen: tuple[str, ...] = ()  # tensors that require no gradient
-    again: bool = False  # repeat a call of the same sizes with other values
+    is_repeated: bool = False  # repeat a call of the same sizes with other values
     seed: int = 0
 
     @property
@@ -199,7 +199,9 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
         cells = torch.stack(
             [inside // max(step, 1) % max(n, 1) for step, n in zip(steps, place.shape, strict=True)], -1
         )
-        origin = torch.randint(-int(place.far), int(place.far) + 1, (*size, axes), generator=generator)
+        origin = torch.randint(
+            -int(place.max_coordinate), int(place.max_coordinate) + 1, (*size, axes), generator=generator
+        )
         origin = origin.int() if place.dtype == "int32" else origin
         at = cells + origin[..., None, :] if place.origin else cells
         scale, shift = (
@@ -215,7 +217,7 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
                 pad(origin.to(device)) if place.origin else None,
             )  # fmt: skip
     else:
-        table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.far)
+        table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.max_coordinate)
         table = table.to(getattr(torch, place.dtype))
         rotated = torch.rand(*size, rows, generator=generator) < 0.6 if place.masked else None
         positions = pad(table.to(device))

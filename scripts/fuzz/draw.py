@@ -59,7 +59,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
         shape = tuple(max(1, n // 2) for n in shape)
     if f.random() < 0.02:
         shape = (0, *shape[1:])
-    place = Place(kind, shape, far=pick(f, 20.0, 1000.0, 1e6, share=0.8))
+    place = Place(kind, shape, max_coordinate=pick(f, 20.0, 1000.0, 1e6, share=0.8))
     by_sample = v.random() < 0.4
     if kind != "tensor" and v.random() < 0.6:
         place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(1, 2) * v.randint(0, 1))
@@ -127,7 +127,7 @@ def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int)
         "omega_heads": encoded and f.random() < 0.4, "omega_dtype": pick(v, "float32", "float64", share=0.8),
         "phase": pick(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
         "amplitude": pick(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
-        "frozen": frozen, "again": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
+        "frozen": frozen, "is_repeated": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
         "layout": pick(f, *DENSE, "one sample", "one head", share=0.4),
         "grad_layout": pick(f, *DENSE, "one sample", "one number", share=0.5),
     }  # fmt: skip

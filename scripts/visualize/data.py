@@ -318,7 +318,7 @@ class Picture:
     size: tuple[int, int]
 
     @property
-    def left(self) -> list[int]:
+    def first_columns(self) -> list[int]:
         """Return the first column of each frame."""
         return [i * (self.size[1] + GAP) for i in range(len(self.frames))]
 
@@ -336,12 +336,12 @@ def arrange(layout: Layout, values: Tensor, frames: list[int]) -> Picture:
     image[:rows].view(-1)[: layout.text] = values[: layout.text]
     grid = values[layout.text :].reshape(layout.frames)
     picture = Picture(image, frames, top, (height, width))
-    for left, frame in zip(picture.left, frames, strict=True):
+    for left, frame in zip(picture.first_columns, frames, strict=True):
         image[top:, left : left + width] = grid[frame]
     return picture
 
 
-def cut(layout: Layout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
+def slice_through(layout: Layout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
     """Slice values (N,) through a token along a grid axis: return distances in tokens, and values."""
     grid = values[layout.text :].reshape(layout.shape)
     line = grid[tuple(slice(None) if a == axis else i for a, i in enumerate(token))]

@@ -74,7 +74,7 @@ class View:
         return data.of_head(self.subject.omega(*variant), self.head)
 
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Return the similarity with the token (N,) by variant; axis orders with indistinguishable values are merged."""
+        """Return the similarity with the token (N,) by variant; axis orders with equal values are merged."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
             score = data.similarity(data.angles(self.layout, self.omega(variant)), self.layout.index(self.token))
@@ -189,13 +189,15 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_xlabel("W", labelpad=1)
     else:
-        axis.set_xticks([left + (width - 1) / 2 for left in picture.left], [f"W  (T = {t})" for t in view.frames])
+        axis.set_xticks(
+            [left + (width - 1) / 2 for left in picture.first_columns], [f"W  (T = {t})" for t in view.frames]
+        )
         axis.tick_params(axis="x", length=0)
     axis.set_ylabel("H", labelpad=1)
     axis.grid(False)
     axis.spines[:].set_visible(False)
     frame = view.token[0] if len(layout.shape) == 3 else 0
-    x, y = picture.left[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
+    x, y = picture.first_columns[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
     ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8)[0]
     ring.set_path_effects([patheffects.Stroke(linewidth=2.6, foreground="black"), patheffects.Normal()])
     return image
@@ -207,7 +209,7 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
             line = "-" if look.width > 2 else look.line
-            distance, values = data.cut(view.layout, score, view.token, j)
+            distance, values = data.slice_through(view.layout, score, view.token, j)
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))

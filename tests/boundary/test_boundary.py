@@ -6,7 +6,7 @@ the reference there, and the kernels on a GPU.
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
@@ -55,7 +55,7 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
     return call, [a.detach().requires_grad_() for a in args]
 
 
-@spread(
+@parametrize_each(
     "chosen map impl", [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)], list(MAPS), IMPLS,
     fixtures=["map", "impl"],
 )  # fmt: skip

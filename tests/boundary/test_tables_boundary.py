@@ -6,7 +6,7 @@ reference there, and the kernels on a GPU.
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 from test_boundary import counted, tracing
 from torch import nn
 from torch.func import grad, jvp, vmap
@@ -47,7 +47,7 @@ def encode(q, k, tables, impl="auto", **options):
     return rotate(q, k, tables=tables, prefix=1, act="silu", pairs="interleaved", impl=impl, **options)
 
 
-@spread("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
+@parametrize_each("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
 def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
     xs, tables = draw(device, kind)
 
@@ -119,7 +119,7 @@ def test_transforms(device):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
-@spread("kind impl dynamic", KINDS, IMPLS, [False, True])
+@parametrize_each("kind impl dynamic", KINDS, IMPLS, [False, True])
 def test_compile_training(kind, impl, dynamic, device):
     xs, tables = draw(device, kind, torch.float32)
 

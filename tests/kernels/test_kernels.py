@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Grid, cosine
 from lrpe_md.engine import boundary, launch
@@ -97,8 +97,8 @@ CUTS = {
 }
 
 
-@spread("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, map, coords):
+@parametrize_each("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
+def test_every_way_to_cut_the_work(monkeypatch, count_launches, name, map, coords):
     """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
     cut = CUTS[name]
 
@@ -123,11 +123,11 @@ def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, map, coord
     ],
     ids=str,
 )
-def test_channels_that_are_no_power_of_two(known_launches, case):
+def test_channels_that_are_no_power_of_two(count_launches, case):
     """Tiles are of blocks of channels, as many as fit a load of 16 bytes."""
     assert not violations(case, frequencies=False)
     assert not violations(case)
-    blocks = {(launched.variant.flat, launched.variant.block_c) for launched in known_launches()}
+    blocks = {(launched.variant.flat, launched.variant.block_c) for launched in count_launches()}
     width = 4 if case.channels % 8 else 8
     assert blocks == {(case.channels // width, width)}
 
@@ -135,7 +135,7 @@ def test_channels_that_are_no_power_of_two(known_launches, case):
 @pytest.mark.parametrize(
     "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
-def test_shared_blocks_of_channels(monkeypatch, known_launches, case):
+def test_shared_blocks_of_channels(monkeypatch, count_launches, case):
     """Programs of the same channels share what is left after full rounds."""
     walks = []
 

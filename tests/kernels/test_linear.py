@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from spreading import spread, spread_rows
+from parametrizing import each_value_rows, parametrize_each
 
 pytest.importorskip("triton")
 
@@ -120,7 +120,7 @@ def test_states_of_any_width_are_in_the_order_of_the_features(name, head_dim):
     holds(replace(case, return_state=True, normalizer="encoded", act="softplus", base=1e8))
 
 
-@spread(
+@parametrize_each(
     "cut mask changes head_dim", CUTS, ["full", "causal"], [{}, {"state": True, "return_state": True}], [16, 24],
     fixtures=["cut"],
 )  # fmt: skip
@@ -218,7 +218,7 @@ def test_activations(name, act):
 
 
 GATES = ("float", "bool", "nan")
-GATED = [*product(["full"], GATES, CUTS), *spread_rows(["causal", "block"], GATES, MASKED)]
+GATED = [*product(["full"], GATES, CUTS), *each_value_rows(["causal", "block"], GATES, MASKED)]
 
 
 @pytest.mark.parametrize(("mask", "gate", "cut"), GATED, indirect=["cut"])
@@ -289,7 +289,7 @@ PARTS_OF_THE_COSINE_MAP = [
 ]  # fmt: skip
 
 
-@spread(
+@parametrize_each(
     "changes normalizer mask cut", PARTS_OF_THE_COSINE_MAP, ["unrotated", "encoded", "none"],
     ["full", "causal", "block"], CUTS, fixtures=["cut"],
 )  # fmt: skip
@@ -329,7 +329,7 @@ CAUSAL = [
 ]  # fmt: skip
 
 
-@spread("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
+@parametrize_each("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
 def test_causal(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="causal", state=state, return_state=state, **changes))
@@ -338,7 +338,7 @@ def test_causal(changes, state, cut):
 BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]
 
 
-@spread("changes state cut", BLOCKS, [False, True], MASKED, fixtures=["cut"])
+@parametrize_each("changes state cut", BLOCKS, [False, True], MASKED, fixtures=["cut"])
 def test_blocks(changes, state, cut):
     changes = {"act": "softplus", **changes}
     holds(LinearCase(mask="block", shape=(4, 5), block=5, state=state, return_state=state, **changes))

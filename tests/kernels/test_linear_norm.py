@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 pytest.importorskip("triton")
 
@@ -42,7 +42,7 @@ def cut(request, monkeypatch):
     remembered.clear()
 
 
-@spread(
+@parametrize_each(
     "name normalizer kind cut", ["cosine", "rotate", None], ["unrotated", "encoded", "none"], KINDS, CUTS,
     fixtures=["cut"],
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_activations(act, kind):
     holds(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 
 
-@spread("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
+@parametrize_each("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
 def test_masks_and_gates(mask, gate, kind, cut):
     holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", norm=kind, norm_groups=2))
 
@@ -102,7 +102,7 @@ CHANGES = [
 ]
 
 
-@spread("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
+@parametrize_each("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **FEW[cut], **changes})
     holds(case)
@@ -117,7 +117,7 @@ CAUSAL = [
 ]  # fmt: skip
 
 
-@spread("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
+@parametrize_each("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
     holds(LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes}))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Grid, Norm, rotate
 from lrpe_md.engine import launch
@@ -32,14 +32,14 @@ def poison(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-@spread("chosen over kind map", ACTS, OVER, KINDS, ("cosine", "rotate"))
+@parametrize_each("chosen over kind map", ACTS, OVER, KINDS, ("cosine", "rotate"))
 def test_activations(chosen, over, kind, map):
     act, dim = chosen
     case = Case(map, SHAPES[over], act=act, dim=dim, norm=kind, norm_over=over, head_dim=24, phase=True)
     assert not violations(case)
 
 
-@spread("dtype over kind", DTYPES, OVER, KINDS)
+@parametrize_each("dtype over kind", DTYPES, OVER, KINDS)
 def test_dtypes(dtype, over, kind):
     case = Case("rotate", (5, 7) if over == "head" else (3, 5), norm=kind, norm_over=over, dtype=dtype)
     assert not violations(case)
@@ -85,7 +85,7 @@ CHANGES = [
 ]
 
 
-@spread("change over kind", CHANGES, OVER, KINDS)
+@parametrize_each("change over kind", CHANGES, OVER, KINDS)
 def test_weights_positions_and_strides(change, over, kind):
     case = Case("rotate", **{"shape": SHAPES[over], "norm": kind, "norm_over": over, **change})
     assert not violations(case)
@@ -94,7 +94,7 @@ def test_weights_positions_and_strides(change, over, kind):
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved", (3, 5)])
-@spread("rotary_dim over kind", [None, slice(3, 13)], OVER, KINDS)
+@parametrize_each("rotary_dim over kind", [None, slice(3, 13)], OVER, KINDS)
 def test_pairs_and_partial_rotation(pairs, rotary_dim, over, kind):
     if rotary_dim and pairs == (3, 5):
         pairs = (2, 3)
@@ -137,7 +137,7 @@ CUTS = {
 
 @pytest.mark.parametrize("coords", ["grid", "by_sample"])
 @pytest.mark.parametrize("name", CUTS)
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, coords, name):
+def test_every_way_to_cut_the_work(monkeypatch, count_launches, coords, name):
     """Programs whose rows have a weight in common, some of q and some of k."""
     cut = CUTS[name]
 

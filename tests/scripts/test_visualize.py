@@ -30,7 +30,7 @@ def closed():
 def tiny(name: str, shape: tuple[int, ...] | None = None, **options: Any) -> visualize.View:
     subject = data.published(name, num_heads=8 if name == "mhrope" else 2)
     shape = TINY[len(data.default_shape(subject.preset))] if shape is None else shape
-    return visualize.look(subject, shape="x".join(map(str, shape)), **options)
+    return visualize.build_view(subject, shape="x".join(map(str, shape)), **options)
 
 
 def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -84,7 +84,7 @@ def test_unrotated_and_aliased_channels_are_marked():
 
     subject = replace(subject, frequencies={data.NO_ORDER: Dense(2, omega, 1.0)})
     subject = replace(subject, preset=replace(subject.preset, omega=subject.omega("rotate", data.NO_ORDER)))
-    view = visualize.look(subject, shape="5x7")
+    view = visualize.build_view(subject, shape="5x7")
     assert view.channels == [0, 1, 5, 3]
     figure = visualize.draw(view)
     axes = {a.get_title(): a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes}
@@ -277,14 +277,14 @@ def test_frames_side_by_side_with_the_text_above():
         [12, 13, 14, nan, 24, 25, 26],
     ]
     torch.testing.assert_close(picture.image, torch.tensor(wanted, dtype=torch.float32), equal_nan=True)
-    assert (picture.top, picture.left) == (3, [0, 4])
+    assert (picture.top, picture.first_columns) == (3, [0, 4])
 
 
 def test_cuts_go_through_the_token():
     layout = tiny("wan", (3, 4, 5), text=0).layout
     values = torch.tensor([100 * t + 10 * h + w for t, h, w in cells((3, 4, 5))])
     for axis, wanted in enumerate(([13, 113, 213], [103, 113, 123, 133], [110, 111, 112, 113, 114])):
-        distance, line = data.cut(layout, values, (1, 1, 3), axis)
+        distance, line = data.slice_through(layout, values, (1, 1, 3), axis)
         assert line.tolist() == wanted
         assert distance[wanted.index(113)] == 0
     assert values[layout.index((1, 1, 3))] == 113
@@ -373,11 +373,11 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "--preset, --frequencies: expected one of the two"),
-    (["-p", "wan", "--frequencies", "axial"], "--preset, --frequencies: expected one of the two"),
+    ([], "expected either --preset or --frequencies"),
+    (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
     (["-p", "wann"], "--preset: unknown 'wann'; choose from: eva02"),
-    (["-p", "wan", "--map", "cosine"], "--map: a preset has its own"),
-    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: a preset has its own"),
+    (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset"),
+    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
     (["--frequencies", "axial", "--map", "turn"], "--map: unknown 'turn'"),
     (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
@@ -385,8 +385,8 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 can't have 66"),
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
-    (["-p", "wan", "--shape", "4xa"], "--shape: expected whole numbers of at least 1"),
-    (["-p", "wan", "--shape", "4x0x2"], "--shape: expected whole numbers of at least 1"),
+    (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
+    (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
     (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 has 2 axes"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
@@ -397,7 +397,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
-    (["-p", "eva02", "--shape", "1x1"], "--shape: nothing of eva02 turns on a grid of 1x1"),
+    (["-p", "eva02", "--shape", "1x1"], "--shape: expected a grid on which eva02 rotates some channel, got 1x1"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(arguments: list[str], message: str, tmp_path: Path):
     result = run(*arguments, "--out", str(tmp_path / "out"))

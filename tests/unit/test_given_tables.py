@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Coordinates, Grid, Norm, axial_omega, cosine, pack, reference, rotate
 from lrpe_md.reference import join_pairs, split_pairs
@@ -25,7 +25,7 @@ def angles(channels: int, heads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 PAIRS = ["half", "interleaved", (1, 3)]
 
 
-@spread("pairs kind heads", PAIRS, ["pairs", "full", "complex", "complex full"], [1, 2])
+@parametrize_each("pairs kind heads", PAIRS, ["pairs", "full", "complex", "complex full"], [1, 2])
 def test_tables_of_angles_rotate_by_these(pairs, kind, heads):
     q, k = draw(2, 4, 15, 8), draw(2, 2, 15, 8)
     omega, theta = angles(4, heads)

@@ -20,11 +20,11 @@ from original_presets import (
     HEADS,
     LAYOUTS,
     encode,
+    for_heads,
     golden_tables,
     inputs,
     is_golden,
     ltx2,
-    of_heads,
     on,
     original,
     sized,
@@ -181,7 +181,7 @@ SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 @settings(deadline=None, max_examples=6)
 def test_scores_depend_on_relative_positions_alone(name, steps):
     """Moving all that is rotated by the same step leaves every score as it was."""
-    p = of_heads(name)
+    p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     rows = positions.explicit().explicit()
     step = torch.tensor(steps[: p.num_axes], dtype=torch.float64) / p.omega.abs().max().clamp(min=10) * 10
@@ -198,7 +198,7 @@ def test_scores_depend_on_relative_positions_alone(name, steps):
 @given(data=st.data())
 @settings(deadline=None, max_examples=6)
 def test_a_shard_is_a_slice(name, data):
-    p = of_heads(name)
+    p = for_heads(name)
     whole = p.positions(*SEGMENTS[name])
     start = data.draw(st.integers(0, whole.num_tokens))
     for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
@@ -233,7 +233,7 @@ ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # of the chann
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_preset_says(name):
-    p = of_heads(name)
+    p = for_heads(name)
     scheme = p.scheme
     assert p.name == name
     assert p.omega.dtype == torch.float64
@@ -281,7 +281,7 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
     """The kernels on every preset, in float32: as near to float64 as the reference."""
-    p = of_heads(name)
+    p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
     q, k = inputs(positions.num_tokens, p.head_dim, p.num_heads)
@@ -435,7 +435,7 @@ def test_a_scaling_an_axis():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_copies(name):
-    p = of_heads(name)
+    p = for_heads(name)
     for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
         assert torch.equal(other.omega, p.omega)
         assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
@@ -517,7 +517,7 @@ SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3},
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_said_is_taken_or_refused(name):
     """No argument passes without effect."""
-    plain = of_heads(name)
+    plain = for_heads(name)
     shares = (1, *[2] * (plain.num_axes - 1))
     changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
     for key, value in changes.items():
@@ -571,9 +571,9 @@ def test_a_sequence_counts_on(name):
 
 def test_a_preset_made_on_the_meta_device_has_values():
     with torch.device("meta"):
-        found = [of_heads(name) for name in SCHEMES]
+        found = [for_heads(name) for name in SCHEMES]
     for p in found:
-        assert torch.equal(p.omega, of_heads(p.name).omega)
+        assert torch.equal(p.omega, for_heads(p.name).omega)
 
 
 @pytest.mark.parametrize("name", BAD)

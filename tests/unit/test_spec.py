@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 import lrpe_md
 from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md, reference
@@ -189,7 +189,7 @@ def test_default_axis_order_is_the_documents():
     assert not torch.allclose(y, major)
 
 
-@spread(
+@parametrize_each(
     "theta_shape offset rotary_dim", ["(h, d/2)", "(d/2)", "(h)"], [0, 3, "by sample"], [None, 4, slice(2, 8)],
 )  # fmt: skip
 def test_rotate_1d(theta_shape, offset, rotary_dim):

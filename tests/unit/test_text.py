@@ -221,13 +221,13 @@ def test_offsets_as_fake_tensors():
 
 
 @pytest.mark.parametrize("kind", ["0-d", "by sample"])
-def test_the_same_kernel_for_every_offset(known_launches, kind):
+def test_the_same_kernel_for_every_offset(count_launches, kind):
     """And no more work for the host: a new offset is a launch that is known already."""
     q, k = qk()
     for value in (0, 1, 5, -4, 70_000, 2**40):
         offset = torch.tensor(value) if kind == "0-d" else torch.tensor([value, 3])
         Rotate1d(8, impl="triton")(q, k, offset=offset)
-    (launched,) = known_launches()
+    (launched,) = count_launches()
     assert launched.variant.by_sample == (kind == "by sample")
 
 
@@ -264,26 +264,26 @@ def test_a_new_offset_compiles_nothing():
     assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(seen))
 
 
-def test_frequencies_change_without_another_kernel(known_launches):
+def test_frequencies_change_without_another_kernel(count_launches):
     module, (q, k) = Rotate1d(8, amplitude=1.0, impl="triton"), qk()
     places = module.omega.data_ptr(), module.amplitude.data_ptr()  # which a CUDA graph keeps
     for theta, amplitude in ((geometric_theta(4), 1.0), (geometric_theta(4) / 2, 1.3)):
         module.set_frequencies(theta, amplitude)
         expected = lrpe_rotate_1d(q, theta.float(), offset=3, amplitude=amplitude, impl="reference")
         torch.testing.assert_close(module(q, k, offset=3)[0], expected, rtol=0, atol=2e-6)
-    assert len(known_launches()) == 1
+    assert len(count_launches()) == 1
     assert places == (module.omega.data_ptr(), module.amplitude.data_ptr())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_ints_are_offsets_as_tensors(known_launches, impl):
+def test_ints_are_offsets_as_tensors(count_launches, impl):
     """Below zero and far ones, too: but for 0 one kernel, and one layout."""
     q, k = qk()
     module = Rotate1d(8, impl=impl)
     for offset in (-5, 3, 2**17):
         for y, e in zip(module(q, k, offset=offset), module(q, k, offset=torch.tensor(offset)), strict=True):
             assert torch.equal(y, e)
-    assert len(known_launches()) == (impl == "triton")
+    assert len(count_launches()) == (impl == "triton")
     assert offset_positions(4, 0, q.device) is offset_positions(4, 0, q.device)
 
 
