@@ -1,7 +1,7 @@
-"""Given tables at the boundary with PyTorch: derivatives of every kind, transforms, compilers, operators.
+"""Integration of given tables with PyTorch: derivatives, transforms, compilers, operators.
 
-``triton`` on a CPU is the interpreter in eager mode and the registered operator under compilers; ``auto`` is the
-reference there, and the kernels on a GPU.
+On a CPU, ``triton`` is the interpreter in eager mode and the registered operator under compilers. ``auto`` is the
+reference on a CPU and the kernels on a GPU.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def fresh_compiler():
 
 
 def draw(device, kind, dtype=torch.float64, num_tokens=7):
-    """q, k and tables for all but two of their tokens."""
+    """Draw q, k and tables for all but two of their tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*size):
@@ -70,8 +70,8 @@ def test_gradients_of_a_norm(device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tables_that_learn(kind, device):
-    """They have a gradient, by the reference; the kernels refuse them."""
+def test_gradients_to_tables_need_the_reference(kind, device):
+    """The reference differentiates by tables; the kernels refuse."""
     xs, tables = draw(device, kind)
     leaves = [t.requires_grad_() for t in (tables if isinstance(tables, tuple) else (tables,))]
 
@@ -168,7 +168,7 @@ def test_export(impl, kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
 def test_operators(act, dim, kind, device):
-    """opcheck, and that a compiler's operator on a CPU agrees with the kernels."""
+    """The operators pass opcheck, and agree with the kernels on a CPU."""
     xs, tables = draw(device, kind, torch.float32)
     xs = [x.detach() for x in xs]
     cos_sin = CosSin(torch.view_as_real(tables), None) if kind == "complex" else CosSin(*tables, inverse=True)

@@ -1,4 +1,4 @@
-"""Given tables of cos and sin in the kernels, against float64, in Triton's interpreter."""
+"""Given cos and sin tables in the kernels, against float64, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ COSINE = replace(PAIRS, map="cosine")
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
@@ -92,7 +92,7 @@ def test_norms(change, case, pairs, layout):
 
 
 @parametrize_each("name case", list(CUTS), [FULL, COSINE])
-def test_every_way_to_cut_the_work(monkeypatch, count_launches, name, case):
+def test_every_work_partition(monkeypatch, count_launches, name, case):
     cut = CUTS[name]
     whole = plans.plan
 
@@ -107,8 +107,8 @@ def test_every_way_to_cut_the_work(monkeypatch, count_launches, name, case):
     assert not violations(replace(case, **changes))
 
 
-def test_expanded_tables_are_read_as_one(count_launches):
-    """Samples and heads that share rows are rows of the same programs."""
+def test_expanded_tables_share_programs(count_launches):
+    """Samples and heads that share table rows are processed by the same programs."""
     for layout, heads, batch in (("dense", 1, 1), ("expanded", 1, 1)):
         assert not violations(replace(FULL, tables_layout=layout, omega_heads=heads, tables_batch=batch))
     inputs = make_inputs(FULL)
@@ -141,7 +141,7 @@ def test_loads_are_as_wide_as_strides_allow(count_launches, table, unit):
 
 
 def test_no_copy_of_a_table(monkeypatch):
-    """Whatever its strides, the kernel is given the caller's memory."""
+    """The kernel receives the caller's memory, whatever its strides."""
     seen, order = [], launch.order_tensors
 
     def watch(rows, outs, tables, *rest):
@@ -159,7 +159,7 @@ def test_no_copy_of_a_table(monkeypatch):
 
 
 def test_a_negated_table_is_resolved():
-    """The imaginary part of a conjugate is a view whose memory has the other sign."""
+    """The imaginary part of a conjugate is a view whose memory has the opposite sign."""
     table, q = torch.polar(torch.ones(12, 8), torch.randn(12, 8)), torch.randn(1, 2, 12, 16)
     expected = rotate(q, tables=table, inverse=True, impl="reference")
     for tables in (table.conj(), (table.conj().real, table.conj().imag)):
@@ -183,7 +183,7 @@ def test_outputs_in_a_cache(start, norm):
 
 
 def test_packed_tokens_and_projections():
-    """(N, H, D) has a row of the tables for each token, and q, k and v of a projection are taken as views."""
+    """Each of the tokens (N, H, D) has a table row; q, k and v of a projection are used as views."""
     qkv, tables = torch.randn(9, 3, 4, 8), (torch.randn(9, 8), torch.randn(9, 8))
     q, k, v = rotate(qkv=qkv, tables=tables, impl="triton")
     assert torch.equal(v, qkv[:, 2])
