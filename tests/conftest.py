@@ -20,9 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: item.path.name != "test_aot.py"
-    )  # start with the longest tests, so that no process runs them last
+    # start with the longest tests, so that no process runs them last
+    items.sort(key=lambda item: item.path.name != "test_aot.py")
     if "TRITON_INTERPRET" not in os.environ:
         return
     reason = "runs with pytest -m gpu" if torch.cuda.is_available() else "needs a GPU"

@@ -248,9 +248,8 @@ def fix_old_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
-    monkeypatch.setattr(
-        dispatch, "warn_of_interpreter", lambda: None
-    )  # the warning is about errors that are fixed here
+    # the warning is about errors that are fixed here
+    monkeypatch.setattr(dispatch, "warn_of_interpreter", lambda: None)
     monkeypatch.setattr(type(interpreter.interpreter_builder), "create_fma", fma)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 

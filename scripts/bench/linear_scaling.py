@@ -207,7 +207,7 @@ def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: 
         expected = expected * work / before if before else 0.0
         before = work
         if expected * (1 if expected > ONCE else 2) > run.cap:
-            run.add(**key, note=f"skipped: a step is expected to take {expected:.3g} s")
+            run.add(**key, note=f"left out: a step is expected to take {expected:.3g} s")
             continue
         found: dict[str, Any] = {"note": NO_ROOM}
         if not recomputed:

@@ -198,7 +198,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
         if time.monotonic() > run.deadline:
             raise OutOfTime
         if impl == linear.SDPA and operations > SOFTMAX:
-            run.add(**key, note=f"skipped: a forward has {operations:.1e} operations; use a smaller --batch")
+            run.add(**key, note=f"left out: a forward has {operations:.1e} operations; use a smaller --batch")
             continue
         try:
             linear.measure(run, str(shapes), case, impl)

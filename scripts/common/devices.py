@@ -17,7 +17,7 @@ def choose_device(wanted: str) -> torch.device:
     """Resolve the --device option: auto, cpu or cuda."""
     choose("--device", [wanted], ("auto", "cpu", "cuda"))
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device: expected a GPU for cuda, PyTorch finds none; use cpu or auto")
+        raise typer.BadParameter("--device: cuda needs a GPU, but PyTorch finds none; use cpu or auto")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 

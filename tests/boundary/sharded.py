@@ -244,7 +244,7 @@ def tokens(mesh, impl):
 
 @case
 def coordinates_learn(mesh, impl):
-    """Differentiate by coordinates and amplitude, which only the reference supports."""
+    """Differentiate by coordinates, amplitude and scale, which only the reference supports."""
     omega = normal(mesh, 1, 4, 2)
     for p, shape in ((Shard(0), (7, 2)), (Shard(2), (7, 2)), (Shard(2), (2, 7, 2)), (Shard(1), (2, 7, 2))):
         same(

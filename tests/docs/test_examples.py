@@ -201,9 +201,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     assert len(plt.get_fignums()) >= 4
-    torch.testing.assert_close(
-        names["here"][:10, :18], names["there"][5:15, 10:28]
-    )  # equal distances give equal scores, as the notebook says
+    # equal distances give equal scores, as the notebook says
+    torch.testing.assert_close(names["here"][:10, :18], names["there"][5:15, 10:28])
     plt.close("all")
 
 

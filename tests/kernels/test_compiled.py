@@ -259,10 +259,8 @@ def test_aot_inductor_programs(map, device, tmp_path):
     """AOTInductor's program of the operator loads in Python, if torch can load that of a linear layer."""
     if device == "cuda":
         command = [sys.executable, "-c", PLAIN_PACKAGE, device, str(tmp_path / "plain.pt2")]
-        env = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        }  # another test may compile the same program at the same time
+        # another test may compile the same program at the same time
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode < 0:
             pytest.skip(f"torch.nn.Linear's own package ends the process that loads it: signal {-done.returncode}")
@@ -424,8 +422,8 @@ def test_nothing_is_copied(map):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("map", MAPS)
-def test_launches_use_torchs_launcher(map):
-    """Launches have torch's cost, since Inductor accepts only its own launcher here."""
+def test_static_launcher_accepts_the_kernels(map):
+    """The kernels run with Inductor's static launcher, which raises here instead of falling back."""
     args = make_inputs(map, "packed", learn=False)
     f = encode_by(map)
     grads = [torch.randn_like(y) for y in f(*args)]

@@ -56,7 +56,7 @@ def cut(request, monkeypatch):
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("return_state", [False, True])
 @pytest.mark.parametrize("mask", ["full", "causal", "block"])
-def test_traced_variant_is_cached(mask, return_state, state, cut):
+def test_saved_tensors_have_the_declared_shapes(mask, return_state, state, cut):
     case = LinearCase(mask=mask, block=5, state=state, batch=1, heads=(2, 1))
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv

@@ -16,10 +16,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpr
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
-FEW = {
-    "one pass": {"batch": 1},
-    "many pieces": {"heads": (2, 1)},
-}  # few programs: one case has several heads, the other samples
+# few programs: one case has several heads, the other samples
+FEW = {"one pass": {"batch": 1}, "many pieces": {"heads": (2, 1)}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

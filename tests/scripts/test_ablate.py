@@ -99,7 +99,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     refused = invoke(*SMALL, "--out", str(tmp_path))
     assert refused.exit_code == 2
-    assert "not a folder of this script" in refused.output
+    assert "choose an empty or new folder" in refused.output
 
 
 def test_interrupt_keeps_finished_runs_and_says_how_to_go_on(tmp_path: Path, monkeypatch, trained: list) -> None:
@@ -159,7 +159,7 @@ def test_help_and_unknown_names(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert "'nonsense'" in refused.output
         assert known in refused.output
-    assert "no longer comparison" in invoke("run", "image", str(tmp_path), "--full").output
+    assert "--full: not available for image" in invoke("run", "image", str(tmp_path), "--full").output
     assert "got none" in invoke("run", "image").output
     assert not (tmp_path / "out").exists()
 

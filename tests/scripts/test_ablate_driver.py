@@ -61,7 +61,7 @@ def test_shards_resume_and_report(images, tmp_path, trained):
     first = invoke(*command(images, out, "--shard", "0/2"))
     assert first.exit_code == 0, first.output
     assert trained == [("none", "softmax", 0), ("none", "softmax", 1)]
-    assert "still to come" in first.output
+    assert "not finished yet" in first.output
     assert not (out / "results.csv").exists()
     (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # of a process that was killed
     second = invoke(*command(images, out, "--shard", "1/2"))
@@ -231,8 +231,8 @@ def test_what_is_wrong_is_said(images, tmp_path):
 
     run = command(images, tmp_path / "out")
     assert "'audio'" in said("run", "audio", str(images))
-    assert "no such file" in said("run", "image", str(tmp_path / "nothing"))
-    assert "expected one for image, got 2" in said("run", "image", str(images), str(images), *run[3:])
+    assert "existing file or folder" in said("run", "image", str(tmp_path / "nothing"))
+    assert "expected one value for image, got 2" in said("run", "image", str(images), str(images), *run[3:])
     assert "unknown 'rope'" in said(*run, "-e", "rope")
     assert "unknown 'sparse'" in said(*run, "--attention", "sparse")
     assert "expected i/n" in said(*run, "--shard", "2/2")
@@ -247,7 +247,7 @@ def test_what_is_wrong_is_said(images, tmp_path):
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "results.csv").write_text("encoding\n")
     (tmp_path / "digits" / "config.json").write_text('{"settings": {}}')
-    assert "of something else" in said("report", "image", "--folder", str(tmp_path / "digits"))
+    assert "written by another command" in said("report", "image", "--folder", str(tmp_path / "digits"))
 
 
 def test_options_of_a_training():
@@ -300,7 +300,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     command = ["run", "image", str(images), "--out", str(out), "--smoke", *pairs, *options]
     done = invoke(*command, *(["--workers", "2"] if together else []))
     assert done.exit_code == 0, done.output
-    assert f", {2 if together else 1} at a time" in done.output
+    assert f", {2 if together else 1} in parallel" in done.output
     results = pd.read_csv(out / "results.csv")
     assert set(zip(results.attention, results.encoding, strict=True)) == {
         ("softmax", "rotate"), ("linear", "rotate"), ("linear", "cosine-relu")

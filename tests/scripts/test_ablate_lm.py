@@ -34,7 +34,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     first = invoke(*command, "--shard", "0/2")
     assert first.exit_code == 0, first.output
     assert started == [("rotate", 0), ("rotate", 1)]
-    assert "still to come" in first.output
+    assert "not finished yet" in first.output
     assert not (out / "results.csv").exists()
     (out / "runs" / "none-softmax-1.json.77.part").write_text('{"enc')  # of a process that was killed
     second = invoke(*command, "--shard", "1/2")
@@ -67,7 +67,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
 
     refused = invoke(*command, "--seeds", "3")
     assert refused.exit_code == 2
-    assert "seeds: 2 there, 3 now" in refused.output
+    assert "seeds: 2 in the folder, 3 requested" in refused.output
 
     lost.unlink()  # a report of those that are there
     assert invoke("report", "lm", "--folder", str(out)).exit_code == 0

@@ -66,7 +66,7 @@ def test_a_kernel_from_the_hub(tmp_path, monkeypatch):
     assert run(*args).exit_code == 0
     rows = read(out)
     assert [(row["workload"], row["measure"], row["note"]) for row in rows] == [
-        ("decode-4", "gpu", ""), ("decode-4", "host", ""), ("decode-1-half", "", "rotates whole heads alone")
+        ("decode-4", "gpu", ""), ("decode-4", "host", ""), ("decode-1-half", "", "has no partial rotation")
     ]  # fmt: skip
 
     def unreachable(name):
@@ -99,7 +99,9 @@ def test_a_wrong_result_is_not_timed(fault, tmp_path, monkeypatch):
     assert run("--impl", decode.INTO, "--workload", "decode-1", "--out", out).exit_code == 0
     (row,) = read(out)
     assert row["ms"] == ""
-    assert row["note"].startswith({"q": "q: off by 0.", "k": "k: off by 0.", "elsewhere": "written elsewhere"}[fault])
+    assert row["note"].startswith(
+        {"q": "q: off by 0.", "k": "k: off by 0.", "elsewhere": "other rows of the cache"}[fault]
+    )
 
 
 @pytest.mark.parametrize("name", ["decode-4", "decode-16-half", "prefill-4"])

@@ -37,7 +37,7 @@ def write_scaling(folder):
         row = {"backbone": backbone, "tokens": tokens, "attention": attention, "map": map, "mode": "eager", **HERE}
         numbers = {"ms": ms, "tokens_per_s": 65536e3 / ms, "peak_gib": 4 + tokens / 10000}
         left_out = attention == "softmax" and tokens == 262144
-        rows.append({**row, **({"note": "skipped: a step is expected to take 70 s"} if left_out else numbers)})
+        rows.append({**row, **({"note": "left out: a step is expected to take 70 s"} if left_out else numbers)})
     rows[3]["note"] = linear_scaling.RECOMPUTED
     pd.DataFrame(rows, columns=linear_scaling.COLUMNS).to_csv(folder / linear_report.SCALING, index=False)
 

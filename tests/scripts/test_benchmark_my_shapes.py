@@ -32,7 +32,7 @@ def test_on_a_cpu_the_reference_is_timed_by_its_name(tmp_path):
     out = tmp_path / "mine.csv"
     done = invoke(*SMALL, "--map", "both", "--prefix", 1, "--linear", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "There is no GPU here: the kernels can't be measured" in done.output
+    assert "PyTorch finds no GPU, so the kernels can't be measured" in done.output
     assert "they say nothing about a GPU" in done.output
     assert "saved by" not in done.output
     rows = [row for row in read(out) if row["mode"] != "copy"]
@@ -152,20 +152,23 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
 def test_no_time_is_said(tmp_path):
     done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
-    assert "Stopped after 1e-09 s, what is missing was not measured" in done.output
+    assert "Stopped after 1e-09 s before everything was measured" in done.output
 
 
 REFUSED = {
-    "grid": (("--grid", "3by4"), "--grid: expected sizes by axis, the slowest first, as 21x45x80 or 4096, got '3by4'"),
+    "grid": (
+        ("--grid", "3by4"),
+        "--grid: expected sizes per axis, slowest first, such as 21x45x80 or 4096, got '3by4'",
+    ),
     "empty": (("--grid", "3x0"), "--grid: expected sizes"),
     "kv heads": (("--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 2, got 3"),
     "head_dim": (("--head-dim", "15"), "--head-dim: expected an even number, got 15"),
     "map": (("--map", "turn"), "--map: unknown 'turn'"),
     "dtype": (("--dtype", "int8"), "--dtype: unknown 'int8'"),
     "pairs": (("--pairs", "thirds"), "--pairs: unknown 'thirds'"),
-    "linear": (("--linear", "--kv-heads", "1"), "--linear: measured with as many kv heads as heads"),
-    "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; --batch"),
-    "one is too large": (("--grid", "100000x100000x1000"), "make the grid smaller"),
+    "linear": (("--linear", "--kv-heads", "1"), "--linear: expected no --kv-heads"),
+    "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),
+    "one is too large": (("--grid", "100000x100000x1000"), "use a smaller grid"),
 }
 
 

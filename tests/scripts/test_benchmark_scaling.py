@@ -92,7 +92,7 @@ def test_what_would_take_too_long_is_left_out(tmp_path, monkeypatch):
     done = run("--backbones", "vit", "--tokens", "4,16", "--cap", "10", "--out", out)
     assert done.exit_code == 0, done.output
     notes = {(row["attention"], row["map"], row["tokens"]): row["note"] for row in read(out)}
-    assert "skipped: a step is expected to take 16 s" in notes["softmax", "rotate", "16"]
+    assert "left out: a step is expected to take 16 s" in notes["softmax", "rotate", "16"]
     assert notes["linear", "cosine", "16"] == notes["softmax", "rotate", "4"] == ""
 
 

@@ -27,7 +27,7 @@ def test_device(there, wanted, found, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="no GPU"):
+    with pytest.raises(typer.BadParameter, match="cuda needs a GPU"):
         devices.choose_device("cuda")
     with pytest.raises(typer.BadParameter, match="unknown 'tpu'"):
         devices.choose_device("tpu")

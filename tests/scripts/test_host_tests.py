@@ -94,7 +94,7 @@ def test_rows_of_other_models_stay(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --diffusers or --transformers with tests of that model, got none"),
+        ((), "expected --diffusers or --transformers with tests for the chosen model, got none"),
         (("--only", "nothing"), "--only: expected one of"),
     ],
 )
@@ -110,4 +110,4 @@ def test_a_file_without_tests(checkout, tmp_path):
     (checkout / f"test_{MODEL}.py").write_text("raise ImportError('nothing here')\n", encoding="utf-8")
     result = run("--transformers", checkout, "--out", tmp_path / "host-tests.csv")
     assert result.exit_code == 2
-    assert "expected tests that run, got none" in " ".join(result.output.replace("│", " ").split())
+    assert "expected at least one test to run, got none" in " ".join(result.output.replace("│", " ").split())

@@ -317,7 +317,8 @@ def test_what_cannot_run_is_a_line_with_the_reason(invoke):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [(["--only", "8 cosine"], "2 cosine forward"), ([], "finds no GPU"), (["--rep", "0"], "--rep")]
+    ("args", "message"),
+    [(["--only", "8 cosine"], "2 cosine forward"), ([], "needs the target GPU"), (["--rep", "0"], "--rep")],
 )
 def test_errors(args, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
