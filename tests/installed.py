@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-OF_A_CHECKOUT = ("test_package.py", "test_structure.py")
+OF_A_CHECKOUT = ("test_language.py", "test_package.py", "test_structure.py")
 READS_A_CHECKOUT = "not test_no_scheme_is_named_elsewhere"
 QUICK = (
     "accuracy", "errors", "invalid_inputs", "linear_errors", "linear_module", "modules", "norm", "packed", "positions",

@@ -7,7 +7,7 @@ reference on a CPU and the kernels on a GPU.
 import pytest
 import torch
 from parametrizing import parametrize_each
-from test_boundary import counted, tracing
+from test_boundary import graph_counter, tracing
 from torch import nn
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -136,7 +136,7 @@ def test_compile_training(kind, impl, dynamic, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compile_once_for_all_lengths(impl, device):
-    backend, graphs = counted()
+    backend, graphs = graph_counter()
     compiled = torch.compile(
         lambda q, k, cos, sin: encode(q, k, (cos, sin), impl=impl), fullgraph=True, dynamic=True, backend=backend
     )

@@ -1,4 +1,4 @@
-"""The report of linear attention from made-up CSVs: tables and plots."""
+"""The report of linear attention from synthetic CSVs: tables and plots."""
 
 import itertools
 
@@ -65,7 +65,7 @@ def test_tables_and_plots(folder):
     assert "made up, torch 0, commit 0123" in text
 
 
-def test_the_last_row_of_a_measurement_counts(tmp_path):
+def test_last_row_of_a_measurement_counts(tmp_path):
     rows = [measured("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(tmp_path / linear_report.LINEAR, index=False)
     text = linear_report.section(tmp_path)
@@ -73,10 +73,10 @@ def test_the_last_row_of_a_measurement_counts(tmp_path):
     assert "0.50 (" not in text
 
 
-def test_nothing_measured_is_nothing(tmp_path):
+def test_report_without_measurements_is_empty(tmp_path):
     assert linear_report.section(tmp_path) == ""
     assert linear_report.plots(tmp_path) == []
 
 
-def test_other_benchmarks_are_read_without_it(folder):
+def test_operator_report_ignores_these_files(folder):
     assert not len(report.read(folder))

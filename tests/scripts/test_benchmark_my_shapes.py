@@ -1,4 +1,4 @@
-"""scripts.bench my-shapes at tiny sizes on a CPU: what is compared, said, refused, and shown."""
+"""scripts.bench my-shapes at tiny sizes on a CPU: peers, messages, errors, output."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_on_a_cpu_the_reference_is_timed_by_its_name(tmp_path):
+def test_cpu_times_the_reference_under_its_name(tmp_path):
     out = tmp_path / "mine.csv"
     done = invoke(*SMALL, "--map", "both", "--prefix", 1, "--linear", "--out", out)
     assert done.exit_code == 0, done.output
@@ -118,7 +118,8 @@ def test_on_a_gpu_all_fitting_peers_are_chosen():
 
 def test_installed_packages_are_found(tmp_path, monkeypatch):
     (tmp_path / "liger_kernel").mkdir()
-    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError")  # is not imported to be found
+    # finding the package must not import it
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
     assert my_shapes.installed()["liger"] == tmp_path
     _, said = my_shapes.choose_peers(Shapes(1, 2, (3, 4), 0, 16), torch.device("cuda"))
@@ -149,7 +150,7 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
     assert not (tmp_path / "mine.png").exists()
 
 
-def test_no_time_is_said(tmp_path):
+def test_exhausted_limit_is_reported(tmp_path):
     done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
     assert "Stopped after 1e-09 s before everything was measured" in done.output

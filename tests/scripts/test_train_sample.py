@@ -1,4 +1,4 @@
-"""scripts/train/sample.py and prompts.py: images of one's own prompts from a checkpoint of a few steps."""
+"""Sampling images for prompts from a short training (scripts/train/sample.py, prompts.py)."""
 
 from __future__ import annotations
 
@@ -83,28 +83,28 @@ def test_seeds_prompts_and_positions(trained):
     first = images()
     assert first.shape == (3, 2, 3, 8, 8)
     assert torch.equal(first, images())
-    torch.testing.assert_close(first[:, 1], images(seed=1)[:, 0])  # the i-th image is the first of seed + i
+    torch.testing.assert_close(first[:, 1], images(seed=1)[:, 0])  # the i-th image equals the first of seed + i
     assert not torch.allclose(first[:, 0], first[:, 1])
     assert not torch.allclose(first[0], first[1])
     larger = images(size=(12, 8))
     assert larger.shape == (3, 2, 3, 12, 8)
     other = Sheet(None, 3.0, 2, 2, "extrapolated", "")
     assert not torch.allclose(larger, images(size=(12, 8), sheet=other))
-    assert torch.equal(first, images(sheet=other))  # at the trained size they are one
+    assert torch.equal(first, images(sheet=other))  # both kinds of positions agree at the trained size
 
 
 @pytest.mark.parametrize(
     ("grid", "expected"), [((8, 8), (4, 4)), ((16, 4), (8, 2)), ((24, 16), (5, 3)), ((9, 1), (12, 1))]
 )
-def test_positions_keep_the_proportions(grid, expected):
+def test_rescaled_positions_keep_the_aspect_ratio(grid, expected):
     assert lay_over(4, grid) == expected
 
 
-def test_the_average_is_sampled(trained):
+def test_samples_use_averaged_weights(trained):
     state = read_checkpoint(trained / "checkpoint.pt")
     assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
     assert torch.equal(load_model(state).head.weight, state["average"]["head.weight"])
-    del state["average"]  # of a training without one
+    del state["average"]  # as in a training without averaging
     assert torch.equal(load_model(state).head.weight, state["model"]["head.weight"])
 
 
@@ -167,7 +167,7 @@ def test_options_of_images_are_refused_for_text(tmp_path):
     assert "--size, --scale: not for a run of `train lm`" in result.output
 
 
-def test_places_that_cannot_be_written(trained, tmp_path):
+def test_outputs_that_cannot_be_written(trained, tmp_path):
     (tmp_path / "file").write_text("")
     for out, message in (
         (tmp_path / "file" / "sheet.png", "can't be written"),
