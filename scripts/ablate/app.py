@@ -46,7 +46,7 @@ def run(
         list[str] | None, typer.Argument(help="Data of the training; for video, one or more files.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. [runs/ablate-TASK]")
+        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
     ] = None,
     encoding: Annotated[
         list[str] | None, typer.Option("--encoding", "-e", help="ENCODING or ATTENTION/ENCODING to train; repeatable.")
@@ -54,14 +54,18 @@ def run(
     attention: Annotated[
         list[str] | None, typer.Option(help="Attention to train: softmax or linear; repeatable.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds per encoding. [3; with --full 5]")] = None,
-    given: Annotated[list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
     ] = False,
     shard: Annotated[str, typer.Option(help="Run every n-th training, starting with the i-th: i/n.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of trainings to run in parallel. [1; CPU: cores]")
+        int | None, typer.Option(min=1, help="Number of trainings to run in parallel. (default: 1; CPU: one per core)")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
@@ -73,9 +77,9 @@ def run(
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
     where = choose_device(device).type
     comparison = Comparison(
-        task=task, encodings=compared(chosen, encoding, attention, full),
+        task=task, encodings=select_encodings(chosen, encoding, attention, full),
         seeds=seeds or (chosen.full.seeds if full and chosen.full else 3), data=check_data(task, chosen, data),
-        training=training_of(chosen, given, where, full, smoke), device=where,
+        training=training_fields(chosen, assignments, where, full, smoke), device=where,
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}"
     todo = comparison.jobs(out)
@@ -110,14 +114,18 @@ def run(
         console.print("Other trainings are not finished yet; `report` shows the results so far.")
 
 
-def compared(task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool) -> dict[str, list[str]]:
+def select_encodings(
+    task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
+) -> dict[str, list[str]]:
     """Return the encodings to compare, by attention."""
     known = task.config.backbone.attentions
     pairs = [each.rpartition("/") for each in encoding or []]
     choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
     choose("--encoding", [name for *_, name in pairs], task.encodings)
-    alone = pairs and all(slash for _, slash, _ in pairs)
-    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if alone else task.compared), known)
+    with_attention = pairs and all(slash for _, slash, _ in pairs)
+    kinds = choose(
+        "--attention", attention or ([kind for kind, *_ in pairs] if with_attention else task.compared), known
+    )
     if not pairs:
         everything = list(task.full.encodings) if full and task.full else []
         return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
@@ -125,11 +133,11 @@ def compared(task: Task, encoding: list[str] | None, attention: list[str] | None
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
-def training_of(task: Task, given: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
+def training_fields(task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
     """Return the fields of the training's configuration."""
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
-    return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, given or [])}
+    return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, assignments or [])}
 
 
 def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
@@ -153,8 +161,12 @@ def train_all(
 
 @app.command()
 def report(
-    task: Annotated[list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. [all]")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Output folder of `run`. [all of scripts/results]")] = None,
+    task: Annotated[
+        list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
+    ] = None,
     baseline: Annotated[str, typer.Option(help="Encoding to compare the others with.")] = "rotate",
     pages: Annotated[Path, typer.Option(help="Output folder for the pages (without --folder).")] = PAGES,
 ) -> None:

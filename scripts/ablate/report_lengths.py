@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..common.markdown import table
 from ..common.plots import STYLE, choose_looks, plt, split_series
-from ..common.provenance import in_words
+from ..common.provenance import describe_environments
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -60,7 +60,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
-    lines += [f"{in_words(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    lines += [
+        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from scipy.stats import t as student
 
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, choose_looks, plt, split_series
-from ..common.provenance import in_words
+from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
@@ -158,7 +158,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         "",
         *_trainings(results, ranking),
     ]
-    return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:

@@ -209,7 +209,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All settings that determine results; the runs of a folder share one."""
+    """The settings that determine results; the runs of a folder share them."""
 
     task: str
     encodings: dict[str, list[str]]  # by attention

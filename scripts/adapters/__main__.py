@@ -14,8 +14,8 @@ from .sweep import Outcome, sweep_library
 from .trial import LIBRARIES, try_library, write
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
-Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. [all installed]")]
-Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. [all]")]
+Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
+Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
 
 
 @app.command()

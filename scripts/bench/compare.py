@@ -96,7 +96,7 @@ def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float)
 
 def main(
     old: Annotated[str, typer.Argument(help="Commit to compare with.")],
-    new: Annotated[str | None, typer.Argument(help="Newer commit. [the working tree]")] = None,
+    new: Annotated[str | None, typer.Argument(help="Newer commit. (default: the working tree)")] = None,
     tolerance: Annotated[
         float, typer.Option(min=0, callback=finite, help="Largest accepted increase of a time, as a fraction.")
     ] = 0.03,

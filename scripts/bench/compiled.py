@@ -43,7 +43,7 @@ Encode = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @contextmanager
-def behind_the_operator() -> Iterator[None]:
+def operator_only() -> Iterator[None]:
     """Make Inductor call the registered operator instead of launching kernels itself."""
     from torch._inductor import lowering
 
@@ -116,7 +116,7 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
     found: dict[str, tuple[Callable[[], Any], str]] = {}
     torch.compiler.reset()
     found[OURS] = compile_ours(map, inputs, which)
-    with behind_the_operator():
+    with operator_only():
         found[OPERATOR] = compile_ours(map, inputs, which)
     if which == "forward" and device.type == "cuda":
         from .plain_kernels import copy_two
@@ -138,9 +138,9 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 
 
 def main(
-    map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. [both]")] = None,
+    map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls per measurement.")] = 30,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Time few calls to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,

@@ -33,7 +33,7 @@ from lrpe_md import Grid, geometric_theta, rotate
 from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words, quantiles, release_memory
+from .measure import describe_error, quantiles, release_memory
 from .modes import host_times
 from .operators import choose_in_order
 
@@ -164,7 +164,7 @@ def build_hub(inputs: Inputs) -> Step:
     return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
 
 
-def compiled(build: Callable[[Inputs], Step]) -> Callable[[Inputs], Step]:
+def compile_step(build: Callable[[Inputs], Step]) -> Callable[[Inputs], Step]:
     return lambda inputs: torch.compile(build(inputs))
 
 
@@ -172,9 +172,9 @@ INTO, COPIED, THEIRS, LIGER, HUB = (
     "lrpe-md, out=", "lrpe-md, index_copy", "transformers", "liger-kernel", "kernels-community/rotary"
 )  # fmt: skip
 IMPLS: dict[str, Callable[[Inputs], Step]] = {
-    INTO: build_into, f"{INTO}, compiled": compiled(build_into), COPIED: build_copied,
-    f"{COPIED}, compiled": compiled(build_copied), THEIRS: build_transformers,
-    f"{THEIRS}, compiled": compiled(build_transformers), LIGER: build_liger, HUB: build_hub,
+    INTO: build_into, f"{INTO}, compiled": compile_step(build_into), COPIED: build_copied,
+    f"{COPIED}, compiled": compile_step(build_copied), THEIRS: build_transformers,
+    f"{THEIRS}, compiled": compile_step(build_transformers), LIGER: build_liger, HUB: build_hub,
 }  # fmt: skip
 NEEDS = {LIGER: "liger_kernel", HUB: "kernels", THEIRS: "transformers", f"{THEIRS}, compiled": "transformers"}
 WHOLE_HEADS = (LIGER, HUB)
@@ -258,11 +258,11 @@ def missing(impl: str) -> str:
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. [all]")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. [all]")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-decode.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-decode.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
@@ -294,7 +294,7 @@ def main(
         try:
             measure(run, name, shape, by)
         except Exception as error:  # such as an unavailable kernel; go on with the next
-            run.add(workload=name, impl=by, note=in_words(error))
+            run.add(workload=name, impl=by, note=describe_error(error))
         release_memory(where)
         torch.compiler.reset()
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

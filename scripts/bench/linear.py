@@ -46,7 +46,7 @@ from .linear_measure import (
     shrink,
 )  # fmt: skip
 from .linear_peers import PEERS, SANA, SANA_WORKLOADS, STOCK, measure_peer, measure_sana, missing
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .operators import choose_in_order
 
 MAPS: dict[str, Any] = {"cosine": "cosine", "rotate": "rotate", "none": None}
@@ -125,12 +125,16 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. [all but -b2]")] = None,
-    map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. [all]")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. [all installed]")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but -b2)")
+    ] = None,
+    map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. (default: all installed)")
+    ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-linear.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-linear.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
@@ -170,6 +174,6 @@ def main(
             else:
                 measure(run, name, shrink(case) if smoke else case, by)
         except Exception as error:  # such as out of memory; go on with the next
-            run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=in_words(error))
+            run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -28,7 +28,7 @@ from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import BF16, BIDIRECTIONAL, TURNS, Attend, Inputs, Run, make_inputs, make_pass, shrink
-from .measure import in_words
+from .measure import describe_error
 
 ERROR = 1e-2  # largest relative RMS error at which a peer counts as computing the same function
 THREADS = 12
@@ -222,7 +222,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """One of the two workloads: a module, copies of its inputs, and the positions for both implementations."""
+    """A workload of diffusers: a module, copies of its inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]
@@ -299,5 +299,5 @@ def missing(impls: list[str]) -> dict[str, str]:
         try:
             importlib.import_module(module or __name__)
         except Exception as error:  # its own imports may raise anything
-            found[impl] = in_words(error)
+            found[impl] = describe_error(error)
     return found

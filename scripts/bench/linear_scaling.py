@@ -33,7 +33,7 @@ from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
 from ..common.options import choose, positive
 from ..common.provenance import measured_on
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .training import BACKENDS, Trainee, peak_bytes, synchronize, time_step
 
 COLUMNS: tuple[str, ...] = (
@@ -186,7 +186,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
     except torch.OutOfMemoryError:
         found = {"note": NO_ROOM}
     except Exception as error:  # such as an unsupported backend; go on with the next
-        found = {"note": in_words(error)}
+        found = {"note": describe_error(error)}
     del trainee
     if run.mode == "compiled":
         torch.compiler.reset()
@@ -234,7 +234,7 @@ def main(
     limit: Annotated[
         float, typer.Option(callback=positive, help="Time budget in seconds; no row starts after it.")
     ] = 3600.0,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/linear-scaling.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/linear-scaling.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use a tiny model and a batch of one.")] = False,

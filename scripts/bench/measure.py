@@ -130,7 +130,7 @@ class Session:
         except OutOfTime:
             raise
         except Exception as error:
-            self.add(**key, note=in_words(error))
+            self.add(**key, note=describe_error(error))
         finally:
             release_memory(self.device)
 
@@ -164,7 +164,7 @@ class Session:
         self.add(mode="copy", peer="copy", dtype="bfloat16", **found, **self.share(found["p50"], moved))
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the first line of the error, with file names instead of paths."""
     text = (str(error).strip() or "no message").splitlines()[0]
     text = re.sub(r"(?<!\S)(?:/[^/\s:,]+)*/(?=[^/\s:,])", "", text)

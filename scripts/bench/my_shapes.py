@@ -36,7 +36,7 @@ from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
 from .linear_measure import Run
-from .measure import COPY, TURNS, OutOfTime, Session, in_words, release_memory
+from .measure import COPY, TURNS, OutOfTime, Session, describe_error, release_memory
 from .operators import environment, load_peers, run_passes
 from .peers import OURS, Peer
 
@@ -203,7 +203,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
         try:
             linear.measure(run, str(shapes), case, impl)
         except Exception as error:  # such as out of memory; go on with the next
-            run.add(**key, note=in_words(error))
+            run.add(**key, note=describe_error(error))
         release_memory(run.device)
 
 
@@ -320,10 +320,10 @@ def make_shapes(
 
 
 def main(
-    heads: Annotated[int, typer.Option(min=1, help="Of q.")],
+    heads: Annotated[int, typer.Option(min=1, help="Number of query heads.")],
     grid: Annotated[str, typer.Option(help="Tokens per axis, slowest first: 21x45x80, 14x14 or 8192.")],
-    head_dim: Annotated[int, typer.Option(min=2)],
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=2, help="Channels per head, an even number.")],
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Number of key heads, if fewer than --heads (GQA).")
     ] = None,

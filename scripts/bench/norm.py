@@ -34,7 +34,7 @@ from lrpe_md.testing import Case, check
 from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .operators import choose_in_order
 
 COLUMNS: tuple[str, ...] = (
@@ -197,12 +197,12 @@ def shrink(case: Case) -> Case:
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. [all]")] = None,
-    over: Annotated[str | None, typer.Option(help=f"Norm over: {', '.join(OVER)}. [both]")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. [all]")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    over: Annotated[str | None, typer.Option(help=f"Norm over: {', '.join(OVER)}. (default: both)")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-norm.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-norm.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
@@ -235,6 +235,6 @@ def main(
         try:
             measure(run, name, case, by)
         except Exception as error:  # such as out of memory; go on with the next
-            run.add(workload=name, over=what, impl=by, note=in_words(error))
+            run.add(workload=name, over=what, impl=by, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -35,7 +35,7 @@ from ..common.devices import gpu_name
 from ..common.options import LIMIT, choose
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
-from .measure import PASSES, Judge, OutOfTime, Session, in_words, time_copy, time_peer
+from .measure import PASSES, Judge, OutOfTime, Session, describe_error, time_copy, time_peer
 from .peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
 
 OPS = ("cosine", "rotate")
@@ -128,15 +128,17 @@ def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[s
             try:
                 known |= LIBRARIES[name](root.resolve())
             except Exception as error:  # go on with the others
-                broken[name] = in_words(error)
+                broken[name] = describe_error(error)
     return known, broken
 
 
 def main(
-    op: Annotated[str | None, typer.Option(help=f"Operators: {', '.join(OPS)}. [all]")] = None,
-    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. [all but text]")] = None,
-    omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. [all]")] = None,
-    modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. [the first three]")] = None,
+    op: Annotated[str | None, typer.Option(help=f"Operators: {', '.join(OPS)}. (default: all)")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but text)")
+    ] = None,
+    omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
+    modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
     peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
     liger: Annotated[
@@ -149,7 +151,7 @@ def main(
     ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="Default: scripts/results/benchmark-MODES.csv.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output CSV. (default: scripts/results/benchmark-MODES.csv)")] = None,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,

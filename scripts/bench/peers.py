@@ -172,7 +172,7 @@ def rotate_half(inputs: Inputs) -> Forward:
     return forward
 
 
-def compiled(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Forward]:
+def compile_forward(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Forward]:
     def build_compiled(inputs: Inputs) -> Forward:
         backend = "inductor" if inputs.omega.is_cuda else "aot_eager"
         return torch.compile(build(inputs), dynamic=False, fullgraph=True, backend=backend)
@@ -327,10 +327,12 @@ def xopes(root: Path) -> dict[str, Peer]:
 
 PEERS = {
     OURS: Peer(kernels, omega_grad=True, pairs=BOTH),
-    "torch.compile, tables": Peer(compiled(torch_tables), compiled=True, pairs=BOTH),
-    "torch.compile, angles": Peer(compiled(torch_eager), compiled=True, omega_grad=True, pairs=BOTH),
-    "torch.compile, rotate_half": Peer(compiled(rotate_half), ("rotate",), compiled=True, text=True, note="tables"),
-    "timm, compiled": Peer(compiled(timm), ("rotate",), compiled=True, pairs=BOTH, note="tables"),
+    "torch.compile, tables": Peer(compile_forward(torch_tables), compiled=True, pairs=BOTH),
+    "torch.compile, angles": Peer(compile_forward(torch_eager), compiled=True, omega_grad=True, pairs=BOTH),
+    "torch.compile, rotate_half": Peer(
+        compile_forward(rotate_half), ("rotate",), compiled=True, text=True, note="tables"
+    ),
+    "timm, compiled": Peer(compile_forward(timm), ("rotate",), compiled=True, pairs=BOTH, note="tables"),
     "timm, eager": Peer(timm, ("rotate",), pairs=BOTH, note="tables"),
     "torch, eager": Peer(torch_eager, omega_grad=True, pairs=BOTH),
 }

@@ -504,7 +504,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder with benchmark-*.csv; plots are written there.")] = RESULTS,
     to: Annotated[Path, typer.Option("--pages", help="Output folder for the pages.")] = PAGES,
-    gpu: Annotated[str | None, typer.Option(help="GPU to report. [the one with most rows]")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""
     rows = read(folder, gpu)

@@ -26,7 +26,7 @@ from lrpe_md.testing import Case, bind, check
 
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import floor_bytes, in_words, make_pass, release_memory
+from .measure import describe_error, floor_bytes, make_pass, release_memory
 from .operators import choose_in_order
 from .peers import large_inputs
 
@@ -88,12 +88,12 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. [all]")] = None,
-    form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. [all]")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
     at_least: Annotated[float, typer.Option(help="Fail if tables reach less than this fraction of the speed.")] = 0.0,
     limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-tables.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
@@ -122,7 +122,7 @@ def main(
             try:
                 measure(run, name, each, shrink(WORKLOADS[name]) if smoke else WORKLOADS[name], angles_ms)
             except Exception as error:  # such as out of memory; go on with the next
-                run.add(workload=name, form=each, note=in_words(error))
+                run.add(workload=name, form=each, note=describe_error(error))
             release_memory(where)
     finish(run, at_least)
 

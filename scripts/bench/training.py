@@ -299,12 +299,12 @@ def show(title: str, rows: pd.DataFrame) -> None:
 
 def main(
     models: Annotated[
-        str, typer.Option("--models", "--model", help=f"Models: {','.join(MODELS)}.")
+        str, typer.Option("--models", "--model", help=f"Models: {', '.join(MODELS)}.")
     ] = "vit_b,vit_s,video",
-    modes: Annotated[str, typer.Option(help=f"Modes: {','.join(MODES)}.")] = "eager,compiled",
-    encodings: Annotated[str | None, typer.Option(help="Encodings. [a default selection for each model]")] = None,
+    modes: Annotated[str, typer.Option(help=f"Modes: {', '.join(MODES)}.")] = "eager,compiled",
+    encodings: Annotated[str | None, typer.Option(help="Encodings. (default: depends on the model)")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of rounds; every model takes one step per round.")] = 60,
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. [a default for each model]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. (default: depends on the model)")] = None,
     limit: Annotated[
         float, typer.Option(callback=positive, help="Time budget in seconds; no round starts after it.")
     ] = math.inf,
@@ -323,9 +323,12 @@ def main(
 ) -> None:  # fmt: skip
     """Time training steps with each position encoding and without any.
 
-    Encodings of the ViTs and video are none, learned, axial, mixed, cosine, timm-none, timm-axial and timm-mixed; the
-    ViTs also have linear-axial and linear-cosine. image, video_model and dit have those of their train scripts, and
-    other libraries' models have stock and adapted. The baselines of your selection are added.
+    ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
+    ViTs only: linear-axial, linear-cosine.
+    image, video_model, dit: the encodings of their train scripts.
+    Other libraries' models: stock, adapted, adapted-other.
+
+    The baselines of the encodings that you choose are added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))

@@ -52,7 +52,7 @@ from ..common.options import LIMIT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
 from .linear_tune import LinearPlace
-from .measure import TURNS, OutOfTime, cold_times, in_words, make_pass, quantiles
+from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs
 
 WIDTHS = ("up to 16", "up to 64", "more")  # channels; one tile in each row of TILES
@@ -249,7 +249,7 @@ class Session:
         try:
             found = quantiles(self.time(place, tile, problem))
         except Exception as error:  # such as too many registers or too much shared memory
-            found = {"p50": math.inf, "note": in_words(error)}
+            found = {"p50": math.inf, "note": describe_error(error)}
         with self.out.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})
         return found["p50"]
@@ -368,7 +368,7 @@ def main(
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Number of times that the leading tiles are timed again.")] = 3,
     limit: Annotated[float, LIMIT] = 3600.0,
-    jobs: Annotated[int | None, typer.Option(min=0, help="Number of compiler processes. [up to 12]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Number of compiler processes. (default: up to 12)")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
     """Find the fastest tiles for this GPU."""

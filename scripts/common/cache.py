@@ -1,4 +1,4 @@
-"""On-disk cache for expensive tensors; damaged files are detected and recomputed."""
+"""Disk cache for expensive tensors; damaged files are detected and recomputed."""
 
 from __future__ import annotations
 

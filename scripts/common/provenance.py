@@ -58,7 +58,7 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     }
 
 
-def in_words(environments: list[dict[str, Any]]) -> str:
+def describe_environments(environments: list[dict[str, Any]]) -> str:
     """Summarise environments for a report: machines, versions and commits."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
     commits = dict.fromkeys((found["commit"] or "unknown")[:12] for found in environments)

@@ -56,7 +56,7 @@ FOOT = (
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What to draw of a subject on a grid."""
+    """Parts of a subject to draw on a grid."""
 
     subject: Subject
     layout: Layout
@@ -66,7 +66,7 @@ class View:
     frames: list[int]
 
     @property
-    def own(self) -> tuple[str, str]:
+    def default_variant(self) -> tuple[str, str]:
         return self.subject.variants[0]
 
     def omega(self, variant: tuple[str, str]) -> Tensor:
@@ -105,7 +105,7 @@ def _draw_grid(view: View) -> Figure:
     rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
-    theta, image = data.angles(layout, view.omega(view.own)), None
+    theta, image = data.angles(layout, view.omega(view.default_variant)), None
     panels = _panels(rows[0], map_rows, columns)
     for axis, channel in zip(panels, view.channels, strict=False):
         image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
@@ -136,7 +136,7 @@ def _draw_sequence(view: View) -> Figure:
     layout, length = view.layout, view.layout.shape[0]
     figure = plt.figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
-    omega = view.omega(view.own)
+    omega = view.omega(view.default_variant)
     rows = data.wrap(data.angles(layout, omega)[:, view.channels]).T
     before = layout.text + data.GAP if layout.text else 0
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
@@ -214,7 +214,7 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
-    axis.set_title(f"cuts through the ring, {view.own[0]}")
+    axis.set_title(f"cuts through the ring, {view.default_variant[0]}")
     axis.legend(**LEGEND, handlelength=2.6)
 
 
@@ -224,7 +224,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
 
     height, columns: of the axes in inches, and of the legend, for which space is reserved.
     """
-    layout, omega = view.layout, view.omega(view.own)
+    layout, omega = view.layout, view.omega(view.default_variant)
     each, along = data.wavelengths(layout, omega)
     handles = []
     for j, name in enumerate(layout.names):
@@ -268,7 +268,7 @@ def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
 
 
 def _head_and_foot(figure: Figure, view: View) -> None:
-    made, layout, omega = view.subject.preset, view.layout, view.omega(view.own)
+    made, layout, omega = view.subject.preset, view.layout, view.omega(view.default_variant)
     used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
     dense = ((omega != 0).sum(-1) > 1).any()
     parts = [
@@ -289,7 +289,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
 
 
 def _what(view: View) -> str:
-    return "channel" if view.own[0] == "cosine" else "pair"
+    return "channel" if view.default_variant[0] == "cosine" else "pair"
 
 
 def _number(value: Any) -> str:
@@ -301,7 +301,7 @@ def _number(value: Any) -> str:
 
 
 def _channel_name(view: View, channel: int) -> str:
-    layout, omega = view.layout, view.omega(view.own)[channel]
+    layout, omega = view.layout, view.omega(view.default_variant)[channel]
     on = [name for name, w in zip(layout.names, omega.tolist(), strict=True) if w]
     text = f"{_what(view)} {channel}, {on[0] if len(on) == 1 else 'mixed'}: "
     each, along = data.wavelengths(layout, omega[None])
@@ -314,4 +314,4 @@ def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
     mine = "published" if view.subject.preset.name in list_presets() else "as asked"
-    return f"{mapping}{orders}" + (f" ({mine})" if view.own in names else "")
+    return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")

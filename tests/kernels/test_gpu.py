@@ -121,7 +121,7 @@ def test_consecutive_frequency_gradients(map):
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_large_tensor(map):
-    """With more than 2^31 elements, the last rows equal those of a small call."""
+    """The last rows of more than 2^31 elements equal those of a small call."""
     out_dim = 128 if map == "cosine" else 64
     batch = 2**31 // (16 * 4096 * out_dim) + 1
     skip_without(2 * batch * 16 * 4096 * (64 + out_dim))

@@ -345,7 +345,7 @@ def num_bytes(*tensors: Tensor) -> int:
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_memory_is_outputs_and_gradients(workload, map, act):
-    """With an activation, x is saved by reference."""
+    """Calls with an activation save x by reference."""
     call = packed_call(workload, map, act)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs)

@@ -211,7 +211,7 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
 
 @pytest.mark.parametrize("shape", [(2**16,), (2**15, 2**15), (200, 200, 200, 200)])
 def test_turns_counted_in_integers(shape):
-    """At the last tokens of a plain grid, angles are exact up to the rounding of sine and cosine."""
+    """Angles of the last tokens of a plain grid are exact up to the rounding of sine and cosine."""
     num = 64
     generator = torch.Generator().manual_seed(0)
     grid = Grid(shape, start=math.prod(shape) - num)
@@ -308,7 +308,7 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
 )  # a third of 96 rows per program does not divide 48, and a quarter of the programs would have none
 @example(25, 256, 1, 4, 66, 1)  # 14×14 tokens, ω by head: half the tokens and a fifth of the rows is slower
 def test_partition_is_optimal(token_blocks, samples, heads, block_r, programs, step):
-    """No other share of the rows and number of programs along the tokens finishes sooner."""
+    """Try every other share of the rows and number of programs along the tokens; none finishes sooner."""
     rows = samples * heads
 
     def fits(across, per):

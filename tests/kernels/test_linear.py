@@ -74,15 +74,15 @@ def test_saved_tensors_have_the_declared_shapes(mask, return_state, state, cut):
 def test_a_trace_leaves_no_table(options):
     """Tables are cached forever, so a trace, which makes fake ones, must not cache them."""
 
-    def made() -> int:
+    def count_tables() -> int:
         return sum(f.cache_info().currsize for f in (linear_launch._cut_range, linear_launch._cut_blocks))
 
-    before = made()
+    before = count_tables()
     with FakeTensorMode():
         q = torch.empty(1, 2, 1402, 16, device="cuda", requires_grad=True)
         omega = torch.empty(1, 16, 1, device="cuda")
         linear_attention(q, q, q, omega=omega, positions=Grid((1400,), 1, 1), impl="triton", **options)
-    assert made() == before
+    assert count_tables() == before
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_thread_sums_tokens_before_frequencies(name, cut):
     ids=str,
 )
 def test_causal_products_that_are_one_tile(name, changes, heads):
-    """With bfloat16 rows, sums keep one layout throughout, with tokens as columns or rows."""
+    """Sums of bfloat16 rows keep one layout throughout, with tokens as columns or rows."""
     case = LinearCase(name, (10, 15), heads=heads, dtype=torch.bfloat16, mask="causal", act="softplus", batch=1)
     assert_within_budget(replace(case, **changes))
 
@@ -322,7 +322,7 @@ def test_dtypes(name, mask, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"normalizer": "encoded"}], ids=str)
 def test_eps_of_float64_is_not_rounded(options, cut):
-    """If z is below eps, o is q̂ S / eps, whose relative error with a float32 eps would be 2e-8."""
+    """The output is q̂ S / eps if z is below eps; a float32 eps would give a relative error of 2e-8."""
     q, k, v = torch.rand(3, 1, 2, 9, 16, dtype=torch.float64).unbind()
     k = k * 1e-9
     eps = 0.1 if "normalizer" not in options else 1e-10
@@ -375,7 +375,7 @@ def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4, 100], [0, 4, 2**32], [-(2**33), 4, 6], [0, 4, 2, 6]], ids=str)
 def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
-    """As on a GPU, where a check would need a sync, kernels stay within the tokens; 64 bits don't wrap."""
+    """Kernels stay within the tokens without a check, which would sync on a GPU; 64 bits don't wrap."""
     monkeypatch.setattr(checks, "can_read", lambda t: False)
     q = torch.ones(1, 1, 6, 16)
     o = linear_attention(q, q, q, map=None, cu_seqlens=torch.tensor(cu_seqlens), impl="triton")
@@ -392,7 +392,7 @@ def test_decreasing_offsets_stay_within_the_slots():
 
 @pytest.mark.parametrize("number", [-40, -1, 0, 1, 2, 16, 197, 2**20, 2**29 - 1, 2**32])
 def test_numbers_do_not_specialise_kernels(number):
-    """In a tuple, Triton would specialise on 1 and on multiples of 16."""
+    """Triton would specialise on 1 and on multiples of 16 in a tuple."""
     (packed,) = pack(number)
     assert packed % 16 not in (0, 1)
     assert packed >> 2 == number

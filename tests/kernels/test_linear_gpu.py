@@ -119,7 +119,7 @@ def test_arguments(changes, dtype):
 
 
 def test_one_token_of_relu():
-    """With a single token o equals v.
+    """The output of a single token equals v.
 
     bfloat16 is left out: its budget comes from rounded products, but relu's features at position 0 are exact until the
     kernels divide by z.

@@ -385,7 +385,7 @@ def test_guidance():
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
 def test_order_of_the_samplers(method, order):
-    """For dz/dt = t z from t = 1 to 0, z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
+    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
     z = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     errors = [
         (integrate(lambda z, t: t[:, None] * z, z, time_grid(steps), method) - z * math.exp(-0.5)).abs().max().item()

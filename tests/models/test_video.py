@@ -659,7 +659,7 @@ def test_a_stream_in_a_full_window_compiles_once():
 @pytest.mark.parametrize("horizon", [1, 3])
 @pytest.mark.parametrize("name", ["rotate", "cosine-split", "registers", "no prefix"])
 def test_a_stream_beyond_its_horizon(name, horizon):
-    """All frames are cached; those beyond the horizon share time 0 (eq. 3 of arXiv 2511.20649)."""
+    """Frames beyond the horizon stay cached and share time 0 (eq. 3 of arXiv 2511.20649)."""
     model, x = causal(name, attention="softmax"), video(6, 8, 12).double()
     plain = model.forward_features(x)
     expected = recompute(model, x, 9, lambda frames: [max(j - max(frames - horizon, 0), 0) for j in range(frames)])

@@ -250,7 +250,7 @@ def test_copied_v_frees_the_projection():
     batch, num_tokens, dim = 2, 17, 32
     unit = batch * num_tokens * dim * 4
 
-    def kept(**kwargs) -> tuple[int, torch.Tensor]:
+    def saved_bytes(**kwargs) -> tuple[int, torch.Tensor]:
         torch.manual_seed(0)
         model = randomize(lrpe_vit(depth=1, **kwargs)).eval()
         attn, x = model.blocks[0].attn, torch.randn(batch, num_tokens, dim, requires_grad=True)
@@ -268,10 +268,10 @@ def test_copied_v_frees_the_projection():
             storages.pop(model.encoding.omega.data_ptr())
         return sum(storages.values()), x.grad
 
-    plain, _ = kept()
+    plain, _ = saved_bytes()
     operator = {"encoding": "rotate", "encoding_kwargs": {"impl": "triton"}}
-    five, expected = kept(**operator)
-    three, grad = kept(**operator, copy_v=True)
+    five, expected = saved_bytes(**operator)
+    three, grad = saved_bytes(**operator, copy_v=True)
     assert five - plain == 2 * unit
     assert three == plain
     torch.testing.assert_close(grad, expected)

@@ -168,15 +168,15 @@ def test_help_and_unknown_names(tmp_path: Path) -> None:
 
 def test_the_longer_comparison() -> None:
     task = TASKS["digits"]
-    found = ablate.compared(task, None, None, True)
+    found = ablate.select_encodings(task, None, None, True)
     assert {kind: len(names) for kind, names in found.items()} == {"softmax": 15, "linear": 15}
-    assert ablate.compared(task, ["none"], ["linear"], True) == {"linear": ["none"]}
-    assert ablate.training_of(task, None, "cpu", True, False) == {"steps": 2100}
-    assert ablate.training_of(task, ["steps=7"], "cpu", True, False) == {"steps": 7}
+    assert ablate.select_encodings(task, ["none"], ["linear"], True) == {"linear": ["none"]}
+    assert ablate.training_fields(task, None, "cpu", True, False) == {"steps": 2100}
+    assert ablate.training_fields(task, ["steps=7"], "cpu", True, False) == {"steps": 7}
 
 
 def test_16_bits_and_compilation_are_for_gpus() -> None:
-    found = {device: ablate.training_of(TASKS["image"], None, device, False, False) for device in ("cpu", "cuda")}
+    found = {device: ablate.training_fields(TASKS["image"], None, device, False, False) for device in ("cpu", "cuda")}
     assert found == {"cpu": {}, "cuda": {"precision": "bf16", "compile": True}}
 
 

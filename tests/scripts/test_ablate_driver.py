@@ -224,30 +224,30 @@ def test_numbers_of_the_table(task, tmp_path):
 
 
 def test_invalid_options(images, tmp_path):
-    def said(*args: str) -> str:
+    def output_of(*args: str) -> str:
         result = invoke(*args)
         assert result.exit_code == 2, result.output
         return result.output
 
     run = command(images, tmp_path / "out")
-    assert "'audio'" in said("run", "audio", str(images))
-    assert "existing file or folder" in said("run", "image", str(tmp_path / "nothing"))
-    assert "expected one value for image, got 2" in said("run", "image", str(images), str(images), *run[3:])
-    assert "unknown 'rope'" in said(*run, "-e", "rope")
-    assert "unknown 'sparse'" in said(*run, "--attention", "sparse")
-    assert "expected i/n" in said(*run, "--shard", "2/2")
-    assert "NAME one of" in said(*run, "--set", "colour=red")
-    assert "NAME one of" in said(*run, "--set", "seed=3")
-    assert "expected a value of type int" in said(*run, "--set", "steps=many")
-    assert "expected true or false" in said(*run, "--set", "flip=2")
-    assert "expected a multiple of 4" in said(*run, "--set", "size=10")
+    assert "'audio'" in output_of("run", "audio", str(images))
+    assert "existing file or folder" in output_of("run", "image", str(tmp_path / "nothing"))
+    assert "expected one value for image, got 2" in output_of("run", "image", str(images), str(images), *run[3:])
+    assert "unknown 'rope'" in output_of(*run, "-e", "rope")
+    assert "unknown 'sparse'" in output_of(*run, "--attention", "sparse")
+    assert "expected i/n" in output_of(*run, "--shard", "2/2")
+    assert "NAME one of" in output_of(*run, "--set", "colour=red")
+    assert "NAME one of" in output_of(*run, "--set", "seed=3")
+    assert "expected a value of type int" in output_of(*run, "--set", "steps=many")
+    assert "expected true or false" in output_of(*run, "--set", "flip=2")
+    assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "empty").mkdir()
-    assert "found neither" in said("report", "image", "--folder", str(tmp_path / "empty"))
+    assert "found neither" in output_of("report", "image", "--folder", str(tmp_path / "empty"))
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "results.csv").write_text("encoding\n")
     (tmp_path / "digits" / "config.json").write_text('{"settings": {}}')
-    assert "written by another command" in said("report", "image", "--folder", str(tmp_path / "digits"))
+    assert "written by another command" in output_of("report", "image", "--folder", str(tmp_path / "digits"))
 
 
 def test_options_of_a_training():
@@ -271,7 +271,7 @@ def test_the_default_comparison_can_be_configured(task):
 
 
 def test_the_pages_show_the_results():
-    """If this fails, run `python -m scripts.ablate report`."""
+    """The pages are current; if not, run `python -m scripts.ablate report`."""
     folders = ablate_report.folders()
     assert {f"ablate-{task}" for task in TASKS} <= {folder.name for folder in folders}
     for folder in folders:
@@ -313,15 +313,15 @@ def test_trainings_of_equal_time(images, tmp_path, together):
 
 
 def test_attention_of_single_encodings():
-    compared = ablate_driver.compared
+    select = ablate_driver.select_encodings
     image = TASKS["image"]
-    assert compared(image, ["rotate", "linear/cosine"], None, False) == {
+    assert select(image, ["rotate", "linear/cosine"], None, False) == {
         "softmax": ["rotate"], "linear": ["rotate", "cosine"]
     }  # fmt: skip
-    assert compared(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
+    assert select(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
     for wrong in ("linaer/rotate", "linear/rotat"):
         with pytest.raises(typer.BadParameter, match="unknown"):
-            compared(image, [wrong], None, False)
+            select(image, [wrong], None, False)
 
 
 def test_a_plot_has_at_most_eight_series():

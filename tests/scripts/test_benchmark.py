@@ -18,8 +18,8 @@ from lrpe_md.scripts.bench.measure import (
     HERE,
     Judge,
     Session,
+    describe_error,
     floor_bytes,
-    in_words,
     make_pass,
     scratch,
     time_peer,
@@ -191,8 +191,8 @@ def test_names_with_commas():
 
 
 def test_errors_name_files_only():
-    assert in_words(ValueError("in /a/b/c.py, 1 / 2")) == "ValueError: in c.py, 1 / 2"
-    assert in_words(ValueError()) == "ValueError: no message"
+    assert describe_error(ValueError("in /a/b/c.py, 1 / 2")) == "ValueError: in c.py, 1 / 2"
+    assert describe_error(ValueError()) == "ValueError: no message"
     with pytest.raises(FileNotFoundError):
         load_file("nothing", ROOT, "nowhere.py")
 
@@ -245,7 +245,7 @@ def test_first_calls_run_in_a_fresh_process(monkeypatch):
 
 @pytest.mark.parametrize("op", ["cosine", "rotate"])
 def test_host_variants_compute_the_same(op):
-    """In the interpreter, the direct launch, the custom_op and saved angles agree with lrpe-md's call."""
+    """The direct launch, the custom_op and saved angles agree with the public call, in the interpreter."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
     expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
     raw = raw_launch(inputs)
@@ -325,7 +325,7 @@ def test_inputs():
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
-def made(folder: Path) -> None:
+def write_measurements(folder: Path) -> None:
     """Write two files; the later one repeats a measurement."""
     where = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "copy_gbps": 1000}
 
@@ -356,7 +356,7 @@ def made(folder: Path) -> None:
 
 
 def test_report_on_made_numbers(tmp_path):
-    made(tmp_path)
+    write_measurements(tmp_path)
     pages = tmp_path / "pages"
     benchmark_report.main(tmp_path, pages, None)
     assert [path.name for path in pages.iterdir()] == ["performance.md"]
@@ -428,7 +428,7 @@ def test_report_without_measurements(tmp_path):
 
 
 def test_pages_are_current():
-    """If this fails, run `make results`."""
+    """The pages are current; if not, run `make results`."""
     folder = benchmark_report.RESULTS
     pages = benchmark_report.pages(benchmark_report.read(folder), folder)
     assert set(pages) == {"performance.md", "training-steps.md", "linear-attention.md", "adapted-models.md"}

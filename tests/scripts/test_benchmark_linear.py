@@ -130,7 +130,7 @@ def test_missing_libraries_are_left_out(tmp_path, monkeypatch):
 
 
 def test_candidates_of_the_peers_autotuner_are_compiled_first(libraries):
-    """All configurations of both kernels are compiled with the inputs' strides; the peer handles failures."""
+    """Both kernels' configurations are compiled with the inputs' strides; the peer handles failures."""
     _, bla = libraries
     calls = []
 

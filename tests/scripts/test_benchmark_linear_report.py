@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 HERE = {"gpu": "made up", "versions": "torch 0", "commit": "0123"}
 
 
-def measured(workload, map, which, impl, share):
+def make_row(workload, map, which, impl, share):
     return {"workload": workload, "map": map, "pass": which, "impl": impl, "ms": 1 / share, "share": share, **HERE}
 
 
@@ -19,11 +19,11 @@ def write_linear(folder):
     works = [*(w for w in linear_measure.WORKLOADS if not w.endswith("-b2")), "sana", "sana-module"]
     rows = []
     for n, (work, which) in enumerate(itertools.product(works, ("forward", "backward"))):
-        rows += [measured(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
+        rows += [make_row(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
                  for i, map in enumerate(("rotate", "cosine", "none"))]  # fmt: skip
-        rows += [measured(work, "none", which, impl, 0.2 - 0.005 * n) for impl in ("SDPA", "unfused", "fla chunk")]
-        rows.append(measured(work, "cosine", which, "unfused, compiled", 0.15))
-    rows.append({**measured("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
+        rows += [make_row(work, "none", which, impl, 0.2 - 0.005 * n) for impl in ("SDPA", "unfused", "fla chunk")]
+        rows.append(make_row(work, "cosine", which, "unfused, compiled", 0.15))
+    rows.append({**make_row("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(folder / linear_report.LINEAR, index=False)
 
 
@@ -66,7 +66,7 @@ def test_tables_and_plots(folder):
 
 
 def test_last_row_of_a_measurement_counts(tmp_path):
-    rows = [measured("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
+    rows = [make_row("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(tmp_path / linear_report.LINEAR, index=False)
     text = linear_report.section(tmp_path)
     assert "0.70 (" in text

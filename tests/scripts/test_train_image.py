@@ -213,13 +213,13 @@ def test_validation_during_training(data, tmp_path):
 
 
 def test_slow_phases_are_announced(data, tmp_path):
-    def said(name: str, *more: str) -> str:
+    def output_of(name: str, *more: str) -> str:
         run = ["image", "--data", str(data), "--out", str(tmp_path / name), *flags(SMALL), "--steps", "1", *more]
         done = CliRunner().invoke(app, run)
         assert done.exit_code == 0, done.output
         return done.output
 
-    shown, silent = said("a"), said("b", "--no-progress")
+    shown, silent = output_of("a"), output_of("b", "--no-progress")
     for text in ("Reading the data", "Evaluating"):
         assert text in shown
         assert text not in silent
@@ -306,27 +306,27 @@ def test_phase_rotates_only_keys():
 
 
 def test_invalid_options(data, tmp_path):
-    def said(*args: str) -> str:
+    def output_of(*args: str) -> str:
         result = CliRunner().invoke(app, ["image", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
     run = ["--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
-    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
-    assert "multiple of 4" in said(*run, "--size", "10")
-    assert "multiples of 4" in said(*run, "--test-sizes", "10")
-    assert "there are 48 images" in said(*run, "--batch", "64")
-    assert "no such folder" in said(*run, "--data", str(tmp_path / "nothing"))
-    assert "--erase" in said(*run, "--erase", "1.5")
-    assert "--shift" in said(*run, "--shift", "-1")
-    assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
-    assert "--heads 16" in said(*run, "--heads", "16")  # rotation needs an even head_dim
+    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
+    assert "multiple of 4" in output_of(*run, "--size", "10")
+    assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
+    assert "there are 48 images" in output_of(*run, "--batch", "64")
+    assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
+    assert "--erase" in output_of(*run, "--erase", "1.5")
+    assert "--shift" in output_of(*run, "--shift", "-1")
+    assert "a divisor of --dim 48, got 5" in output_of(*run, "--heads", "5")
+    assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     done = CliRunner().invoke(app, ["image", *run])
     assert done.exit_code == 0, done.output
-    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
+    assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)
-    assert "digest" in said(*run, "--data", str(other))
+    assert "digest" in output_of(*run, "--data", str(other))
 
 
 @pytest.mark.gpu
@@ -419,7 +419,7 @@ def test_images_move_to_a_device():
 # --- weights to start from -------------------------------------------------------------------------------------------
 
 
-def built(**options):
+def build_model(**options):
     """Return a model as the command builds it, and its configuration."""
     config = ImageTraining(**{**SMALL, "data": Path(), "out": Path(), **options})
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
@@ -471,7 +471,7 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
         safetensors.torch.save_file(weights, path)
     else:
         torch.save({"state_dict_ema": weights, "epoch": 3} if suffix == "tar" else weights, path)
-    model = built(encoding="learned", size=16)
+    model = build_model(encoding="learned", size=16)
     head, before = model.head.weight.clone(), model.state_dict()
     start_from(model, path)
     found = model.state_dict()
@@ -490,17 +490,17 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
 
 
 def test_weights_of_another_size_and_encoding(tmp_path, capsys):
-    first = built(encoding="rotate-mixed", size=8)
+    first = build_model(encoding="rotate-mixed", size=8)
     weights = random_weights(first)
     torch.save(weights, tmp_path / "w.pt")
-    same = built(encoding="rotate-mixed", size=16)
+    same = build_model(encoding="rotate-mixed", size=16)
     start_from(same, tmp_path / "w.pt")
     assert all(torch.equal(same.state_dict()[name], value) for name, value in weights.items())
-    other = built(encoding="cosine", patch=2)
+    other = build_model(encoding="cosine", patch=2)
     start_from(other, tmp_path / "w.pt")
     assert "left out: encoding" in capsys.readouterr().err
     assert torch.equal(other.head.weight, weights["head.weight"])
-    grey = built()
+    grey = build_model()
     model = lrpe_vit_tiny_patch16_224(
         img_size=8, patch_size=4, embed_dim=48, depth=1, num_heads=2, num_classes=2, class_token=False,
         global_pool="avg", encoding="rotate",
@@ -528,7 +528,7 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
     ],
 )
 def test_unsuitable_weights(tmp_path, change, message):
-    model, path = built(), tmp_path / "weights.pt"
+    model, path = build_model(), tmp_path / "weights.pt"
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if change == "folder":
         path.mkdir()
@@ -539,7 +539,7 @@ def test_unsuitable_weights(tmp_path, change, message):
     elif isinstance(change, list):
         torch.save(change, path)
     elif isinstance(change, dict):
-        torch.save(change if "epoch" in change else random_weights(built(**change)), path)
+        torch.save(change if "epoch" in change else random_weights(build_model(**change)), path)
     with pytest.raises(typer.BadParameter, match=f"--weights .*{message}"):
         start_from(model, path)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
@@ -548,12 +548,12 @@ def test_unsuitable_weights(tmp_path, change, message):
 def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
     with pytest.raises(typer.BadParameter, match="another architecture; give the model --heads 2"):
-        start_from(built(heads=4), tmp_path / "run")
+        start_from(build_model(heads=4), tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1
     torch.save(state, tmp_path / "run" / "checkpoint.pt")
     with pytest.raises(typer.BadParameter, match="damaged"):
-        start_from(built(), tmp_path / "run")
+        start_from(build_model(), tmp_path / "run")
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_non_finite_loss_raises(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def measured(file: Path) -> tuple[CausalLm, Tensor]:
+def model_and_text(file: Path) -> tuple[CausalLm, Tensor]:
     torch.manual_seed(0)
     model = CausalLm(LmConfig(**MODEL))
     for parameter in model.parameters():
@@ -192,8 +192,8 @@ def measured(file: Path) -> tuple[CausalLm, Tensor]:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(64, 2), (100, 3), (10, 1)])
-def test_evaluation_is_the_mean_over_windows(measured: tuple, limit: int, count: int, monkeypatch) -> None:
-    model, text = measured
+def test_evaluation_is_the_mean_over_windows(model_and_text: tuple, limit: int, count: int, monkeypatch) -> None:
+    model, text = model_and_text
     monkeypatch.setattr(train_lm, "EVAL_TOKENS", 64)  # two windows per batch
     found = train_lm.evaluate(Accelerator(cpu=True), model, text, 32, limit)
     each = []
@@ -203,8 +203,8 @@ def test_evaluation_is_the_mean_over_windows(measured: tuple, limit: int, count:
     torch.testing.assert_close(found.float(), torch.stack(each).mean(0).detach())
 
 
-def test_measure_by_length_and_position(measured: tuple) -> None:
-    model, text = measured
+def test_measure_by_length_and_position(model_and_text: tuple) -> None:
+    model, text = model_and_text
     accelerator, same = Accelerator(cpu=True), (16, (8, 16, 64), )  # fmt: skip
     rows = {name: train_lm.measure(accelerator, model, text, *same, name, 64) for name in (None, *train_lm.SCALINGS)}
     for name, found in rows.items():

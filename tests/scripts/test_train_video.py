@@ -266,28 +266,28 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 
 @needs_decoder
 def test_invalid_options(footage, tmp_path):
-    def said(*args: str) -> str:
+    def output_of(*args: str) -> str:
         result = CliRunner().invoke(app, ["video", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
     run = ["--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
-    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
-    assert "multiple of 4" in said(*run, "--size", "10")
-    assert "expected a multiple of 3" in said(*run, "--accumulate", "3")
-    assert "no such file" in said(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "as long as a clip" in said(*run, "--frames", "64")
-    assert "start it with torchrun" in said(*run, "--sharding", "fsdp")
+    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
+    assert "multiple of 4" in output_of(*run, "--size", "10")
+    assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
+    assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
+    assert "as long as a clip" in output_of(*run, "--frames", "64")
+    assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     done = CliRunner().invoke(app, ["video", *run])
     assert done.exit_code == 0, done.output
-    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
-    assert "steps: 2 there, 3 now" in said(*run, "--steps", "3")
+    assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
+    assert "steps: 2 there, 3 now" in output_of(*run, "--steps", "3")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    assert "has no checkpoint.pt" in said(*run, "--out", str(tmp_path / "other"))
+    assert "has no checkpoint.pt" in output_of(*run, "--out", str(tmp_path / "other"))
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"PK torn")
-    assert "can't be read" in said(*run)
+    assert "can't be read" in output_of(*run)
 
 
 @pytest.mark.parametrize("task", ["arrow", "order"])

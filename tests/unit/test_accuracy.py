@@ -50,7 +50,7 @@ PLAIN = {"one axis": ((2**20,), 0), "two axes": ((1024, 1025), 3), "three": ((64
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("phase", [None, 2.5])
 def test_far_tokens_of_a_plain_grid(name, phase):
-    """At 2^20, angles are exact to 1e-6 and equal those of a table."""
+    """Angles at 2^20 are exact to 1e-6 and equal those of a table."""
     shape, prefix = PLAIN[name]
     grid = Grid(shape, prefix=prefix)
     end = replace(grid, start=grid.total - 16)

@@ -220,7 +220,7 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
 
 
 def test_auto_warns_once_without_triton(monkeypatch):
-    """On a GPU without triton, auto selects the reference and warns once."""
+    """The reference runs on a GPU without triton, after one warning."""
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
 
     class OnGpu:

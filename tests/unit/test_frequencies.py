@@ -288,7 +288,7 @@ TIMES = [1.0, 0.7, 0.31, 0.1, 0.04]
 @pytest.mark.parametrize("factor", [1.5, 4.0])
 @pytest.mark.parametrize("time", [*TIMES, 0.0])
 def test_dype_on_ntk(factor, time):
-    """As in the paper, the base scaled by NTK is raised to the power of 2 t²."""
+    """The base scaled by NTK is raised to the power of 2 t², as in the paper."""
     dim, base = 56, 1e4
     larger = base * max(1.0, (factor ** (dim / (dim - 2))) ** (2 * time**2))
     expected = geometric(dim, larger)
@@ -349,7 +349,7 @@ def test_dype_on_yarn_at_its_ends():
 
 
 def test_time_scalings_do_not_synchronise():
-    """On the meta device there are no values to read."""
+    """The meta device has no values to read."""
     theta, time = geometric(56, 1e4).to("meta"), torch.zeros((), device="meta")
     for scaled, _ in (
         riflex_scaling(theta, 66, repeats_at=30), riflex_scaling(theta, 66, index=2), ntk_scaling(theta, 2.0),

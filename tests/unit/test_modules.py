@@ -206,7 +206,7 @@ def test_gradients_survive_a_cast(cls):
 
 
 def test_fsdp2(cls, tmp_path):
-    """After meta init, sharding, materialising and casting, every shard has its initial values."""
+    """Every shard has its initial values after meta init, sharding, materialising and casting."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

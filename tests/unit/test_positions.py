@@ -224,7 +224,7 @@ def test_pairs_within_blocks():
 
 
 def test_separate_positions_and_phases_for_q_and_k():
-    """In cross-attention, q and k have different tokens, and a different number of them."""
+    """Cross-attention has different tokens for q and k, and a different number of them."""
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8)
     omega, phase = torch.rand(2, 4, 2), torch.rand(2, 4)
     where = Grid((2, 3)), Coordinates(torch.randn(4, 2), prefix=1)

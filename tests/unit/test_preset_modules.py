@@ -71,7 +71,7 @@ def test_learned_parameters_and_dtypes(made):
 
 @pytest.mark.parametrize("name", list_presets())
 def test_frequencies_train(name):
-    """For any scheme, learned parameters change, and single-axis channels stay on their axis."""
+    """Learned parameters of any scheme change, and single-axis channels stay on their axis."""
     module = PresetMd(preset(name, num_heads=HEADS[name]), learnable=True)
     xs, positions = on_grid(module)
     before, laid = {n: p.detach().clone() for n, p in module.named_parameters()}, module.get_omega().detach().clone()

@@ -281,7 +281,7 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
-    """In float32, the kernels' errors from float64 are within the reference's, for every preset."""
+    """Errors of the kernels from float64 are within the reference's, for every preset in float32."""
     p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
@@ -517,7 +517,7 @@ SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3},
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_options_have_an_effect_or_are_refused(name):
-    """No option is silently ignored."""
+    """Options are never silently ignored."""
     plain = for_heads(name)
     shares = (1, *[2] * (plain.num_axes - 1))
     changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
@@ -562,7 +562,7 @@ def test_each_head_dim_is_laid_out_or_refused(name):
 
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
 def test_sequence_parts_are_consecutive(name):
-    """On one axis, parts of a sequence follow each other, however it is divided."""
+    """Parts of a sequence on one axis follow each other, however it is divided."""
     p = preset(name)
     whole = torch.arange(10, dtype=torch.float64)[:, None]
     for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):

@@ -67,17 +67,17 @@ def ours():
 
 
 @pytest.fixture(scope="module")
-def found(ours):
+def measurements(ours):
     return structure_limits.measure(ours)
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits(name, found):
-    assert found[name] <= LIMITS[name], "python tests/structure_limits.py lists the offenders"
+def test_limits(name, measurements):
+    assert measurements[name] <= LIMITS[name], "python tests/structure_limits.py lists the offenders"
 
 
-def test_every_measurement_has_a_limit(found):
-    assert found.keys() == LIMITS.keys()
+def test_every_measurement_has_a_limit(measurements):
+    assert measurements.keys() == LIMITS.keys()
 
 
 @pytest.fixture
