@@ -68,7 +68,7 @@ _PICTURES = ("show",)
 
 
 def __getattr__(name: str) -> Any:
-    """What most programs don't use: the names of the LRPE document, and what imports other libraries."""
+    """Import lazily: the names of the LRPE document, and modules that need other libraries."""
     if name in _INTEGRATIONS:
         return getattr(importlib.import_module(".integrations", __name__), name)
     if name in _PICTURES:

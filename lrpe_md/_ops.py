@@ -1,6 +1,7 @@
-"""Where the registered operators are: ``torch.ops.lrpe_md``.
+"""Namespace of the registered operators: ``torch.ops.lrpe_md``.
 
-A build for the Kernel Hub has a namespace of its own, in a file in the place of this one: scripts/kernel_hub.py.
+scripts/kernel_hub.py replaces this file in a build for the Kernel Hub, which has a namespace of its own.
+
 """
 
 from typing import Any

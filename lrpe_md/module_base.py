@@ -1,4 +1,4 @@
-"""What the modules share: frequencies that are theirs, a phase, and how both keep their values."""
+"""Base of the modules: their frequencies and phase, and how both keep their values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def check_unwritten(out: Any) -> None:
-    """Of linear attention."""
+    """Refuse ``out``, which linear attention doesn't have."""
     if out is not None:
         raise ValueError("out: expected None with attend, which is given q and k as they are, and writes neither")
 
@@ -234,7 +234,7 @@ class FrequencyModule(nn.Module):
     def adjusted(
         self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """What :meth:`adjust` copies: buffers, and the values that they are to hold."""
+        """Return the buffers that :meth:`adjust` changes, with their new values."""
         trained = self.trained()
         for name, value, shape in (("ratio", ratio, trained.shape), ("amplitude", amplitude, (1, self.num_channels))):
             if isinstance(value, Tensor):
@@ -390,7 +390,7 @@ class FrequencyModule(nn.Module):
                 ) from None
 
     def describe(self) -> Description:
-        """What :func:`lrpe_md.linear_attention` takes of this encoding, as it is now."""
+        """Return the current arguments of :func:`lrpe_md.linear_attention` for this encoding."""
         map_: Any = self.map
         return Description(
             map_, self.get_omega(), self.act, self.dim, self._own_phase(), self.pairs, self.rotary_dim,

@@ -98,7 +98,7 @@ def attend_with(
     eps: float = 1e-6,
     norm: Norm | None = None,
 ) -> Any:
-    """What a :class:`LinearAttention` of this encoding gives: for a backbone that holds the encoding itself."""
+    """Compute a :class:`LinearAttention` with this encoding, for a backbone that holds the encoding itself."""
     call: Any = encoding
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):

@@ -1,4 +1,4 @@
-"""Which channels a rotation pairs, and weights that change from one pairing to another."""
+"""Pairings of channels, and conversion of weights from one pairing to another."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
 
 
 class Spec(NamedTuple):
-    """What is computed."""
+    """Specification of what to compute."""
 
     map: MapName
     act: Act = "none"
@@ -170,7 +170,7 @@ class Scales(NamedTuple):
         return t[:, None, :] if t.ndim == 2 else t
 
     def sum_like(self, dt: Tensor, t: Tensor | None) -> Tensor | None:
-        """Of a gradient by token, (B, H, N, D), that of γ or β."""
+        """Sum a gradient by token, (B, H, N, D), to the shape of γ or β."""
         if t is None:
             return None
         dt = dt.double()

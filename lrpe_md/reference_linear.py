@@ -22,7 +22,7 @@ from .reference import NO_SCALES, Scales, Spec, activate, activate_and_map, no_a
 
 __all__ = [
     "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "is_static",
-    "product", "take_out",
+    "product", "zero_gated_tokens",
 ]  # fmt: skip
 
 CHUNK = 64
@@ -30,7 +30,7 @@ MASKS = ("full", "causal", "block")
 
 
 def is_static(size: Any) -> bool:
-    """Whether a size has one value in what is compiled."""
+    """Tell whether compiled code knows the value of a size."""
     # Not above: it brings sympy, which takes longer to import than all of this library.
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -38,7 +38,7 @@ def is_static(size: Any) -> bool:
 
 
 class Attention(NamedTuple):
-    """What is summed, and what by."""
+    """Mask, normaliser and constants of linear attention."""
 
     normalizer: str = "unrotated"  # | "encoded" | "none"
     mask: str = "full"  # | "causal" | "block"
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """What the angles of q or of k are made of: arguments of :func:`lrpe_md.reference.encode`."""
+    """Arguments of :func:`lrpe_md.reference.encode` that determine the angles of q or of k."""
 
     coords: Tensor
     rotated: Tensor | None
@@ -57,7 +57,7 @@ class Angles(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Of q or of k."""
+    """Features of q or of k."""
 
     bar: Tensor  # activated: (B, H, N, D)
     hat: Tensor  # and mapped: (B, H, N, Ê)
@@ -131,7 +131,7 @@ class _Product(torch.autograd.Function):
 
 
 class _TransformedProduct(_Product):
-    """In the form that function transforms ask for, which takes longer to call."""
+    """The product in the form that function transforms require, which is slower to call."""
 
     generate_vmap_rule = True
 
@@ -178,7 +178,7 @@ def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales =
     return Features(x_bar, x_bar)
 
 
-def take_out(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+def zero_gated_tokens(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
     """k and v with 0 for tokens whose gate is 0, whatever they hold: they get no gradient, and none comes of NaN."""
     if gate is None:
         return xs
@@ -225,7 +225,7 @@ def attend(
         operands: for tests: a dtype that both sides of each product are rounded to, here and in the gradients.
     """
     with no_autocast(q):
-        k, v = take_out(gate, k, v)
+        k, v = zero_gated_tokens(gate, k, v)
         q_features = form_features(spec, q, q_angles, scales[0])
         k_features = form_features(spec, k, k_angles, scales[1])
         return attend_encoded(
@@ -235,7 +235,7 @@ def attend(
 
 
 class _Terms(NamedTuple):
-    """What is multiplied and summed; of the normalizer "none", no rows and sums of z."""
+    """Factors and sums of linear attention. With the normalizer "none" there are no rows and sums of z."""
 
     q: Tensor  # q̂ (B, H_q, .., Ê)
     k: Tensor  # β k̂ (B, H_k, .., Ê)
@@ -297,7 +297,7 @@ def attend_encoded(
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
-    """What is summed before the first token."""
+    """Return the state before the first token."""
     if state:
         products, *features = state
         return _State(products, features[0] if features else None).map(lambda t: t.to(terms.k.dtype))

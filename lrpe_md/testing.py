@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: inputs, runs, and the error budget.
+"""Inputs, runs and the error budget, for tests and benchmarks.
 
 An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
 times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
@@ -153,7 +153,7 @@ class Inputs:
     tables: tuple[Tensor, ...] = ()  # cos and sin, or one complex tensor
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """With these weights instead of the inputs' own, in their order."""
+        """Return the norm, with these weights instead of the inputs' own, in their order."""
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -453,7 +453,7 @@ Draw = dict[str, tuple[Tensor, ...]]
 
 
 def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """For each result: what ``impl`` gives, the reference's error, the exact value."""
+    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
@@ -535,7 +535,7 @@ class LinearCase:
 
     @property
     def encoding(self) -> Case:
-        """Of q's positions and frequencies, and the norm."""
+        """The case of the encoding alone, with q's positions and frequencies and the norm."""
         return Case(
             self.map or "cosine", self.shape, self.prefix, self.suffix, self.scale, coords=self.coords,
             origin=self.origin, masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
@@ -546,7 +546,7 @@ class LinearCase:
 
     @property
     def out_dim(self) -> int:
-        """Of a head of q̂ and k̂."""
+        """Width of a head of q̂ and k̂."""
         return self.encoding.out_dim if self.map == "cosine" else self.head_dim
 
     def __str__(self) -> str:
@@ -571,7 +571,7 @@ class LinearInputs:
     weights: dict[str, Tensor] = field(default_factory=dict)  # as of Inputs
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """With these weights instead of the inputs' own, in their order."""
+        """Return the norm, with these weights instead of the inputs' own, in their order."""
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
@@ -746,7 +746,7 @@ def check_linear(
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """For each result: what ``impl`` gives, the reference's error, the exact value."""
+    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_linear_inputs(case, device)
     actual = run_linear(inputs, impl, frequencies=frequencies)
     exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)

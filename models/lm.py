@@ -24,7 +24,8 @@ from lrpe_md import Grid, list_presets
 from lrpe_md.checks import can_read, check_at_least
 from lrpe_md.engine.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
-from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
+from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding
+from lrpe_md.integrations.run_time import set_scaling
 from lrpe_md.modules_linear import attend_with
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
@@ -134,7 +135,9 @@ def build_layers(config: LmConfig) -> EncodingStack:
         }
         kwargs = {name: value for name, value in kwargs.items() if given.get(name, True)}
     layers: Any = build_encoding(config.encoding, kwargs, config.head_dim, config.num_kv_heads, config.depth, 1)
-    return EncodingStack([Stretched(layer) for layer in layers])
+    for layer in layers:
+        layer.adjust()  # the buffers that `CausalLm.rescale` changes, before a step is compiled or captured
+    return EncodingStack(layers)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ class LmAttention(nn.Module):
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, context: Context, keys: Tensor, values: Tensor) -> Tensor:
         values.index_copy_(2, context.rows, v.to(values.dtype))
-        if isinstance(self.encoding, Stretched) and k.dtype == keys.dtype and not torch.is_grad_enabled():
+        if not isinstance(self.encoding, Activation) and k.dtype == keys.dtype and not torch.is_grad_enabled():
             q, _ = self.encoding(q, k, positions=context.positions, out=(None, keys), out_start=context.start)
         else:
             q, k = self.encoding(q, k, positions=context.positions)
@@ -345,7 +348,8 @@ class CausalLm(nn.Module):
         ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys in a cache stay as they were
         encoded: start a new one.
         """
-        self.encoding.rescale(scaling)
+        if self.config.encoding != "none":
+            set_scaling(self, scaling)
 
     def no_weight_decay(self) -> set[str]:
         """Frequencies and phases."""

@@ -43,7 +43,7 @@ def largest_difference(found: tuple[torch.Tensor, ...], expected: tuple[torch.Te
 
 
 def main() -> None:
-    print("| preset | the original in float32 | this library in float32 | in float64 |\n| --- | --- | --- | --- |")
+    print("| preset | original in float32 | ours in float32 | ours in float64 |\n| --- | --- | --- | --- |")
     for name in SCHEMES:
         # This parameter is drawn again in float64; the others are computed in float64.
         if name != "rope_vit_mixed" and not is_golden(next(c for c in CASES if c.name == name)):

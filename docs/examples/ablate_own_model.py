@@ -1,9 +1,9 @@
-"""Which encoding suits my model? One's own network, trained with each of them from the same seeds.
+"""Compare encodings in your own network, each trained with the same seeds.
 
     python docs/examples/ablate_own_model.py --encoding rotate --encoding cosine --encoding dinov3 --seeds 3
 
-Encodings are none, rotate, cosine, mixed and the presets of two axes. Put your model and your data in the place of Net
-and the digits. `python -m scripts.ablate` runs several at a time, goes on where it was killed, and pairs the seeds.
+Choose from none, rotate, cosine, mixed and the presets with two axes. Replace Net and the digits with your own model
+and data. `python -m scripts.ablate` also runs trainings in parallel, resumes when interrupted, and pairs the seeds.
 """
 
 import argparse
@@ -22,7 +22,7 @@ OPTIONS = {"rotate": {"base": 100.0}, "cosine": {"base": 100.0, "act": "softplus
 
 
 class Net(nn.Module):
-    """Two convolutions, then attention among all places."""
+    """Two convolutions, then attention between all pixels."""
 
     def __init__(self, encoding: str, dim: int = 64, num_heads: int = 4) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ class Net(nn.Module):
         x = self.stem(images.unsqueeze(1)).flatten(2).mT
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         if self.encoding is not None:
-            stack = EncodingStack(self.encoding)  # one for all layers, or one a layer; a preset has rules of its own
+            stack = EncodingStack(self.encoding)  # also handles an encoding per layer and presets
             q, k = stack[0](q, k, positions=stack.lay_out(images.shape[1:]))
         y = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return self.head(x.amax(1))  # the largest, wherever it is
+        return self.head(x.amax(1))  # max pooling over positions
 
 
 def train(encoding: str, seed: int, epochs: int) -> float:
-    """Accuracy on the last third, which a model of this seed and encoding never saw."""
+    """Train with an encoding and a seed, and return the accuracy on the last third, which is held out."""
     torch.manual_seed(seed)
     images, labels = (torch.tensor(values) for values in load_digits(return_X_y=True))
     images, cut = images.float().unflatten(1, (8, 8)) / 8 - 1, 1200
@@ -62,8 +62,8 @@ def train(encoding: str, seed: int, epochs: int) -> float:
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoding", action="append", help="may be repeated")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--encoding", action="append", help="Encoding to compare; repeat for several")
+    parser.add_argument("--seeds", type=int, default=3, help="Number of seeds per encoding")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("ablation.csv"))
     args = parser.parse_args(argv)

@@ -1,10 +1,9 @@
-"""A language model of transformers decodes through the fused rotation, a batch of prompts of unequal lengths.
+"""Decode a batch of prompts of different lengths with a transformers language model and the fused rotation.
 
     python docs/examples/decode_lm.py --model Qwen/Qwen3-0.6B --prompt "The sea is" --prompt "Once upon a time"
 
-`adapt_rotary` leaves weights, cache and left padding to transformers: q and k are rotated in one launch, at positions
-that are read on the device, with the model's own length scaling. Without --model it decodes with a small random Llama,
-whose tokens are bytes.
+`adapt_rotary` rotates q and k in one launch, with the model's own positions and length scaling. transformers still
+handles weights, cache and left padding. Without --model, a small random Llama decodes, whose tokens are bytes.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from lrpe_md.integrations import restore_rotary
 
 
 class Bytes:
-    """A tokenizer of 256 bytes, behind the one token of the padding, 0."""
+    """A tokenizer of bytes: token 0 is padding, and byte b is token 1 + b."""
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         rows = [[1 + byte for byte in prompt.encode()] for prompt in prompts]
@@ -32,7 +31,7 @@ class Bytes:
 
 
 class Words:
-    """A tokenizer of the hub, padding on the left."""
+    """A tokenizer from the Hub that pads on the left."""
 
     def __init__(self, name: str) -> None:
         self.inner = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -56,7 +55,7 @@ def random_llama() -> LlamaForCausalLM:
 
 def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="of the hub, or a folder")
+    parser.add_argument("--model", help="Model name on the Hub, or a folder")
     parser.add_argument("--prompt", action="append")
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args(argv)
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor]:
         change(model)
         since = time.perf_counter()
         found[name] = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False)
-        print(f"{name}: {found[name].numel() / (time.perf_counter() - since):.0f} tokens a second, with the prompts'")
+        print(f"{name}: {found[name].numel() / (time.perf_counter() - since):.0f} tokens per second, prompts included")
     for text in tokenizer.batch_decode(found["lrpe-md"]):
         print(repr(text))
     return found["transformers"], found["lrpe-md"]

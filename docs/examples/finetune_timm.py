@@ -1,9 +1,9 @@
-"""Fine-tune one of timm's rotary ViTs at another resolution, on a folder of images by class, through the fused kernels.
+"""Fine-tune a timm ViT that uses RoPE at another resolution, on a folder of images, with the fused kernels.
 
     python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
 
-FOLDER has a folder of images for each class. `adapt_rotary` changes no weight and no name: what is saved loads into
-timm's own model, with or without this library.
+FOLDER contains one folder of images per class. `adapt_rotary` changes neither weights nor their names, so the saved
+checkpoint loads into timm's own model, with or without this library.
 """
 
 import argparse
@@ -23,13 +23,13 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="vit_small_patch16_rope_mixed_224", help="eva02_*, vit_*_rope_*, *_dinov3*")
-    parser.add_argument("--pretrained", action="store_true", help="load timm's weights")
-    parser.add_argument("--model-kwargs", nargs="*", default=[], help="of timm.create_model, as depth=6")
-    parser.add_argument("--size", default="384x384", help="HEIGHTxWIDTH, multiples of the patch")
+    parser.add_argument("--pretrained", action="store_true", help="Load timm's pretrained weights")
+    parser.add_argument("--model-kwargs", nargs="*", default=[], help="Options for timm.create_model, such as depth=6")
+    parser.add_argument("--size", default="384x384", help="HEIGHTxWIDTH in pixels, multiples of the patch size")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--head-only", action="store_true", help="keep the blocks as they are")
+    parser.add_argument("--head-only", action="store_true", help="Train the head only, and freeze the blocks")
     parser.add_argument("--out", type=Path, default=Path("finetuned.pt"))
     args = parser.parse_args(argv)
     torch.manual_seed(0)

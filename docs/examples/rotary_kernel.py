@@ -1,4 +1,4 @@
-"""The rotary kernel in 80 lines: RoPE on an image grid, float32, half layout. On a CPU: TRITON_INTERPRET=1.
+"""RoPE on an image grid as a Triton kernel: float32, half layout. On a CPU, set TRITON_INTERPRET=1.
 
 python docs/examples/rotary_kernel.py
 """
@@ -15,7 +15,7 @@ def cos_sin(s_y, s_x, p_omega, o_c, C: tl.constexpr):
     for j in tl.static_range(2):
         s = (s_y if j == 0 else s_x).to(tl.float32)[:, None]
         w = tl.load(p_omega + o_c * 2 + j)[None, :]
-        hi = w * 0.15915493667125702  # 1/2π as a float32, and what that leaves out
+        hi = w * 0.15915493667125702  # 1/2π as a float32; lo adds its rounding error
         lo = tl.fma(w, tl.full(w.shape, 6.420638326565253e-09, tl.float32), tl.fma(w, 0.15915493667125702, -hi))
         whole = tl.floor(s * hi + 0.5)
         turns += tl.fma(s, hi, -whole) + s * lo  # the product is exact inside the fma
@@ -25,7 +25,7 @@ def cos_sin(s_y, s_x, p_omega, o_c, C: tl.constexpr):
 
 @triton.jit
 def rotary_kernel(p_x, p_y, p_omega, N, WIDTH, prefix, rows, SIGN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate a block of tokens in every row (head of a sample) of x (rows, N, 2C) by Θ, or by -Θ where SIGN is -1."""
+    """Rotate a block of tokens in every row (head of a sample) of x (rows, N, 2C) by Θ, or by -Θ if SIGN is -1."""
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_c = tl.arange(0, C)
     index = tl.maximum(o_n - prefix, 0)  # prefix tokens are at (0, 0), where Θ = 0
@@ -42,7 +42,7 @@ def rotary_kernel(p_x, p_y, p_omega, N, WIDTH, prefix, rows, SIGN: tl.constexpr,
 
 
 class Rotate(torch.autograd.Function):
-    """The backward of a rotation by Θ is the rotation by -Θ."""
+    """Rotation by Θ; its backward is the rotation by -Θ."""
 
     @staticmethod
     def forward(ctx, x, omega, shape, prefix):

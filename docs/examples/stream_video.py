@@ -1,9 +1,9 @@
-"""Streaming video with a moving window: frames come one by one, and each attends to the last few.
+"""Stream a video with a moving window: frames arrive one by one, and each attends to the last few.
 
     python docs/examples/stream_video.py --video clip.mp4 --window 8 --pretrained
 
-Keys are rotated once, at the time of their own frame, and kept: scores depend on the distance alone, so that nothing is
-rotated again when the window moves. Times are read on the device: every frame runs the same kernel.
+Each key is rotated once, at the time of its own frame, and cached. Scores depend only on the distance in time, so
+nothing is rotated again when the window moves. Times are read on the device, so every frame runs the same kernel.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from lrpe_md import Grid, RotateMd
 
 
 class WindowAttention(nn.Module):
-    """timm's attention, with the keys and values of the last frames."""
+    """timm's attention with cached keys and values of the last frames."""
 
     def __init__(self, attention: nn.Module, window: int) -> None:
         super().__init__()
         self.attention, self.window = attention, window
         self.rope = RotateMd(attention.head_dim, 3, base=100.0)
         self.kept: list[tuple[Tensor, Tensor]] = []
-        self.positions: Grid | None = None  # of the frame that comes
+        self.positions: Grid | None = None  # of the current frame
 
     def forward(self, x: Tensor, **kwargs: object) -> Tensor:
         own = self.attention
@@ -39,7 +39,7 @@ class WindowAttention(nn.Module):
 
 
 class Stream:
-    """An image ViT that reads a video: features (C,) of each frame that comes."""
+    """An image ViT that reads a video and returns features (C,) of each frame."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
         self.model, self.time = model, 0
@@ -59,7 +59,7 @@ class Stream:
 def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--video", type=Path, required=True)
-    parser.add_argument("--window", type=int, default=8, help="frames")
+    parser.add_argument("--window", type=int, default=8, help="Frames that each frame attends to, itself included")
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--pretrained", action="store_true")
     parser.add_argument("--size", type=int, default=224)

@@ -1,9 +1,9 @@
-"""A diffusion transformer with text: trained on one's own captioned images, then asked for one's own prompts.
+"""Train a text-conditioned diffusion transformer on your captioned images, then sample your prompts.
 
     python docs/examples/text_to_image.py --data FOLDER --prompt "a red circle" --prompt "a blue square" --out sheet.png
 
-FOLDER has NAME.txt beside each NAME.png. The same with checkpoints, EMA, several GPUs and an evaluation is
-`python -m scripts.train diffusion`, and `python -m scripts.train sample` draws prompts from what it leaves.
+FOLDER contains NAME.txt beside each NAME.png. `python -m scripts.train diffusion` adds checkpoints, EMA, several GPUs
+and an evaluation; `python -m scripts.train sample` samples prompts from its checkpoint.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def read_pairs(folder: Path, size: int) -> tuple[Tensor, list[str]]:
-    """Images (N, 3, size, size) in [-1, 1] and their captions."""
+    """Read images (N, 3, size, size) in [-1, 1] and their captions."""
     files = sorted(folder.glob("*.png"))
     images = [np.asarray(Image.open(file).convert("RGB").resize((size, size))) for file in files]
     captions = [file.with_suffix(".txt").read_text(encoding="utf-8").strip() for file in files]
@@ -27,7 +27,7 @@ def read_pairs(folder: Path, size: int) -> tuple[Tensor, list[str]]:
 
 
 def write_images(path: Path, images: Tensor, columns: int) -> None:
-    """(N, 3, H, W) side by side."""
+    """Write images (N, 3, H, W) side by side."""
     rows = images.clamp(-1, 1).unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
     Image.fromarray(((rows + 1) * 127.5).byte().cpu().numpy()).save(path)
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--images", type=int, default=4, help="of each prompt")
+    parser.add_argument("--images", type=int, default=4, help="Number of images per prompt")
     parser.add_argument("--sample-steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("sheet.png"))
     args = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, captions = read_pairs(args.data, args.size)
     images, tokens = images.to(device), tokenize(captions, device=device)
-    # Rotation on (height, width); the caption's letters walk along the diagonal in front of the image.
+    # Rotation on (height, width). The letters of the caption lie on the diagonal before the image.
     model = DiT(
         encoding="rotate", encoding_kwargs={"base": 100.0}, text_positions="diagonal", text_encoder=TextEncoder(96),
         patch_size=2, embed_dim=args.dim, depth=args.depth, num_heads=args.dim // 32,
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(args.steps):
         chosen = torch.randint(len(images), (args.batch,), device=device)
-        text = drop_text(tokens[chosen], torch.rand(args.batch, device=device) < 0.1)  # what guidance needs
+        text = drop_text(tokens[chosen], torch.rand(args.batch, device=device) < 0.1)  # guidance needs empty prompts
         x, noise = images[chosen], torch.randn(args.batch, 3, args.size, args.size, device=device)
         loss = flow_matching_loss(model, x, text, draw_times(args.batch, device=device), noise).mean()
         loss.backward()

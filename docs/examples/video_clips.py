@@ -1,16 +1,16 @@
-"""A video transformer on one's own clips: FOLDER/CLASS/*.mp4, a class a folder.
+"""Train a video transformer on your own clips: FOLDER/CLASS/*.mp4, one folder per class.
 
     python docs/examples/video_clips.py --data FOLDER --frames 16 --size 112
 
-Tubelets of two frames, the axial rotation of Wan on (time, height, width). Once trained it is tested at twice the
-frames, too, with time laid over the trained length.
+The model uses tubelets of two frames and Wan's axial rotation on (time, height, width). It is also tested at twice the
+frames, with time mapped onto the trained length.
 """
 
 import argparse
 from pathlib import Path
 
 import av
-import lrpe_md.models.video  # noqa: F401  timm's entries
+import lrpe_md.models.video  # noqa: F401  registers models with timm
 import timm
 import torch
 from timm.optim import create_optimizer_v2
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 def read_clip(path: Path, num_frames: int, size: int) -> Tensor:
-    """As many frames, evenly over the file: (3, frames, size, size) in [-1, 1]."""
+    """Read frames at even intervals from a file: (3, frames, size, size) in [-1, 1]."""
     with av.open(str(path)) as container:
         frames = [frame.reformat(size, size, format="rgb24").to_ndarray() for frame in container.decode(video=0)]
     chosen = torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist()
@@ -27,7 +27,7 @@ def read_clip(path: Path, num_frames: int, size: int) -> Tensor:
 
 
 def read_folder(folder: Path, num_frames: int, size: int) -> tuple[Tensor, Tensor, list[str]]:
-    """Clips (N, 3, frames, size, size), their classes (N,), and the names of these."""
+    """Read clips (N, 3, frames, size, size), their class indices (N,), and the class names."""
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     files = [(path, i) for i, name in enumerate(classes) for path in sorted((folder / name).glob("*.mp4"))]
     clips = torch.stack([read_clip(path, num_frames, size) for path, _ in files])
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--size", type=int, default=112)
-    parser.add_argument("--encoding", default="wan", help="wan, rotate, cosine, mixed, or another preset of three axes")
+    parser.add_argument("--encoding", default="wan", help="wan, rotate, cosine, mixed, or a preset with three axes")
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
         "lrpe_video_tiny_patch16_224", encoding=args.encoding, depth=args.depth, num_frames=args.frames,
         tubelet_size=2, img_size=args.size, num_classes=len(classes), global_pool="avg",
     ).to(device)  # fmt: skip
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-4, weight_decay=0.05)  # no decay for frequencies
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-4, weight_decay=0.05)  # no weight decay for frequencies
     for epoch in range(args.epochs):
         for batch in train[torch.randperm(len(train))].split(args.batch):
             x = clips[batch, :, ::2].to(device)  # every other frame
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
             optimizer.zero_grad()
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
     model.eval()
-    model.reference = model.patch_embed.grid_size  # positions stay in the trained range, whatever the length
+    model.reference = model.patch_embed.grid_size  # maps positions onto the trained range, for any length
     accuracy = {}
     for step in (2, 1):
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A vision transformer of one's own, with the cosine map and frequencies that each head learns.
+"""Train your own vision transformer with the cosine map and frequencies that each head learns.
 
     python docs/examples/vit_cosine.py
 
-Trains on scikit-learn's digits, a token a pixel; tests at another size, too, with positions laid over the trained grid.
+Each pixel of scikit-learn's digits is a token. At another test size, positions are mapped onto the trained grid.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Block(nn.Module):
 class ViT(nn.Module):
     def __init__(self, dim: int = 48, depth: int = 3, num_heads: int = 3, num_classes: int = 10) -> None:
         super().__init__()
-        # Dense frequencies, a direction for each channel of each head, which the training turns and stretches.
+        # Dense frequencies: each channel of each head has its own direction and length, which are learned.
         kind = {"frequencies": "mixed", "num_heads": num_heads, "learnable": True, "base": 10.0}
         self.encoding = CosineMd(dim // num_heads, 2, act="softplus", **kind)
         self.embed, self.cls = nn.Linear(1, dim), nn.Parameter(torch.zeros(1, 1, dim))
@@ -43,7 +43,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor, trained: tuple[int, int] = (8, 8)) -> Tensor:
         x = torch.cat([self.cls.expand(len(images), -1, -1), self.embed(images.flatten(1).unsqueeze(-1))], dim=1)
-        positions = Grid(tuple(images.shape[1:]), prefix=1).interpolate(trained)  # no class token is rotated
+        positions = Grid(tuple(images.shape[1:]), prefix=1).interpolate(trained)  # the class token is not rotated
         for block in self.blocks:
             x = block(x, self.encoding, positions)
         return self.head(self.norm(x[:, 0]))
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     train, test = torch.randperm(len(images)).split(1347)
     model = ViT().to(device)
     learned, others = model.encoding.parameters(), (p for n, p in model.named_parameters() if "encoding" not in n)
-    groups = [{"params": others}, {"params": learned, "lr": 1e-3, "weight_decay": 0.0}]  # frequencies don't decay
+    groups = [{"params": others}, {"params": learned, "lr": 1e-3, "weight_decay": 0.0}]  # no decay for frequencies
     optimizer = torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.05)
     for _ in range(args.epochs):
         for batch in train[torch.randperm(len(train))].split(64):

@@ -141,7 +141,7 @@ def backward(
 
 
 def _take_needs(rest: Sequence[Any]) -> Needs:
-    """Of the backward's arguments behind the call, without the source."""
+    """Read the needed gradients from the backward's trailing arguments, skipping the source."""
     return Needs(*rest[: len(Needs._fields)])
 
 
@@ -323,5 +323,5 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def is_direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the launcher may be called past the dispatcher."""
+    """Tell whether the launcher may be called without PyTorch's dispatcher."""
     return not (torch.compiler.is_compiling() or torch._C._is_tracing()) and is_plain(tensors)

@@ -27,7 +27,7 @@ Positions = Grid | Coordinates | Tensor
 
 
 class NormOptions(NamedTuple):
-    """Of a :class:`lrpe_md.Norm` what is no tensor."""
+    """Non-tensor fields of a :class:`lrpe_md.Norm`."""
 
     kind: str
     over: str
@@ -36,7 +36,7 @@ class NormOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a user asks for, beside the tensors and the positions, as it was given."""
+    """The user's choices, as passed, without tensors and positions."""
 
     map: MapName
     act: Act = "none"
@@ -99,7 +99,7 @@ class CosSin(NamedTuple):
 
     @property
     def by_sample(self) -> bool:
-        """Whether each sample has rows of its own."""
+        """True if each sample has its own rows."""
         return any(batch for batch, _, _, _ in self.strides())
 
     def split(self) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ NO_WEIGHTS = Weights()
 
 
 class Layout(NamedTuple):
-    """Where the tokens are, in integers that cross the operator boundary as SymInts."""
+    """Token counts and grid sizes: integers that cross the operator boundary as SymInts."""
 
     num_tokens: int
     prefix: int
@@ -176,7 +176,7 @@ class Layout(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward forms beside those of x."""
+    """Gradients that a backward forms in addition to dx."""
 
     omega: bool = False
     phase: bool = False
@@ -196,9 +196,10 @@ class Call(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """All that a kernel is compiled for, as one value that is passed whole to every helper.
+    """Everything that a kernel is compiled for, as one value that every helper takes.
 
-    Its repr can be evaluated anywhere: code that a compiler generates holds it.
+    Its repr can be evaluated anywhere, because code that a compiler generates contains it.
+
     """
 
     # What is computed: the fields of Spec.
@@ -261,9 +262,9 @@ class Variant(NamedTuple):
     early: bool = False  # the second pass of dω may be launched as soon as all programs of this one run
     rows_first: bool = False  # frequencies are read after the rows
     # Linear attention.
-    turned_products: bool = False  # tokens are columns: few can't be rows, and factors of several products must not be
-    straight: bool = False  # causal: what is added up has one layout; bfloat16 rows, features one tile of 64 or more
-    columns: bool = False  # and o of a block is formed with tokens as columns
+    tokens_as_n: bool = False  # products have tokens as columns: fewer than 64 can't be rows on Hopper
+    single_layout: bool = False  # causal, bfloat16, one tile of at least 64 features: all sums share a layout
+    output_transposed: bool = False  # with single_layout: o of a block is formed with tokens as columns
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False
@@ -272,7 +273,7 @@ class Variant(NamedTuple):
     v_dim: int = 0
     block_v: int = 0
     num_features: int = 0  # of q̂ and k̂
-    apart: bool = False  # products are summed up outside of the matrix units
+    accumulate_outside_mma: bool = False  # products are summed up outside of the matrix units
     raw: bool = False  # features are rows as they lie in memory
     share: int = 1  # tokens of a block that have a row of sums for dω in common
     run: int = 1  # channels of a half side by side in a tile of features
@@ -284,7 +285,7 @@ class Variant(NamedTuple):
     state_size: int = 0  # of S and these, of a head
     causal: bool = False
     one_side: bool = False  # of q and k, which have positions and phase in common
-    alone: bool = False  # a head of q for each head of k
+    has_no_gqa: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
     queries: Variant | None = None  # of q's side, in a kernel that takes both sides; None: the same as of k's
 
@@ -339,7 +340,7 @@ _LARGEST = 4096
 
 
 class Known(NamedTuple):
-    """What sizes, dtypes and devices decide, and the launches that were prepared for them."""
+    """Cached result of validating sizes, dtypes and devices, with the launches prepared for them."""
 
     spec: Spec
     layout: Layout
@@ -351,7 +352,7 @@ AnyKnown = TypeVar("AnyKnown")
 
 
 def remember(key: Hashable, known: AnyKnown) -> AnyKnown:
-    """For the next call that looks like this one."""
+    """Cache a validated call for the next one with the same key."""
     if len(remembered) >= _LARGEST:
         remembered.clear()
     remembered[key] = known

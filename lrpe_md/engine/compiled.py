@@ -39,7 +39,7 @@ __all__ = ["SOURCE", "register", "register_join", "register_linear"]
 
 
 def _hash_source() -> str:
-    """Of what decides how an operator is launched: compilers keep their code on disk under the operators' arguments."""
+    """Hash the source that decides how an operator is launched, because compilers cache code by its arguments alone."""
     here, found = Path(__file__).parent, hashlib.sha256()
     for path in sorted((*here.glob("*.py"), *here.glob("kernels/*.py"))):
         found.update(path.read_bytes())
@@ -56,13 +56,13 @@ def register() -> None:
 
 
 def register_linear() -> None:
-    """And of linear attention."""
+    """Register linear attention's operators with Inductor."""
     if "torch._inductor.lowering" in sys.modules:
         _register(((ops.linear_forward.default, _linear_forward), (ops.linear_backward.default, _linear_backward)))
 
 
 def register_join() -> None:
-    """And of the operator that joins gradients."""
+    """Register the operator that joins gradients with Inductor."""
     if "torch._inductor.lowering" in sys.modules:
         _register_join()
 
@@ -87,14 +87,14 @@ def _or_operator(run: Callable[..., list[Tensor]], call: Callable[..., Any]) -> 
         join = _find_join() if run in (_backward, _linear_backward) else None
         try:
             return _lower(run, args, join)
-        except (_Left, UnrecordableError):
+        except (FallBackToOperator, UnrecordableError):
             return call(*args)
 
     return lower_or_call
 
 
-class _Left(Exception):
-    """To the operator."""
+class FallBackToOperator(Exception):
+    """Raised to make Inductor call the registered operator."""
 
 
 # --- the operators, on tensors without memory ------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     from .kernels.fixed import fix
 
     if launch.INTERPRETING:
-        raise _Left
+        raise FallBackToOperator
     inputs = _Inputs()
     with unset_fake_temporarily():
         values = inputs.read(args)
@@ -174,7 +174,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 
 def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
-    """Of v's gradient, where its rows and their places are at 16 bytes."""
+    """Plan the copy of v's gradient if its rows and their places are at multiples of 16 bytes."""
     from .kernels.fixed import Copy
     from .launch import in_eights
 
@@ -189,17 +189,17 @@ _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of l
 
 
 def _check(start: Start, device: torch.device | None) -> None:
-    """That the kernel may be compiled by Inductor, which tries no other tile, and gives the same bits."""
+    """Check that Inductor, which tries no other tile, may compile the kernel and gets the same bits."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(start):
-        raise _Left
+        raise FallBackToOperator
     if _sums_rows(start.variant) and not start.variant.aligned:
-        raise _Left  # threads share a row as its strides allow, which are known here: sums in another order
+        raise FallBackToOperator  # the strides, known here, would change how threads share a row, and so its sums
     if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
-            raise _Left
+            raise FallBackToOperator
 
 
 def _sums_rows(variant: Variant) -> bool:
@@ -235,9 +235,9 @@ class _Inputs:
         return self.tensors[id(value)]
 
     def _make(self, box: Any) -> Tensor:
-        """Of this size, stride and dtype, and aligned to 16 bytes or not."""
+        """Make an input of this size, stride, dtype and alignment to 16 bytes."""
         if box.get_device().type != "cuda" or self.device not in (None, box.get_device()):
-            raise _Left
+            raise FallBackToOperator
         self.device = box.get_device()
         size = [_read_number(n) for n in box.get_size()]
         box = _realize(box)
@@ -256,7 +256,7 @@ def _read_number(value: Any) -> Any:
     if not hasattr(value, "free_symbols"):  # sympy's
         return value
     if not value.is_Integer:
-        raise _Left
+        raise FallBackToOperator
     return int(value)
 
 
@@ -274,7 +274,7 @@ class _Boxes:
         geometry = {storage_of(out): out for out in others}
         whole = all(out.storage_offset() == 0 and storage_of(out) in allocated for out in others)
         if not whole or len(geometry) != len(others):
-            raise _Left
+            raise FallBackToOperator
         self.joined = self._write(allocated[storage_of(views[0])]) if views else None
         self.outs = [_view_as(self.joined, view) for view in views] + [self._write(out) for out in others]
 
@@ -285,15 +285,15 @@ class _Boxes:
         return self.written[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
-        """Where t begins, whatever its size; and of what is written the whole."""
+        """Return where t begins, whatever its size; for a tensor that is written, return the whole."""
         key = storage_of(t)
         if key in self.given:
             box, begin = self.given[key]
             if t.storage_offset() != begin:
-                raise _Left
+                raise FallBackToOperator
             return box, None
         if key not in self.allocated:
-            raise _Left  # made before: by another call
+            raise FallBackToOperator  # made before: by another call
         whole = self._write(self.allocated[key])
         if not t.storage_offset():
             return whole, whole
@@ -315,12 +315,12 @@ class _Join(NamedTuple):
     passing: Any  # v's gradient, where it is left, and in memory
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Where the three are in it."""
+        """Return the places of dq, dk and dv in the joined tensor."""
         return split_projection(whole, self.node.args[1])
 
 
 def _find_join() -> _Join | None:
-    """That of the node which is being lowered."""
+    """Find the join that the node being lowered belongs to."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -344,7 +344,7 @@ def _find_join() -> _Join | None:
 
 
 def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
-    """What is not there yet is copied."""
+    """Lower the join, copying each gradient that is not in place yet."""
     from torch._inductor.virtualized import V
 
     found = V.graph.current_node.meta.pop(_JOINED, None)
@@ -365,7 +365,7 @@ def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
 
 
 def _realize(box: Any) -> Any:
-    """In memory, with strides that will not change."""
+    """Put a buffer into memory, with strides that will not change."""
     from torch._inductor import ir
 
     box = ir.ExternKernel.realize_input(box)
@@ -496,10 +496,11 @@ def _node_type() -> Any:
 
 @contextmanager
 def _launch_by_torch(wrapper: Any) -> Iterator[None]:
-    """What is defined meanwhile as a user's kernel, with Inductor's launcher in C++, as kernels of its own have it.
+    """Define kernels as user kernels that Inductor's C++ launcher starts, like its own.
 
-    Triton's takes twice as long, and would be given our constants, made anew for each launch. Inductor takes it for
-    what a user may tune, which a kernel of one configuration is not.
+    Inductor starts user kernels with Triton's launcher, because they may be tuned. That launcher takes twice as long,
+    and gets our constants anew at each launch. Our kernels have one configuration.
+
     """
     define = wrapper.define_kernel
 

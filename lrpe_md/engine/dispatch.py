@@ -1,4 +1,4 @@
-"""Which path a call takes: the kernels or the reference, one launch or several, whole tensors or shards."""
+"""Choose the path of a call: kernels or reference, one launch or several, whole tensors or shards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """What :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` do: one tensor, or those of q and k."""
+    """Run :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate` on one tensor, or on q and k."""
     if type(positions) is Packed:
         where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
         return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
@@ -95,7 +95,7 @@ def run(
 
 
 def _are_packed(xs: tuple[Any, ...]) -> bool:
-    """Whether tokens come end to end, (N, H, D); all of xs must then, which is checked later."""
+    """Tell whether tokens are packed, (N, H, D). All of xs must be, which is checked later."""
     return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
@@ -105,8 +105,10 @@ _DENSE = torch.strided
 
 
 def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any) -> tuple | None:
-    """All that :func:`validate` looks at, where its result holds no tensors but those that were given: checking again
-    would find the same."""
+    """Build the cache key: everything that :func:`validate` looks at, if its result holds no other tensors than those
+    given.
+
+    """
     is_given = type(positions) is GivenTables
     if not is_given and (type(positions) is not Grid or positions.scale is not None or positions.shift is not None):
         return None
@@ -228,7 +230,7 @@ def _check_target(
 
 
 def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
-    """Of the views (1, H, N, D) of packed tokens (N, H, D)."""
+    """Turn the target of packed tokens (N, H, D) into one of their views (1, H, N, D)."""
     return None if target is None else target._replace(outs=order_outs(target.outs, xs))
 
 

@@ -24,7 +24,7 @@ class Joined:
         self.shape, self.num_key_heads, self.buffer = shape, num_key_heads, None
 
     def allocate(self, like: Tensor, count: int) -> tuple[Tensor, ...]:
-        """For dq, dk and, of three, dv, of the dtype of ``like``."""
+        """Allocate dq, dk and, if count is 3, dv, with the dtype of ``like``."""
         self.buffer = like.new_empty(self.shape)
         return split_projection(self.buffer, self.num_key_heads)[:count]
 
@@ -84,7 +84,7 @@ torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_li
 
 
 def find_split(xs: Sequence[Tensor]) -> Joined | None:
-    """Of q and k, or q, k and v, that :func:`split_qkv` gave, as they are."""
+    """Find the joint tensor of q and k, or q, k and v, if :func:`split_qkv` gave exactly these."""
     node: Any = xs[0].grad_fn
     if len(xs) == 1 or type(node) is not Split._backward_cls:  # pyright: ignore[reportAttributeAccessIssue]
         return None

@@ -88,7 +88,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """What a launch reads beside the tables: for one tensor, or for q and k."""
+    """Inputs of a launch beside the tables, for one tensor or for q and k."""
 
     xs: list[Tensor]  # none where the backward needs none
     dys: list[Tensor]  # none in the forward
@@ -161,7 +161,7 @@ def make_readable(call: Call) -> Call:
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """As the kernels read γ and β: (H or 1, P, D), dense."""
+    """Return γ or β as the kernels read it: dense, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -179,7 +179,7 @@ def materialise(t: Tensor) -> Tensor:
 
 
 class Partials(NamedTuple):
-    """What the programs of a launch left."""
+    """Partial sums that the programs of a launch leave."""
 
     angles: Tensor | None  # of dω and dφ: (rows, G, J, C)
     weights: Tensor | None  # of the gradients of weights
@@ -272,7 +272,7 @@ def allocate_partials(sums: Sums, device: torch.device) -> Partials:
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
-    """Those of calls with the same sizes, dtypes and devices, for a call that comes without."""
+    """Return the launches prepared for calls with the same sizes, dtypes and devices."""
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
     key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
@@ -292,8 +292,12 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
 
 
 def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False) -> Launch:
-    """From shapes and strides alone. dtype: of the outputs; aligned: addresses are multiples of 16 bytes; early: the
-    second pass of dω may be launched while this one runs."""
+    """Prepare a launch from shapes and strides alone.
+
+    dtype: of the outputs. aligned: addresses are multiples of 16 bytes. early: the second pass of dω may start while
+    this one runs.
+
+    """
     spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
@@ -531,7 +535,7 @@ def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
 
 
 def strides_in_eights(stride: tuple[int, ...]) -> bool:
-    """Of (B, H, N, D): channels side by side, all other steps multiples of 8."""
+    """Tell whether (B, H, N, D) has its channels side by side and all other strides divisible by 8."""
     b, h, n, d = stride
     return d == 1 and (b | h | n) % 8 == 0
 
@@ -560,7 +564,7 @@ def _can_launch_early() -> bool:
 
 
 def launches_early(needs: Needs) -> bool:
-    """Whether the reduction of partial sums is launched while they are formed."""
+    """Tell whether the reduction of partial sums starts while they are formed."""
     return any(needs) and not is_recording() and _can_launch_early()
 
 
@@ -642,7 +646,7 @@ def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
 
 
 class Job(NamedTuple):
-    """What a reduction does for one gradient; behind heads the numbers of :func:`reduce_partial_kernel`."""
+    """Work of a reduction for one gradient. Fields after ``heads`` are numbers for :func:`reduce_partial_kernel`."""
 
     source: Tensor
     out: Tensor

@@ -114,7 +114,7 @@ _NOTHING = Needs()
 def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """As :func:`lrpe_md.engine.launch.run`."""
+    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.launch.run`."""
     xs, dys, given = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
@@ -142,7 +142,7 @@ def _run_heads(
 
 
 def _join(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-    """Of q and of k a pointer and its strides."""
+    """Return a pointer and its strides for q and for k."""
     first, second = (*tensors, None, None)[:2]
     return first, strides[0], second, strides[1]
 
@@ -198,7 +198,10 @@ def _axes(layout: Layout) -> list[int]:
 
 
 def _share(programs: int, heads_q: int, heads_k: int) -> int:
-    """Of the programs those of q, so that all have as much to do: half of it for heads that there are, and half for as
-    many as the other has."""
+    """Return how many programs work on q, so that all are equally busy.
+
+    Half of the work grows with the tensor's own heads, half with the larger number of heads of the two.
+
+    """
     most = max(heads_q, heads_k)
     return min(programs - 1, max(1, round(programs * (heads_q + most) / (heads_q + heads_k + 2 * most))))

@@ -52,7 +52,7 @@ def run_kernels(
 
 
 def _apart(weights: Weights) -> Weights:
-    """Those of k as tensors of their own."""
+    """Give k weights of its own, as separate tensors."""
     weight, bias, weight_k, bias_k = weights
     return Weights(
         weight, bias,
@@ -184,7 +184,7 @@ def backward(
 
 
 def _take_needs(rest: Sequence[Any]) -> LinearNeeds:
-    """Of the backward's arguments behind the call, without the source."""
+    """Read the needed gradients from the backward's trailing arguments, skipping the source."""
     return LinearNeeds(*rest[: len(LinearNeeds._fields)])
 
 
@@ -281,7 +281,7 @@ _NUM_TABLES = 3 + len(Weights._fields)  # omega and the phases, and the weights
 
 
 class _How(NamedTuple):
-    """What the function below takes beside what it differentiates."""
+    """Non-differentiable arguments of the function below."""
 
     call: LinearCall
     direct: bool
@@ -289,11 +289,11 @@ class _How(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """Of gate, omega, phase_q, phase_k, the norm's weights, q, k, v and the state. Saves them, and of what the forward
-    formed what the launcher says.
+    """Autograd function of gate, omega, phase_q, phase_k, the norm's weights, q, k, v and the state.
 
-    gate, omega, the phases and the weights are those of the call, given again as what has a gradient; phase_k is None
-    where it is phase_q.
+    It saves them, and those results of the forward that the launcher names. gate, omega, the phases and the weights are
+    also in the call; they are passed again because they have a gradient. phase_k is None if it is phase_q.
+
     """
 
     @staticmethod

@@ -36,7 +36,7 @@ State = tuple[Tensor, Tensor | None]  # S and Σ, None for normalizer "none"
 
 
 class LinearOptions(NamedTuple):
-    """What a user asks for, beside the tensors and the positions, as it was given."""
+    """The user's choices, as passed, without tensors and positions."""
 
     map: MapOrNone = "cosine"
     act: Act = "relu"
@@ -54,7 +54,7 @@ class LinearOptions(NamedTuple):
 
     @property
     def encoding(self) -> Options:
-        """Those of the map, the activation and the norm."""
+        """The options of the map, the activation and the norm."""
         name: Any = self.map or "none"
         return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl, self.norm)
 
@@ -100,7 +100,7 @@ class LinearCall(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is not in the call. state: S and Σ, S alone, or nothing."""
+    """Tensors that are not in the call. state: (S, Σ), (S,) or ()."""
 
     q: Tensor
     k: Tensor
@@ -110,7 +110,7 @@ class Operands(NamedTuple):
 
 
 class LinearNeeds(NamedTuple):
-    """Which gradients a backward forms beside those of q, k and v, in their order."""
+    """Gradients that a backward forms in addition to dq, dk and dv, in the order of the results."""
 
     gate: bool = False
     omega: bool = False  # of q and of k, summed
@@ -121,7 +121,7 @@ class LinearNeeds(NamedTuple):
 
 
 def ends_of(layout: Layout) -> tuple[int, int]:
-    """How many of these tokens are prefix and suffix."""
+    """Count the prefix and suffix tokens."""
     num_tokens, prefix, num_grid, start, _ = layout
     before = max(0, min(prefix - start, num_tokens))
     after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
@@ -164,7 +164,7 @@ def unflatten_linear(args: Sequence[Any]) -> tuple[LinearCall, tuple[Any, ...]]:
 
 
 class LinearKnown(NamedTuple):
-    """What sizes, dtypes and devices decide, and the launches that were prepared for them."""
+    """Cached result of validating sizes, dtypes and devices, with the launches prepared for them."""
 
     attention: Attention
     spec: Spec

@@ -1,4 +1,4 @@
-"""Which path a call of linear attention takes: the kernels or the reference, whole tensors or shards."""
+"""Choose the path of a call of linear attention: kernels or reference, whole tensors or shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..checks import check_offsets
 from ..norm import Norm
 from ..positions.grid import Grid
 from ..reference import activate, no_autocast
-from ..reference_linear import Features, attend_encoded, take_out
+from ..reference_linear import Features, attend_encoded, zero_gated_tokens
 from . import boundary, linear_boundary
 from .call import NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights, remember, remembered
 from .dispatch import run_checked, use_triton
@@ -34,7 +34,7 @@ __all__ = ["run_encoded", "run_linear"]
 
 
 def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | None = None) -> Any:
-    """What :func:`lrpe_md.linear_attention` does: o, or o and the state."""
+    """Run :func:`lrpe_md.linear_attention`; return o, or o and the state."""
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
         given = given._replace(weights=weights)
@@ -96,7 +96,11 @@ def _run_checked(
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Whether the kernels take it: on a GPU no float64, for which Triton has no products, and no state too large."""
+    """Tell whether the kernels take the call. On a GPU they take no float64, for which Triton has no products, and no
+    state
+    that is too large.
+
+    """
     q, v = operands.q, operands.v
     if not q.is_cuda:
         return True
@@ -113,7 +117,7 @@ def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bo
 
     Tokens that a gate takes out are zeros before, so that nothing of them gets to the other heads or the weights.
     """
-    k, v = take_out(operands.gate, operands.k, operands.v)
+    k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
     spec, weights = call.spec, call.weights
     alone = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
     tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
@@ -140,7 +144,7 @@ def run_encoded(
     in plain torch.
     """
     check_gate(given.gate, given.k)
-    k, v = take_out(given.gate, given.k, given.v)  # before the encoding, through which NaN would pass
+    k, v = zero_gated_tokens(given.gate, given.k, given.v)  # before the encoding, through which NaN would pass
     if norm is not None:
         q, k = _normalise_first(options, given.q, k, norm, positions)
         given = given._replace(q=q)
@@ -191,8 +195,11 @@ def _soften(x: Tensor) -> Tensor:
 
 
 def _call_key(options: LinearOptions, given: Given, sides: Sides) -> tuple | None:
-    """All that :func:`validate_linear` looks at, where its result holds no tensors but those that were given: checking
-    again would find the same."""
+    """Build the cache key: everything that :func:`validate_linear` looks at, if its result holds no other tensors than
+    those
+    given.
+
+    """
     omega, where, phase, amplitude = sides
     if where is None:
         if options.map is not None:

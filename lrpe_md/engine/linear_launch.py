@@ -56,7 +56,7 @@ FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.C
 
 
 class Sizes(NamedTuple):
-    """Of a call."""
+    """Sizes of a call."""
 
     batch: int
     groups: int  # H_k
@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
 
 
 def measure(call: LinearCall, operands: Operands) -> Sizes:
-    """From shapes."""
+    """Read the sizes from shapes."""
     batch, heads, num_queries, head_dim = operands.q.shape
     _, groups, num_keys, v_dim = operands.v.shape
     features = call.spec.out_dim(head_dim)
@@ -95,7 +95,7 @@ def measure(call: LinearCall, operands: Operands) -> Sizes:
 
 
 class Pieces(NamedTuple):
-    """What each program goes through, and how many states that leaves."""
+    """Chunks of tokens, one for each program, and the number of states that they leave."""
 
     table: Tensor | None  # (P, 4) of begin, end, slot and sequence; None: as many tokens each, and one slot
     length: int
@@ -144,7 +144,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Of causal pieces: each of them has one program that sums up its state, where that is needed."""
+    """Parts of causal chunks. One program sums the state of each part, where a state is needed."""
 
     every: Pieces
     needed: Pieces  # the first of them, or backward the last
@@ -226,7 +226,7 @@ def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: in
 
 
 def _bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """Where blocks begin, and the last one ends: prefix and suffix tokens are one each."""
+    """List where blocks begin and where the last one ends. Prefix and suffix tokens are blocks of one."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
@@ -319,9 +319,9 @@ class Work:
         tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
         num_axes = tables.omega.shape[2] if mapped else 0
         causal = self.call.attention.mask == "causal"
-        straight = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
-        straight = straight and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
-        columns = straight and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
+        single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
+        single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
+        output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
         has_phase = tables.phase is not None
         variant = Variant(
             *spec, head_dim=sizes.head_dim, num_axes=num_axes, backward=stage not in FORWARD,
@@ -334,8 +334,9 @@ class Work:
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
             num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
             block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
-            turned_products=_turns(causal, straight, tile.block_n), straight=straight, columns=columns,
-            alone=causal and sizes.repeats == 1,
+            tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
+            output_transposed=output_transposed,
+            has_no_gqa=causal and sizes.repeats == 1,
             has_weight=self.weights.weight is not None, has_bias=self.weights.bias is not None,
             weight_by_head=any(t is not None and t.shape[0] > 1 for t in self.weights),
             token_groups=self.call.weights.token_groups, need_dweight=self.needs.norm,
@@ -382,7 +383,7 @@ class Work:
         return found
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """What the kernels take of k's side. partial: for sums of the gradients of the norm's weights."""
+        """Return the kernels' arguments for k. partial: partial sums of the gradients of the norm's weights."""
         weights, layout = self.weights, self.call.k_layout
         norm = self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
         return self._flatten(self.k_side, variant), norm
@@ -412,7 +413,7 @@ class Work:
         return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
-        """What kernels of queries unpack."""
+        """Pack the numbers that kernels of queries unpack."""
         return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
 
 
@@ -422,18 +423,18 @@ def _share_sums(block_c: int, tile: LinearTile) -> int:
     return max(1, elements // 8)
 
 
-def _turns(causal: bool, straight: bool, block_n: int) -> bool:
-    """Whether tokens are columns of the products with a state."""
-    return block_n < WARPGROUP_ROWS or (causal and not straight)
+def _has_tokens_as_n(causal: bool, single_layout: bool, block_n: int) -> bool:
+    """Tell whether tokens are the columns of products with a state."""
+    return block_n < WARPGROUP_ROWS or (causal and not single_layout)
 
 
 def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What matrix units multiply; an interpreter rounds float32 to it."""
+    """Return the dtype that matrix units multiply. An interpreter rounds float32 to it."""
     return dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
 
 
 class Tiles(NamedTuple):
-    """Of a row of q or k: what the map turns, then what passes; and of q̂."""
+    """Tiles of a row of q or k, first those that the map turns, then those that pass; and the tiles of q̂."""
 
     block_c: int
     num_turned: int
@@ -450,7 +451,7 @@ class Tiles(NamedTuple):
         return self._join(self.blocks, 2 * self.block_c)
 
     def _join(self, widths: tuple[int, ...], turned: int) -> tuple[int, ...]:
-        """What the map makes is one tile."""
+        """Join the widths of the map's two halves, which share a tile."""
         return (turned, *widths[self.num_turned :]) if self.num_turned else widths
 
 
@@ -524,7 +525,7 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
-    """Where the tokens of q or of k are, and steps in their tables."""
+    """Return where the tokens of q or of k are, and the strides of their tables."""
     steps, grid = count_tables(side, variant), count_grid(side.layout)
     return (
         pack(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
@@ -548,11 +549,11 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         for i, tile in enumerate(smaller):
-            straight = variant.straight and tile.block_n >= WARPGROUP_ROWS
-            turned = _turns(variant.causal, straight, tile.block_n)
+            single_layout = variant.single_layout and tile.block_n >= WARPGROUP_ROWS
+            tokens_as_n = _has_tokens_as_n(variant.causal, single_layout, tile.block_n)
             changes: dict[str, Any] = {
-                "block_n": tile.block_n, "stages": tile.stages, "turned_products": turned, "straight": straight,
-                "columns": straight and variant.columns,
+                "block_n": tile.block_n, "stages": tile.stages, "tokens_as_n": tokens_as_n,
+                "single_layout": single_layout, "output_transposed": single_layout and variant.output_transposed,
             }  # fmt: skip
             queries = None if variant.queries is None else variant.queries._replace(**changes)
             cut = variant._replace(queries=queries, **changes)
@@ -603,7 +604,7 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
-    """What the tokens of each slot see, and the state behind the last token."""
+    """Sum the states that the tokens of each slot see. Also return the state after the last token."""
     sizes = work.sizes
     described = work.describe(LinearPass.STATE, work.k_side, **refine(work, return_last))
     variant, _ = described
@@ -618,8 +619,8 @@ def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
 
 
 def refine(work: Work, wanted: bool) -> dict[str, Any]:
-    """For a state that is given out as float32, which sums of what 16 bits are good enough for are not."""
-    return {"functions": int(has_ptx(work.dtype)), "apart": True} if wanted else {}
+    """Change a variant for a state that is returned as float32: its sums need more precision than 16-bit outputs do."""
+    return {"functions": int(has_ptx(work.dtype)), "accumulate_outside_mma": True} if wanted else {}
 
 
 def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
@@ -701,16 +702,17 @@ def saved_shapes(
 # --- states as users have them ---------------------------------------------------------------------------------------
 
 
-def choose_run(spec: Spec, causal: bool, alone: bool = False) -> int:
-    """Of the two halves of the map's output: channels side by side in a tile of features.
+def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
+    """Choose how many channels of one half of the map's output lie side by side in a tile of features.
 
-    A thread has every eighth pair of columns of a product, or of rows every sixty-fourth: of features in runs of 8, or
-    better 64, it has both halves of a channel, and exchanges nothing to form their gradient; and 64 are stored without
-    two threads waiting for one bank. Where sums over channels follow, they are better left as neighbours. alone: the
-    state stays in its kernel.
+    A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8
+    channels, or better 64, it has both halves of a channel and exchanges nothing to form their gradient. Runs of 64 are
+    also stored without bank conflicts. If sums over channels follow, neighbouring halves are better. state_stays: the
+    kernel doesn't write its state.
+
     """
     channels = spec.num_channels
-    if spec.map == "none" or not (causal or (alone and channels % 64 == 0)):
+    if spec.map == "none" or not (causal or (state_stays and channels % 64 == 0)):
         return 1
     return 64 if channels % 64 == 0 else min(8, channels & -channels)
 
@@ -723,11 +725,11 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     if spec.order == "sin_cos":
         first, second = second, first
-    turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
+    turned = [spec.rotary_start + i for i in _take_in_has_tokens_as_n(first.tolist(), second.tolist(), run)]
     return turned + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
 
 
-def _take_in_turns(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
+def _take_in_has_tokens_as_n(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
     return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
 
 
@@ -743,7 +745,7 @@ def _order(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: b
 
 
 def order_of(work: Work, inverse: bool) -> Tensor | None:
-    """Where the features of a state that a user has are in a kernel's, or the inverse; None: where they are."""
+    """Return the index of each feature of a user's state in the kernels' order, or the inverse; None: they agree."""
     run = choose_run(work.call.spec, work.call.attention.mask == "causal")
     return _order(work.call.spec, work.sizes.head_dim, run, work.device, inverse)
 
@@ -780,7 +782,7 @@ def split_state(work: Work, last: Tensor) -> list[Tensor]:
 
 
 class Grads(NamedTuple):
-    """What the kernels of a backward write."""
+    """Gradients that the kernels of a backward write."""
 
     dq: Tensor
     dk: Tensor
@@ -870,7 +872,7 @@ def differentiate_one_pass(work: Work, grads: Grads) -> None:
 def differentiate(
     work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
 ) -> list[Tensor]:
-    """In two passes; the gradient of the state where it is needed."""
+    """Run the backward in two passes. Return the gradient of the state if it is needed."""
     sizes, eps = work.sizes, work.call.attention.eps
     seen = saved or sum_states(work, state, False)[0]
     pieces = work.pieces(of_queries=True)

@@ -1,4 +1,4 @@
-"""How the work of linear attention is cut: tiles, one pass or two, and the pieces of the tokens."""
+"""Divide the work of linear attention: tiles, one pass or two, and chunks of tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
-    """What to try on a GPU with less shared memory than a tile takes."""
+    """List smaller tiles, for a GPU with less shared memory than a tile takes."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
@@ -95,7 +95,7 @@ def fits_one_pass(num_queries: int, num_keys: int) -> bool:
 
 
 class Walk(Enum):
-    """How programs go through the tokens of a piece; its value: of PROGRAMS one in so many runs at once."""
+    """Kind of loop over the tokens of a chunk. Its value divides PROGRAMS: so many fewer programs run at once."""
 
     SUM = 1
     CAUSAL = 2  # they take twice the registers

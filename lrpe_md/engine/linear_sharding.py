@@ -74,7 +74,7 @@ def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: boo
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
-    """With tokens sharded over the group: o of the local ones, and the state behind the last of all."""
+    """Run with tokens sharded over the group. Return the local part of o and the state after all tokens."""
     q, k, v, gate, before = operands
     alone = call._replace(
         attention=call.attention._replace(mask="full", block=0),
@@ -96,7 +96,7 @@ def _add(state: State, before: State) -> State:
 
 
 def _without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """No tokens, on the same frequencies; never the same value as those of the other side."""
+    """Return a layout and tables for zero tokens with the same frequencies, as new values for each side."""
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables
@@ -140,7 +140,7 @@ class _SumBefore(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """As it is; the gradient is the sum of what a group's ranks leave."""
+    """Identity whose gradient is summed over the ranks of a group."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -153,7 +153,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _FirstGradient(torch.autograd.Function):
-    """As it is; of a group's ranks, which all have the same gradient, the first passes it on."""
+    """Identity whose gradient only the first rank of a group passes on, because all ranks have the same one."""
 
     @staticmethod
     def forward(ctx, t, group):

@@ -26,7 +26,7 @@ NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.neve
 
 
 class _Side(NamedTuple):
-    """Where the tokens of q or of k are."""
+    """Positions of the tokens of q or of k."""
 
     layout: Layout
     tables: Tables

@@ -1,4 +1,4 @@
-"""How tensors (B, H, N, D) lie in memory, and new ones like them."""
+"""Memory layouts of tensors (B, H, N, D), and new tensors with the same layout."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
 
 
 def _by_tensor(name: str, value: Any, num_tensors: int) -> tuple[Any, Any]:
-    """For q, or the one tensor, and for k."""
+    """Return the value for q, or for the only tensor, and the value for k."""
     if type(value) is not tuple:
         return value, value if num_tensors == 2 else None
     if len(value) != 2 or num_tensors != 2:
@@ -141,7 +141,7 @@ def apply_norm(
 
 
 def _ends(positions: Any, num_tokens: int) -> Layout:
-    """Where prefix and suffix are, of positions that are yet to be checked."""
+    """Find prefix and suffix of positions that are yet to be checked."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):

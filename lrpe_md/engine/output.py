@@ -19,10 +19,12 @@ FORM = "(B, H, N, D)"
 
 
 class Target(NamedTuple):
-    """Where outputs are to be.
+    """Destination of the outputs.
 
-    outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None: a new one. start: the place along L of the
-    first token, integers (1,) or (B,) that are read on the device. number: which of two a single output is.
+    outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None allocates one. start: the index along L of
+    the first token, integers (1,) or (B,) that are read on the device. number: which of two tensors a single output
+    belongs to.
+
     """
 
     outs: tuple[Tensor | None, ...]
@@ -50,7 +52,7 @@ class Target(NamedTuple):
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """What the public functions are given, for so many tensors."""
+    """Read the ``out`` and ``out_start`` of a public function that has so many tensors."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, in which it is a place")
@@ -87,10 +89,11 @@ def _check_start(start: Any) -> Tensor:
 def check_target(
     target: Target, xs: Sequence[Tensor], read: Sequence[Tensor | None], names: Sequence[str], width: int, direct: bool
 ) -> None:
-    """Before anything is written.
+    """Check the destination before anything is written.
 
-    read, names: what else is read; width: channels of an output; direct: the tensors are plain, with memory. What
-    shapes, strides and dtypes say is checked once for calls of these, and remembered.
+    read, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and have
+    memory. Shapes, strides and dtypes are checked once and cached.
+
     """
     start = target.start
     if transforming():
@@ -153,12 +156,12 @@ def _check_apart(
 
 
 def _name_of(target: Target, number: int) -> str:
-    """Of the outputs that there are."""
+    """Name an output for error messages."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 
 def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
-    """What does not depend on where they are in memory."""
+    """Check what doesn't depend on memory addresses."""
     for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
@@ -188,7 +191,7 @@ def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed
 
 @lru_cache(maxsize=4096)
 def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Where no dimension holds another whole, elements may share memory."""
+    """Tell whether elements may share memory: no order of the dimensions nests them."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
         if step <= reach:
@@ -220,7 +223,10 @@ def _may_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
-    """Whether a's and b's addresses, modulo this step, are two arcs that don't meet. ahead: of b."""
+    """Tell whether the addresses of a and b, modulo this step, are two disjoint arcs. ahead: the start of b after that
+    of
+    a.
+    """
     arcs = [
         sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
     ]  # fmt: skip

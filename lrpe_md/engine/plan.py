@@ -1,4 +1,4 @@
-"""How the kernels' work is cut: tiles, and the share of each program."""
+"""Divide the kernels' work: tiles, and the share of each program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pass(Enum):
 
 
 class Work(NamedTuple):
-    """What is to be cut."""
+    """Amount of work to divide."""
 
     map: str
     stage: Pass
@@ -41,7 +41,7 @@ class Work(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the work is cut. Everything that a compiled kernel depends on is in the first six."""
+    """Division of the work. A compiled kernel depends on the first six fields alone."""
 
     block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
     block_n: int  # tokens a tile
@@ -148,7 +148,7 @@ def _resident(num_warps: int, max_registers: int) -> int:
 
 
 class HeadsPlan(NamedTuple):
-    """How the work behind a norm over all heads is cut: a program has all heads of a token at a time."""
+    """Division of the work after a norm over all heads. A program handles all heads of a token at once."""
 
     heads: int  # a tile
     tiles: int
@@ -162,7 +162,7 @@ _CHANNELS = {Pass.FORWARD: (40, 8, 12), Pass.BACKWARD: (40, 4, 8), Pass.DOMEGA: 
 
 
 def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bool) -> HeadsPlan:
-    """For so many heads of so many channels, and tokens of all samples, of q and of k together."""
+    """Divide the work of this many heads and channels, and of the tokens of all samples, of q and k together."""
     if interpreting:
         return HeadsPlan(triton.next_power_of_2(heads), 1, 4, min(items, 2) if stage is Pass.DOMEGA else items)
     channels, in_tile, warps = _CHANNELS[stage]
@@ -173,8 +173,11 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """As :func:`cut_rows`, with parts of ``work.common`` rows or a divisor: where these are more than the programs that
-    run at once, they run one after another."""
+    """Divide rows like :func:`cut_rows`, into parts of ``work.common`` rows or a divisor of it.
+
+    If there are more parts than programs that run at once, they run one after another.
+
+    """
     best, shortest = (work.step, block_r), math.inf
     for per in (n for n in range(work.common, 0, -block_r) if work.common % n == 0):
         parts = work.groups * (work.rows // per) * work.samples

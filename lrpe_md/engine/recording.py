@@ -26,7 +26,7 @@ class Start(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a launcher does with tensors without memory."""
+    """Launches and allocations of a launcher that gets tensors without memory."""
 
     starts: list[Start]  # in their order
     allocated: dict[int, Tensor]  # by storage
@@ -54,7 +54,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """What is launched and allocated on the device "meta" meanwhile."""
+    """Record what is launched and allocated on the device "meta" inside this context."""
     found = Record([], {})
     token = _current.set(found)
     try:

@@ -33,7 +33,7 @@ _CUT = (  # what a message says of each, and what to do where it is cut otherwis
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
-    """Whether one of them is a DTensor, without importing ``torch.distributed``."""
+    """Tell whether any tensor is a DTensor, without importing ``torch.distributed``."""
     return any(hasattr(t, "placements") for t in tensors)
 
 
@@ -172,7 +172,7 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
-    """Of a tensor (H or 1, ..)."""
+    """Return this rank's heads of a tensor (H or 1, ..)."""
     if t.shape[0] == 1:
         return take_local(t, x, {})
     _check_heads(name, t, 0, x)

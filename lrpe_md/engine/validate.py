@@ -86,7 +86,7 @@ def validate(
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
-    """What is computed, from what was asked for."""
+    """Turn the user's options into a spec."""
     check_act(options.act, options.dim)
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
@@ -162,7 +162,7 @@ def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | 
 
 
 def _capturing(device: torch.device) -> bool:
-    """What is computed now is only recorded."""
+    """Tell whether the device only records what runs now (CUDA graph capture)."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

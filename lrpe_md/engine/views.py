@@ -105,7 +105,7 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
-    """Where outputs are to be, of the views of packed tokens (N, H, D)."""
+    """Return the destinations as views of packed tokens (N, H, D)."""
     if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
         return out
     return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
@@ -123,6 +123,6 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _tokens_first(y: Tensor, batched: bool) -> Tensor:
-    """The way back."""
+    """Invert :func:`_heads_first`."""
     y = y.transpose(1, 2)
     return y if batched else y[0]

@@ -1,4 +1,4 @@
-"""How fast each channel turns: from theta to omega.
+"""Frequencies: how fast each channel turns, built from theta to omega.
 
 ``omega`` (H or 1, C, K) holds one frequency for each head, channel (or pair) and axis, in radians a unit of
 position. An axial scheme is an omega with zeros, a mixed one is dense. Everything here is float64 unless asked

@@ -1,4 +1,4 @@
-"""From theta to omega with one axis a channel, or one axis in all."""
+"""Axial frequencies: omega from theta with one axis for each channel, or one axis in all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ONE_SERIES = ("chunk", "stride", "even_odd")
 
 
 def one_series(axis_map: AxisMap) -> bool:
-    """Whether the axes share one series over all channels."""
+    """Tell whether the axes share one series over all channels."""
     return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
 
 

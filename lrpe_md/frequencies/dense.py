@@ -1,4 +1,4 @@
-"""From theta to omega with a direction a channel."""
+"""Dense frequencies: omega from theta with a direction for each channel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_directions(
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
-    """In the plane, angle a for the first half of the channels and a + π/2 for the second: (H,) → (H, C, 2).
+    """Return directions in the plane, (H,) → (H, C, 2): angle a for half of the channels, a + π/2 for the others.
 
     With a ~ U(0, 2π) a head this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """

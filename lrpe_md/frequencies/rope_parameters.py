@@ -17,7 +17,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """What a rule is told beside the series: the fields of the dict, and the lengths."""
+    """Inputs of a rule beside the series: the fields of the dict, and the lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int

@@ -202,7 +202,7 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """From 1 at the index that makes the second number of turns, times share, in the length to 0 at the first's."""
+    """Ramp down from 1, at the index with the second number of turns (times share) in the length, to 0 at the first."""
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
@@ -223,7 +223,7 @@ def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
-    """As float64 on theta's device."""
+    """Return the time as float64 on theta's device, checked."""
     if isinstance(time, Tensor):
         if time.ndim:
             raise ValueError(f"time: expected one number, got {tuple(time.shape)}")

@@ -15,8 +15,7 @@ from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
 from ..frequencies.series import apply_scaling
-from ..functional import cosine, rotate
-from ..module_base import FrequencyModule, check_unwritten, copy_together
+from ..module_base import FrequencyModule
 from ..modules import CosineMd, PresetMd, RotateMd
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
@@ -26,7 +25,7 @@ from ..presets.registry import list_presets, preset
 from ..presets.scheme import Axial, Preset, Scaling, Scheme
 from ..reference import activate
 
-__all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "Stretched", "build_encoding", "lay_out"]
+__all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "build_encoding", "lay_out"]
 
 Sharing = Literal["model", "layer"]
 Heads = Literal["shared", "own"]
@@ -313,114 +312,10 @@ class EncodingStack:
             )
         return first.locate(positions)
 
-    def rescale(self, scaling: Scaling | None) -> None:
-        """:meth:`Stretched.rescale` of each layer that can be."""
-        for module in self.distinct:
-            if isinstance(module, Stretched):
-                module.rescale(scaling)
-
 
 def _by_head(module: FrequencyModule) -> bool:
     phase = module.phase
     return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
-
-
-class Stretched(nn.Module):
-    """An encoding on one axis whose frequencies can be stretched at run time: a factor on ω and an amplitude.
-
-    Both are buffers, changed in place: nothing is compiled or captured again for another scaling, and what is learned
-    goes on learning.
-
-    Args:
-        frequencies: encodes q and k (B, H, N, D) where nothing is stretched.
-
-    Raises:
-        ValueError: more than one axis.
-    """
-
-    ratio: Tensor
-    amplitude: Tensor
-    describes = True
-    takes_norm = True
-
-    def __init__(self, frequencies: CosineMd | RotateMd | PresetMd) -> None:
-        super().__init__()
-        if frequencies.num_axes != 1:
-            raise ValueError(f"frequencies: expected one axis, got num_axes={frequencies.num_axes}")
-        self.frequencies = frequencies
-        like = frequencies.get_omega().detach().double()
-        self.register_buffer("ratio", torch.ones_like(like), persistent=False)
-        self.register_buffer("amplitude", torch.ones_like(like[:1, :, 0]), persistent=False)
-        self.register_load_state_dict_post_hook(_materialise)
-
-    @property
-    def act(self) -> str:
-        return self.frequencies.act
-
-    @property
-    def dim(self) -> int | None:
-        return self.frequencies.dim
-
-    def describe(self) -> Description:
-        """What :func:`lrpe_md.linear_attention` takes of it, stretched as it is now."""
-        own: Any = self.frequencies.describe()
-        gain = self.amplitude if own.amplitude is None else self.amplitude * own.amplitude
-        return own._replace(omega=own.omega * self.ratio, amplitude=gain)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        positions: Any,
-        norm: Norm | None = None,
-        out: Any = None,
-        out_start: Tensor | None = None,
-        attend: Callable[..., Any] | None = None,
-    ) -> Any:
-        own: Any = self.describe()
-        if attend is not None:
-            check_unwritten(out)
-            return attend(own._replace(norm=norm), q, k)
-        options: dict[str, Any] = {
-            "omega": own.omega, "positions": positions, "act": own.act, "dim": own.dim, "phase": own.phase,
-            "amplitude": own.amplitude, "impl": own.impl, "norm": norm, "out": out, "out_start": out_start,
-        }  # fmt: skip
-        if own.map == "rotate":
-            return rotate(q, k, pairs=own.pairs, rotary_dim=own.rotary_dim, **options)
-        return cosine(q, k, rotary_dim=own.rotary_dim, order=own.order, **options)
-
-    @torch.no_grad()
-    def rescale(self, scaling: Scaling | None) -> None:
-        """Stretch the frequencies, in place; None takes them as trained.
-
-        scaling: theta (C,) or (H, C) → scaled theta and amplitude: one of ``lrpe_md.frequencies``' ``*_scaling`` with
-            its arguments bound.
-        """
-        copy_together(self.rescaled(scaling))
-
-    @torch.no_grad()
-    def rescaled(self, scaling: Scaling | None) -> list[tuple[Tensor, Tensor]]:
-        """What :meth:`rescale` copies: buffers, and the values that they are to hold."""
-        ratio, gain = torch.ones_like(self.ratio), torch.ones_like(self.amplitude)
-        if scaling is not None:
-            theta = self.frequencies.get_omega()[..., 0].double()
-            scaled, amplitude = scale_series(theta, scaling)
-            ratio, gain = scaled[..., None], gain * amplitude
-        return [(self.ratio, ratio), (self.amplitude, gain)]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Frequencies keep their dtype, as the library's do, and their values where a meta model materialises."""
-
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = self.ratio.is_meta
-        super()._apply(exact, recurse)
-        if was_meta and not self.ratio.is_meta:
-            self.rescale(None)
-        return self
 
 
 def scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
@@ -431,15 +326,6 @@ def scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
     shared = theta.shape[0] == 1
     scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
     return torch.where(theta == 0, 1.0, (scaled[None] if shared else scaled) / theta), amplitude
-
-
-def _materialise(encoding: Any, _: Any) -> None:
-    """``load_state_dict(assign=True)`` materialises a meta model without its non-persistent buffers."""
-    if encoding.ratio.is_meta:
-        device = encoding.frequencies.get_omega().device
-        encoding.ratio = torch.empty_like(encoding.ratio, device=device)
-        encoding.amplitude = torch.empty_like(encoding.amplitude, device=device)
-        encoding.rescale(None)
 
 
 # --- positions -------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..module_base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
-from .encoding import Stretched, scale_series
+from .encoding import scale_series
 from .rotary import is_pipeline, models_of, parts
 from .table_modules import makes_tables, stand_in
 
@@ -83,10 +83,6 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, module in _find(model):
-        if isinstance(module, Stretched):
-            own = _by_axis(path, scaling, 1)
-            pairs += module.rescaled(own[0])
-            continue
         pairs += module.adjusted(*_scale(path, module, _by_axis(path, scaling, module.num_axes)))
     return Scaled(pairs)
 
@@ -100,7 +96,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     Raises:
         ValueError: no encoding, an axis that one of them lacks, or no (n,).
     """
-    modules = [(path, module) for path, module in _find(model) if isinstance(module, FrequencyModule)]
+    modules = [(path, module) for path, module in _find(model) if module.num_axes > 1]  # not of text
     if not modules:
         raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
     for path, module in modules:
@@ -115,17 +111,14 @@ def _find(model: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
     everything = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
-    found: dict[str, Any] = {
-        path: part for path, part in everything.items() if isinstance(part, (FrequencyModule, Stretched))
-    }
+    found: dict[str, Any] = {path: part for path, part in everything.items() if isinstance(part, FrequencyModule)}
     if not found:
         device = next((p.device for own in models_of(model).values() for p in own.parameters()), torch.device("cpu"))
         makers = {path: part for path, part in everything.items() if makes_tables(part)}
         found = {f"{path}.rotation".strip("."): own for path, own in stand_in(makers, device).items()}
     if not found:
         raise ValueError(f"model: expected one with encodings, got none in {type(model).__name__}")
-    inside = {id(module.frequencies) for module in found.values() if isinstance(module, Stretched)}
-    return ((path or type(model).__name__, module) for path, module in found.items() if id(module) not in inside)
+    return ((path or type(model).__name__, module) for path, module in found.items())
 
 
 def _by_axis(path: str, scaling: Scalings, num_axes: int) -> list[Scaling | None]:

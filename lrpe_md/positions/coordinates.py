@@ -44,7 +44,7 @@ def smaller(a: Any, b: Any) -> Any:
 
 
 class Rules:
-    """What grids and coordinates share: rules that are affine on each axis."""
+    """Operations that grids and coordinates share, affine on each axis."""
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
         """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
@@ -69,7 +69,7 @@ class Rules:
         return True
 
     def __hash__(self) -> int:
-        """Of what is no tensor."""
+        """Hash the non-tensor fields."""
         raise NotImplementedError  # a grid's and a table's own
 
 
@@ -207,8 +207,8 @@ class Coordinates(Rules):
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
-        """On another device, or in another dtype: float32 or float64. To float32 integers are looked at, which waits
-        for a GPU.
+        """Move to another device or dtype (float32 or float64). Converting integers to float32 checks their values,
+        which waits for a GPU.
 
         Raises:
             TypeError: a dtype of 16 bits, which misplaces far tokens.
@@ -254,7 +254,7 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
 
 
 def check_reach(position: float, where: str = "") -> None:
-    """Whether float32 holds all whole numbers up to there."""
+    """Check that float32 represents every integer up to this position."""
     if position > 2**24:
         raise ValueError(
             f"dtype: expected float64 for positions up to {position:.0f}{where}, where float32 holds every whole "

@@ -1,6 +1,6 @@
-"""Where tokens are: grids and explicit coordinates.
+"""Grids of token positions.
 
-Positions s have one row a token and one column an axis. Axes are ordered like a tensor's shape, slowest
+Positions s have one row for each token and one column for each axis. Axes are ordered like a tensor's shape, slowest
 first: for a video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
 
 A rule that is affine on each axis leaves a grid a grid, and no table of positions is stored, whatever the size:
@@ -338,7 +338,7 @@ class Grid(Rules):
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
-        """What to divide by: an axis of size 0 has no positions."""
+        """Return the divisors of normalised positions. An axis of size 0 has no positions."""
         return tuple(larger(n, 1) for n in self.shape)
 
     @property
@@ -466,7 +466,7 @@ def _from_zero(num_tokens: int) -> Grid:
 
 
 def _alike(*values: Any) -> tuple[Any, ...]:
-    """All tensors, in float64, where one of them is; else as they are."""
+    """Convert all tensors to float64 if one of them is float64; otherwise return them as they are."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
 

@@ -277,8 +277,10 @@ def pad(
 def zigzag(
     positions: Grid | Coordinates, rank: int, num_ranks: int, device: torch.device | str | None = None
 ) -> Coordinates:
-    """What one rank has of a sequence in zig-zag order: of 2 R equal chunks the one numbered ``rank`` and its mirror
-    image, 2 R - 1 - rank, so that under a causal mask all have as much to attend to (ring attention).
+    """Select one rank's tokens of a sequence in zig-zag order (ring attention).
+
+    The sequence has 2 R equal chunks. A rank holds chunks ``rank`` and 2 R - 1 - ``rank``, so that a causal mask leaves
+    all ranks the same amount of work.
 
     Args:
         positions: of the whole sequence, prefix and suffix counted among its tokens.

@@ -1,4 +1,4 @@
-"""What schemes are made of that is no plain number: series, dense frequencies, grids, each by its name.
+"""Functions that schemes refer to by name: series, dense frequencies, grids.
 
 A scheme's dict names them, so that it can be written as JSON: ``FUNCTIONS`` has those of the library.
 """
@@ -43,7 +43,7 @@ def quarter_turn(num: int, base: None, heads: int) -> Tensor:
 
 
 def rising(num: int, base: float, heads: int) -> Tensor:
-    """From a quarter turn up to ``base`` of them."""
+    """Return frequencies from a quarter turn up to ``base`` quarter turns."""
     return log_linspace_theta(num, math.pi / 2, base * math.pi / 2)
 
 
@@ -186,7 +186,7 @@ def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
 
 
 def flattened(shape: Shape, stride: float = 16) -> Grid:
-    """All tokens of an image within ``stride`` positions, the last of them at its end."""
+    """Place all tokens of an image within ``stride`` positions, the last token at the end."""
     num = math.prod(shape)
     return Grid((num,)).offset(1).rescale(stride / max(num, 1)).offset(-1)
 
@@ -213,7 +213,7 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
 
 
 def _of_trained(positions: Grid | Coordinates, sizes: Sequence[float]) -> Any:
-    """As a part of the trained size, in [-1, 1]."""
+    """Express positions as a fraction of the trained size, in [-1, 1]."""
     return positions.rescale([2 / size for size in sizes]).offset(-1)
 
 

@@ -486,7 +486,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
 
 
 def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
-    """By its name, or what it is."""
+    """Find a scheme by name. A scheme is returned with the name it is registered under."""
     if isinstance(scheme, Scheme):
         names = (name for name, known in (*SCHEMES.items(), *REGISTERED.items()) if known is scheme)
         return next(names, "this scheme"), scheme

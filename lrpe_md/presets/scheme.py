@@ -1,4 +1,4 @@
-"""What a published scheme is, as data, and what it becomes at a given size. :mod:`lrpe_md.presets` has the schemes."""
+"""Published schemes as data, and the preset that one becomes at a given size. :mod:`lrpe_md.presets` lists them."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Axial:
 
     @property
     def takes(self) -> set[str]:
-        """What can be said instead of the scheme's own."""
+        """Names of the arguments that override the scheme's own."""
         base = {"base"} if self.base is not None else set()
         shared = self.num_axes > 1 and self.axis_map != "even_odd"  # which deals out alike
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Of so many channels those that take part."""
+        """Return how many of the channels take part."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
@@ -298,9 +298,9 @@ class Scheme:
                 ) from error
 
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
-        """What differs from the defaults, as plain lists, numbers and strings, for JSON or YAML.
+        """Return the fields that differ from their defaults, as plain lists, numbers and strings for JSON or YAML.
 
-        functions: names of functions of one's own; the library's are known.
+        functions: your own functions by name; the library's are known.
 
         Raises:
             ValueError: a function without a name.
@@ -358,7 +358,7 @@ class Preset:
 
     @property
     def pairs(self) -> Any:
-        """What :func:`lrpe_md.rotate` takes."""
+        """The ``pairs`` argument of :func:`lrpe_md.rotate`."""
         if self.scheme.pairs != "blocks":
             return self.scheme.pairs
         assert self.blocks is not None
@@ -366,7 +366,7 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` says, also takes."""
+        """Further arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` names."""
         form = {"pairs": self.pairs} if self.scheme.map == "rotate" else {"order": self.scheme.order}
         part = {} if self.rotary_dim is None else {"rotary_dim": self.rotary_dim}
         return {"act": self.scheme.act, "amplitude": self.amplitude, **form, **part}
@@ -508,7 +508,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """What only head_dim can prevent."""
+    """Run ``make``, and turn its errors into errors about head_dim, which alone can cause them."""
     try:
         return make()
     except ValueError as error:

@@ -121,9 +121,9 @@ def test_readme_shows_measured_training_steps():
 
 def test_recommendation_matches_results():
     """Both pages give the same advice, and the image comparison supports it."""
-    said = "in linear attention rotation or cosine with silu"
+    advice = "In linear attention, use rotation or cosine with silu"
     for path in (README, DOCS / "which-encoding.md"):
-        assert said in " ".join(path.read_text(encoding="utf-8").split())
+        assert advice in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
     extrapolated, rescaled = text.split("Difference to ")[0].split("Positions rescaled")
     rows = [

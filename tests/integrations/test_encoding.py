@@ -17,9 +17,8 @@ from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.models.text import TextEncoder
 from lrpe_md.models.video import LrpeVideoTransformer
 
-from lrpe_md import CosineMd, Grid, PresetMd, Rotate1d, RotateMd, preset
-from lrpe_md.frequencies import yarn_scaling
-from lrpe_md.integrations.encoding import Activation, EncodingStack, Stretched, build_encoding
+from lrpe_md import CosineMd, PresetMd, Rotate1d, RotateMd, preset
+from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding
 from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 SIZES: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 2}
@@ -179,8 +178,8 @@ NAMES = [
     (lambda: video(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
     (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.theta"}),
     (lambda: dit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
-    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.frequencies.theta" for i in range(2)}),
-    (lambda: lm(encoding="cosine", phase=True), {f"blocks.{i}.attn.encoding.frequencies.phase" for i in range(2)}),
+    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.theta" for i in range(2)}),
+    (lambda: lm(encoding="cosine", phase=True), {f"blocks.{i}.attn.encoding.phase" for i in range(2)}),
     (lambda: lm(encoding="none"), set()),
 ]
 
@@ -239,42 +238,6 @@ def test_a_custom_module_says_itself_what_must_not_decay():
             return {"scale"}
 
     assert {"encoding.scale"} == {name for name in dit(encoding=Custom()).no_weight_decay() if "encoding" in name}
-
-
-# --- stretching ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [RotateMd, CosineMd])
-def test_stretched_frequencies_are_those_of_the_scaling(module):
-    """As a module made with the stretched series, and with its amplitude; q alone has no phase."""
-    scaling = partial(yarn_scaling, factor=4.0, original_length=32)
-    stretched = Stretched(module(16, 1, learnable=True, dtype=torch.float64))
-    q, k = torch.randn(2, 1, 2, 64, 16, dtype=torch.float64)
-    plain = stretched(q, k, positions=Grid((64,)))
-    torch.testing.assert_close(plain, module(16, 1, dtype=torch.float64)(q, k, positions=Grid((64,))))
-    stretched.rescale(scaling)
-    theta, amplitude = scaling(stretched.frequencies.theta.detach())
-    expected = module(16, 1, frequencies=lambda *_: theta[..., None], dtype=torch.float64)
-    for found, one in zip(stretched(q, k, positions=Grid((64,))), expected(q, k, positions=Grid((64,))), strict=True):
-        torch.testing.assert_close(found, amplitude * one)
-        assert amplitude > 1.1
-    sum(y.sum() for y in stretched(q, k, positions=Grid((64,)))).backward()
-    assert stretched.frequencies.theta.grad.abs().min() > 0
-    stretched.rescale(None)
-    assert torch.equal(stretched(q, k, positions=Grid((64,)))[0], plain[0])
-
-
-def test_an_amplitude_of_the_module_counts_too():
-    stretched = Stretched(RotateMd(8, 1, amplitude=3.0))
-    q, k = torch.randn(2, 1, 1, 5, 8)
-    torch.testing.assert_close(
-        stretched(q, k, positions=Grid((5,)))[0], RotateMd(8, 1, amplitude=3.0)(q, positions=Grid((5,)))
-    )
-
-
-def test_several_axes_have_no_one_series():
-    with pytest.raises(ValueError, match="frequencies: expected one axis, got num_axes=2"):
-        Stretched(RotateMd(8, 2))
 
 
 def test_presets_are_modules():

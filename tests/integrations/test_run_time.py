@@ -28,7 +28,6 @@ from lrpe_md.frequencies import (
     yarn_scaling,
 )
 from lrpe_md.integrations import prepare_scaling, restore_rotary, set_places, set_scaling
-from lrpe_md.integrations.encoding import Stretched
 from lrpe_md.positions import relative_times
 
 BOUND = {"rtol": 1e-5, "atol": 1e-5}
@@ -621,7 +620,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
         set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
     with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(4,\) back, got \(8,\)"):
-        Stretched(RotateMd(8, 1)).rescale(lambda theta: (theta.repeat(2), 1.0))
+        set_scaling(RotateMd(8, 1), lambda theta: (theta.repeat(2), 1.0))
     for model in (RotateMd(16, 2), dit()):
         for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
             with pytest.raises(ValueError, match=r"places: expected a tensor of numbers .* got torch\.\w+ "):

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lrpe_md import Grid, linear_attention
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
+from lrpe_md.integrations.run_time import set_scaling
 
 TINY = LmConfig(vocab_size=11, dim=32, depth=2, num_heads=4, num_kv_heads=2, hidden=24)
 ENCODINGS = {
@@ -40,7 +41,7 @@ def build(encoding: str = "rotate", attention: str = "softmax", device: str = "c
     torch.manual_seed(0)
     model = CausalLm(replace(TINY, attention=attention, **ENCODINGS[encoding])).to(device).double()
     for name, parameter in model.named_parameters():
-        if "frequencies" not in name:
+        if "encoding" not in name:
             nn.init.normal_(parameter, std=0.5)
         elif name.endswith("phase"):
             nn.init.uniform_(parameter, -math.pi, math.pi)
@@ -99,22 +100,20 @@ def test_scores_match_the_formula(encoding: str) -> None:
     """
     config = replace(TINY, **ENCODINGS[encoding])
     module: Any = CausalLm(config).blocks[0].attn.encoding
-    assert module.frequencies.phase is not None
-    nn.init.uniform_(module.frequencies.phase, -math.pi, math.pi)
+    assert module.phase is not None
+    nn.init.uniform_(module.phase, -math.pi, math.pi)
     scaling = SCALINGS["yarn"]
     assert scaling is not None
-    module.rescale(scaling)
+    theta = module.trained()[0, :, 0].double()
+    set_scaling(module, scaling)
     q, k = (torch.randn(1, heads, 6, config.head_dim, dtype=torch.float64) for heads in (4, 2))
     positions = torch.arange(6)[:, None]
     q_hat, k_hat = module(q, k, positions=positions)
     scores = q_hat @ k_hat.repeat_interleave(2, dim=1).mT
 
     q, k = q[0], k[0].repeat_interleave(2, dim=0)
-    theta = module.frequencies.get_omega()[0, :, 0].double()
     omega, amplitude = scaling(theta)
-    apart = (positions - positions.T)[..., None] * omega - module.frequencies.phase.repeat_interleave(2, 0)[
-        :, None, None
-    ]
+    apart = (positions - positions.T)[..., None] * omega - module.phase.repeat_interleave(2, 0)[:, None, None]
     if config.encoding == "cosine":
         q, k = nn.functional.softplus(q), nn.functional.softplus(k)
         expected = amplitude**2 * torch.einsum("hnc,hmc,hnmc->hnm", q, k, apart.cos())
@@ -211,8 +210,8 @@ def test_steps_and_scalings_do_not_recompile(attention: str) -> None:
 def test_frequencies_keep_their_dtype_and_materialise() -> None:
     model = build("rotate-learned").to(torch.bfloat16)
     encoding = model.blocks[0].attn.encoding
-    assert encoding.frequencies.theta.dtype == torch.float32
-    assert encoding.ratio.dtype == encoding.amplitude.dtype == torch.float64
+    assert encoding.theta.dtype == torch.float32
+    assert encoding.ratio.dtype == encoding.amplitude.dtype == torch.float32
     assert model(some_tokens()).dtype == torch.bfloat16
     with torch.device("meta"):
         empty = CausalLm(replace(TINY, learnable=True))
@@ -220,7 +219,7 @@ def test_frequencies_keep_their_dtype_and_materialise() -> None:
     encoding = empty.blocks[1].attn.encoding
     assert (encoding.ratio == 1).all()
     assert (encoding.amplitude == 1).all()
-    assert torch.equal(encoding.frequencies.theta, CausalLm(empty.config).blocks[1].attn.encoding.frequencies.theta)
+    assert torch.equal(encoding.theta, CausalLm(empty.config).blocks[1].attn.encoding.theta)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
@@ -238,7 +237,7 @@ def test_zero_frequency_stays_zero() -> None:
     model = build("rotate-learned")
     encoding: Any = model.blocks[0].attn.encoding
     with torch.no_grad():
-        encoding.frequencies.theta[..., -1] = 0
+        encoding.theta[..., -1] = 0
     for scaling in (SCALINGS["yarn"], None):
         model.rescale(scaling)
         assert encoding.ratio.isfinite().all()
@@ -248,7 +247,7 @@ def test_zero_frequency_stays_zero() -> None:
 def test_parameters_are_tied_and_named() -> None:
     model = CausalLm(replace(TINY, encoding="cosine", phase=True, learnable=True))
     assert sum(p.numel() for p in model.parameters() if TINY.vocab_size in p.shape) == TINY.vocab_size * TINY.dim
-    expected = {f"blocks.{i}.attn.encoding.frequencies.{name}" for i in range(2) for name in ("theta", "phase")}
+    expected = {f"blocks.{i}.attn.encoding.{name}" for i in range(2) for name in ("theta", "phase")}
     assert model.no_weight_decay() == expected
     assert expected <= set(dict(model.named_parameters()))
     logits = model(some_tokens())

@@ -94,7 +94,7 @@ def test_text(form):
     other = CausalLm(LmConfig(encoding="rotate", base=100.0, **sizes)).eval()
     tokens = torch.randint(256, (2, 9))
     same_as(model, other, tokens)
-    assert model.encoding.distinct[0].frequencies.preset.scheme is ON_TEXT
+    assert model.encoding.distinct[0].preset.scheme is ON_TEXT
 
 
 def test_text_by_published_schemes():
@@ -102,11 +102,11 @@ def test_text_by_published_schemes():
     tokens = torch.randint(256, (2, 9))
     pope = CausalLm(LmConfig(encoding="pope", **sizes))
     assert pope.encoding.distinct[0].act == "softplus"
-    assert pope.encoding.distinct[0].frequencies.phase is not None
+    assert pope.encoding.distinct[0].phase is not None
     assert LmConfig(encoding="pope", **sizes).key_dim == 64
     same_as(CausalLm(LmConfig(encoding="rope_1d", **sizes)), CausalLm(LmConfig(**sizes)), tokens)
     learned = CausalLm(LmConfig(encoding="rope_1d", learnable=True, base=50.0, **sizes))
-    assert learned.encoding.distinct[0].frequencies.theta.requires_grad
+    assert learned.encoding.distinct[0].theta.requires_grad
     with pytest.raises(ValueError, match="encoding: expected a scheme on one axis, got one with 3"):
         LmConfig(encoding="wan", **sizes)
 

@@ -142,8 +142,8 @@ def test_learned_frequencies_and_phases_move(file: Path, tmp_path: Path) -> None
         train_lm.run(settings)
         after = torch.load(settings.out / "checkpoint.pt")["model"]
         before = dict(CausalLm(settings.model).named_parameters())
-        found = {key: after[key] for key in before if "frequencies" in key}
-        assert list(found) == [f"blocks.0.attn.encoding.frequencies.{name}"]
+        found = {key: after[key] for key in before if "encoding" in key}
+        assert list(found) == [f"blocks.0.attn.encoding.{name}"]
         (key, moved), rate = *found.items(), settings.lr * (settings.frequency_lr if name == "theta" else 1)
         change = (moved - before[key]).abs()
         assert (change > 0.1 * rate).any()
@@ -168,8 +168,8 @@ def test_parameter_groups(file: Path, tmp_path: Path) -> None:
     assert sorted(names) == sorted(id(p) for group in groups for p in group["params"])
     decay, keep, frequencies = ({names[id(p)].split(".")[-2:][0] for p in group["params"]} for group in groups)
     assert decay == {"embed", "qkv", "proj", "fc1_g", "fc1_x", "fc2"}
-    assert keep == {"norm1", "norm2", "norm", "frequencies"}
-    assert frequencies == {"frequencies"}
+    assert keep == {"norm1", "norm2", "norm", "encoding"}
+    assert frequencies == {"encoding"}
     assert [group["weight_decay"] for group in groups] == [settings.weight_decay, 0, 0]
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, settings.frequency_lr]
 
@@ -220,7 +220,8 @@ def test_measure_by_length_and_position(model_and_text: tuple) -> None:
             a["length"] for a, b in zip(found, rows[None], strict=True) if a["bits_per_byte"] != b["bits_per_byte"]
         ]
         assert set(changed) == (set() if name is None else {64})
-    assert (model.blocks[0].attn.encoding.ratio == 1).all()
+    encoding = model.blocks[0].attn.encoding
+    assert torch.equal(encoding.get_omega(), encoding.trained())
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

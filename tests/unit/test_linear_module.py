@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lrpe_md import CosineMd, Grid, LinearAttention, PresetMd, Rotate1d, RotateMd, linear_attention, list_presets
-from lrpe_md.integrations.encoding import Activation, Stretched
+from lrpe_md.integrations.encoding import Activation
+from lrpe_md.integrations.run_time import set_scaling
 from lrpe_md.reference import activate
 
 GRID = Grid((3, 4), prefix=1)
@@ -41,24 +42,20 @@ ENCODINGS = {
     "mixed": lambda: RotateMd(8, 2, act="sigmoid", frequencies="mixed", base=10.0, num_heads=2, learnable=True),
     "preset": lambda: PresetMd("pope", head_dim=8),
     "text": lambda: Rotate1d(8, act="relu"),
-    "stretched": lambda: Stretched(Rotate1d(8, act="relu", learnable=True)),
+    "scaled": lambda: Rotate1d(8, act="relu", learnable=True),
     "sequence": lambda: CosineMd(8, 2, act="softmax", dim=-2),
 }
 
 
 def made(name):
     encoding = ENCODINGS[name]()
-    if name == "stretched":
-        encoding.rescale(lambda theta: (theta / 4, 1.2))
+    if name == "scaled":
+        set_scaling(encoding, lambda theta: (theta / 4, 1.2))
     torch.manual_seed(1)
     for parameter in encoding.parameters():
         with torch.no_grad():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return encoding, Grid((13,)) if encoding_axes(encoding) == 1 else GRID
-
-
-def encoding_axes(encoding):
-    return getattr(encoding, "frequencies", encoding).num_axes if isinstance(encoding, Stretched) else encoding.num_axes
+    return encoding, Grid((13,)) if encoding.num_axes == 1 else GRID
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])

@@ -394,7 +394,7 @@ def test_the_page_runs(tmp_path, monkeypatch):
 
 def test_the_page_names_every_preset():
     text = (DOCS / "schemes.md").read_text(encoding="utf-8")
-    table = text.split("## The published ones")[1].split("\n\n")[1]
+    table = text.split("## Published schemes")[1].split("\n\n")[1]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(SCHEMES)
 

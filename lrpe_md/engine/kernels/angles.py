@@ -204,7 +204,7 @@ def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_wide_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """In float64 radians."""
+    """Form Θ in float64 radians."""
     K: tl.constexpr = V.num_axes
     angles = zeros(V, dtype=tl.float64)
     for j in tl.static_range(K):
@@ -219,8 +219,11 @@ def form_wide_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """For the indices of a grid: turns are counted in integers, which drop the whole ones by themselves and lose 2^-32
-    of one an axis, anywhere."""
+    """Form Θ for the indices of a grid, counting turns in integers.
+
+    Integer overflow drops whole turns, and each axis loses at most 2^-32 of a turn, anywhere on the grid.
+
+    """
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
     turn = zeros(V, dtype=tl.int32)
@@ -242,8 +245,11 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """As :func:`form_fixed_angles`, less what is below 2^-32 of a turn an index, in radians from one turn to two: the
-    count's bits become a float32's, which costs no conversion."""
+    """Form Θ like :func:`form_fixed_angles`, in radians between one turn and two.
+
+    The bits of the count become a float32 without a conversion. Each index loses up to 2^-32 of a turn.
+
+    """
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
     _, bits = omega[0]
@@ -261,7 +267,7 @@ def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """In double-float: the products' whole turns go one by one, what the float32 leave out is summed apart."""
+    """Form Θ in double-float arithmetic: drop the whole turns of each product, and sum the low parts separately."""
     K: tl.constexpr = V.num_axes
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c

@@ -58,9 +58,10 @@ from .tiles import (
 
 @triton.jit
 def apply_map(x_bar, cos, sin, V: tl.constexpr):
-    """What the map turns, turned: (x̄) -> (x̄ cos Θ, x̄ sin Θ); (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
+    """Apply the map: cosine (x̄) -> (x̄ cos Θ, x̄ sin Θ), rotate (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
 
     With V.tables "full" each channel of a pair has its own cos and sin.
+
     """
     if V.map == "cosine":
         return round_product(x_bar[0], cos), round_product(x_bar[0], sin)
@@ -105,7 +106,7 @@ def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def find_halves(V: tl.constexpr):
-    """Where the cosine map's two halves of y begin."""
+    """Return the first channel of each half of the cosine map's output."""
     if V.order == "sin_cos":
         return V.head_dim, 0
     else:
@@ -114,7 +115,7 @@ def find_halves(V: tl.constexpr):
 
 @triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Of a row of x what the map turns, as two tiles or twice the same."""
+    """Load what the map turns from a row of x, as two tiles, or the same tile twice."""
     if V.map == "cosine":
         x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
@@ -124,7 +125,7 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
-    """Of a row of dy what the map has turned, as two tiles or twice the same."""
+    """Load the gradient of what the map turned from a row of dy, as two tiles, or the same tile twice."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
         dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
@@ -286,12 +287,13 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 
 @triton.jit
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
-    """For each of rows r0 .. r0 + block_r: x and dy as one tile (twice) or as two, and where the row is.
+    """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two; also return where each row is.
 
-    Where one of x and dy is not read the other stands for it. tensors: x, dy, the output and the statistics of softmax
-    over the sequence, and more, as :func:`lrpe_kernel` has it. rows: behind the last one, the first sample, the group
-    and its heads. Where: places of x, dy and the output, number of tokens, pointer to the maximum over the sequence and
-    from there to the sum; and, with V.has_start, which tokens are written.
+    If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
+    over the sequence, and more, as in :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
+    Each location holds the pointers to x, dy and the output, the number of tokens, the pointer to the maximum over the
+    sequence, the offset from there to the sum and, with V.has_start, the mask of tokens that are written.
+
     """
     x, dy, o, stat, more = tensors
     r_hi, sample, g, G, heads = rows
@@ -383,7 +385,7 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
 
 @triton.jit
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
-    """What dΘ of a token counts for dω_j, s_j, and for dφ, 1: float64 (block_n) each."""
+    """Return the factors of dΘ of each token, float64 (block_n): s_j in dω_j, and 1 in dφ."""
     weights = ()
     K: tl.constexpr = V.num_axes
     for j in tl.static_range(K):

@@ -39,7 +39,7 @@ def multiply(a, b, acc, V: tl.constexpr):
     """a b + acc, of 16-bit operands on the matrix units, of others in their own precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
-    elif V.operand == "bfloat16" and not V.apart:
+    elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
         return tl.dot(a, b, acc)
     else:
         # Sums of sums are rounded less, and matrix units round down; a plain + would become the product's accumulator.
@@ -49,7 +49,7 @@ def multiply(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """What matrix units multiply: 16-bit inputs as bfloat16, whose range a sum over tokens does not leave."""
+    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, since sums over tokens stay in its range."""
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
@@ -70,8 +70,11 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Of a head of a sample, g by the keys' count: its tables, and h. It is what the functions below take beside the
-    side's pointers, which a function can't return where they may be None."""
+    """Load the tables of a head of a sample; also return h. g: the head of k.
+
+    Functions below take the result next to the side's pointers, which a function can't return if they may be None.
+
+    """
     return load_tables(side, b, g, V=V), h
 
 
@@ -87,8 +90,7 @@ def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
 
 @triton.jit
 def load_tables(side, b, h, V: tl.constexpr):
-    """Of a head of a sample: its frequencies in registers, and where its amplitudes, positions and marks of what is
-    rotated begin."""
+    """Load the frequencies of a head of a sample, and find where its amplitudes, positions and rotation mask begin."""
     if V.map == "none":
         return 0
     else:
@@ -141,7 +143,7 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
-def take_out(x, beta, V: tl.constexpr):
+def zero_gated_tokens(x, beta, V: tl.constexpr):
     """Zeros where β is 0, whatever is there."""
     return tl.where((beta == 0.0)[:, None], 0.0, x)
 
@@ -348,7 +350,7 @@ def empty_weight_sums(V: tl.constexpr):
 
 @triton.jit
 def add_weight_products(sums, products, group, V: tl.constexpr):
-    """Those of a block of tokens, to the sums of their groups."""
+    """Add the products of a block of tokens to the sums of their groups."""
     added = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]

@@ -14,7 +14,7 @@ __all__ = ["Copy", "Fixed", "Launcher", "fix"]
 
 @triton.jit
 def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
-    """As a launch would give them, each of its type."""
+    """Give the numbers the types that a launch gives them."""
     found = ()
     for i in tl.static_range(len(NUMBERS)):
         if TYPES[i] == "i64":
@@ -170,7 +170,7 @@ class Launcher:
         self.compiled: Any = None
 
     def __call__(self, *tensors: Any) -> None:
-        """On the current device, which is always the same."""
+        """Launch on the current device, which never changes."""
         if self.compiled is None:
             self.compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
         else:

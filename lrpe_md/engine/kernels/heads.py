@@ -79,7 +79,7 @@ def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
 
 @triton.jit
 def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
-    """As :func:`load_row`, of dy."""
+    """Load a row of dy, like :func:`load_row`."""
     if V.map == "none":
         return load_passing(row, o_h, m_h, V=V)
     else:
@@ -151,7 +151,7 @@ def measure(fetched, H, share, V: tl.constexpr):
 
 @triton.jit
 def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
-    """Of a tile's heads: the gradient of norm(x), x̂, and dΘ of its heads."""
+    """Return the gradient of norm(x), x̂ and dΘ of a tile's heads."""
     xs, gs = loaded
     cos, sin = turned
     mean, scale = stats

@@ -29,10 +29,10 @@ from .features import (
     store_row_gradient,
     store_values,
     store_weight_sums,
-    take_out,
     to_operand,
     to_tiles,
     turn_block,
+    zero_gated_tokens,
 )
 from .rows import add_product, add_rows, round_product, scale_row
 from .signature import kernel, unpack
@@ -93,7 +93,7 @@ def to_rows(Z):
 
 
 @triton.jit
-def weigh(x, y):
+def row_dot(x, y):
     """x · y of each token."""
     total = tl.sum(round_product(x[0], y[0]), axis=1)
     for i in tl.static_range(1, len(x)):
@@ -118,7 +118,7 @@ def multiply_tiles(values, S, V: tl.constexpr):
     """values (tokens, D_v) times S, tile by tile."""
     products = ()
     for i in tl.static_range(len(S)):
-        if V.turned_products or len(S) > 1:
+        if V.tokens_as_n or len(S) > 1:
             product = multiply(
                 tl.trans(S[i]), tl.trans(values), empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V), V=V
             )
@@ -140,7 +140,7 @@ def sum_columns(x, S, V: tl.constexpr):
 @triton.jit
 def apply_state(x, S, V: tl.constexpr):
     """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
-    if V.turned_products:
+    if V.tokens_as_n:
         return tl.trans(sum_columns(x, S, V=V))
     else:
         total = empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V)
@@ -150,8 +150,8 @@ def apply_state(x, S, V: tl.constexpr):
 
 
 @triton.jit
-def counted(x_bar, x_hat, V: tl.constexpr):
-    """What the normaliser counts: x̄ or x̂."""
+def normalizer_features(x_bar, x_hat, V: tl.constexpr):
+    """Return the features that the normaliser sums: x̄ or x̂."""
     if V.normalizer == "encoded":
         return x_hat
     else:
@@ -163,9 +163,10 @@ def counted(x_bar, x_hat, V: tl.constexpr):
 
 @triton.jit
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
-    """Of tokens n0 + o_n: norm(k) and k̄ without β, v, β, and what was turned.
+    """Form norm(k) and k̄ without β, v, β, and cos and sin, of tokens n0 + o_n.
 
-    place: sample, head, first token, offsets, and which tokens there are.
+    place: sample, head, first token, offsets, and the mask of tokens that exist.
+
     """
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
@@ -174,10 +175,10 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     beta = 0.0
     if V.gated:
         beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
-        v = take_out(v, beta, V=V)
+        v = zero_gated_tokens(v, beta, V=V)
         kept = ()
         for i in tl.static_range(len(k)):
-            kept += (take_out(k[i], beta, V=V),)
+            kept += (zero_gated_tokens(k[i], beta, V=V),)
         k = kept
     k = normalise_tokens(k, side, n0, o_n, V=V)
     return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, turned
@@ -212,12 +213,12 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
         k_hat = map_features(k_bar, turned, V=V)
         S = add_outer_products(S, v_block, k_hat, V=V)
         if V.normalizer != "none":
-            Z = add_rows(Z, counted(k_bar, k_hat, V=V))
+            Z = add_rows(Z, normalizer_features(k_bar, k_hat, V=V))
     return S, sum_tokens(Z)
 
 
 @triton.jit
-def normalise(z, eps, V: tl.constexpr):
+def invert_denominator(z, eps, V: tl.constexpr):
     """1/z of each token, and whether z is not clamped."""
     eps = tl.full(z.shape, eps, z.dtype)  # a maximum takes a number for a float32
     if V.normalizer == "encoded":
@@ -251,16 +252,16 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         turned = turn_block(side, n0, o_n, V=V)
         # Where tokens are columns of the product, 1/z has q's layout, not that of o: it goes into q̂. The map is linear.
         if V.normalizer == "unrotated":
-            scale, _free = normalise(weigh(x_bar, to_rows(Z)), eps, V=V)
-            if V.turned_products:
+            scale, _free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
+            if V.tokens_as_n:
                 x_bar = scale_row(x_bar, scale[:, None])
         x_hat = map_features(x_bar, turned, V=V)
         if V.normalizer == "encoded":
-            scale, _free = normalise(weigh(x_hat, to_rows(Z)), eps, V=V)
-            if V.turned_products:
+            scale, _free = invert_denominator(row_dot(x_hat, to_rows(Z)), eps, V=V)
+            if V.tokens_as_n:
                 x_hat = scale_row(x_hat, scale[:, None])
         out = apply_state(x_hat, S, V=V)
-        if V.normalizer != "none" and not V.turned_products:
+        if V.normalizer != "none" and not V.tokens_as_n:
             out *= scale[:, None]
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
@@ -414,8 +415,8 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
-            scale, free = normalise(weigh(counts, to_rows(Z)), eps, V=V)
-            dz = tl.where(free, -scale * scale * weigh(x_bar, dx_bar), 0.0)
+            scale, free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
+            dz = tl.where(free, -scale * scale * row_dot(x_bar, dx_bar), 0.0)
             dZ = add_scaled(dZ, counts, dz)
             if V.normalizer == "encoded":
                 dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), to_rows(Z), dz)
@@ -456,7 +457,7 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
                 dZ = add_scaled(dZ, counts, dz)
             else:
-                scale, _free = normalise(weigh(counts, to_rows(Z)), eps, V=V)
+                scale, _free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
             x_bar = scale_row(x_bar, scale[:, None])
         dS = add_outer_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
     return dS, dZ
@@ -513,7 +514,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
             dx_bar = add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC))
         if V.gated:
             if V.need_dgate:
-                store_gate(dgate, weigh(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
+                store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, weight[:, None])
             if V.need_dangles:
                 dangles *= weight[:, None]
@@ -607,10 +608,11 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 
 @triton.jit
 def locate_piece(pieces, p, heads):
-    """Of program p: its piece, sample, head, first token and the one behind the last, and the slot of its state.
+    """Find the chunk, sample, head, first token, end and state slot of program p.
 
-    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of as many tokens; tokens a piece, and
+    pieces: a table (P, 4) of begin, end, slot and sequence, or None for chunks of equal length; tokens in a chunk, and
     tokens in all. heads: of a sample.
+
     """
     p_table, sizes = pieces
     length, N = unpack(sizes)

@@ -33,23 +33,23 @@ from .linear import (
     add_outer_products,
     add_scaled,
     apply_state,
-    counted,
     empty,
     empty_state,
     empty_sums,
     empty_total,
     form_keys,
+    invert_denominator,
     load_slot,
     locate_piece,
     multiply_tiles,
-    normalise,
+    normalizer_features,
     point_to_scales,
+    row_dot,
     store_gate,
     store_total,
     sum_columns,
     sum_tokens,
     to_operands,
-    weigh,
 )
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack
@@ -80,15 +80,15 @@ def mix_tokens(P, y, total, V: tl.constexpr):
 
 
 @triton.jit
-def see(V: tl.constexpr):
-    """Whether a token (row) sees another (column) of its block."""
+def causal_mask(V: tl.constexpr):
+    """Mask of the tokens (columns) of a block that each token (row) sees."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] >= o_n[None, :]
 
 
 @triton.jit
-def be_seen(V: tl.constexpr):
-    """Whether a token (row) is seen by another (column) of its block."""
+def causal_mask_transposed(V: tl.constexpr):
+    """Mask of the tokens (columns) of a block that see each token (row)."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] <= o_n[None, :]
 
@@ -109,7 +109,7 @@ def sum_seen(counts, Z, tri, V: tl.constexpr):
 
 @triton.jit
 def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
-    """Of tokens n0 + o_n: norm(q), q̄, q̂ and what was turned, which is what was for keys where both have one side."""
+    """Form norm(q), q̄, q̂, cos and sin of tokens n0 + o_n. If q and k share positions, k's cos and sin serve both."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
     x = normalise_tokens(x, side, n0, o_n, V=V)
     x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
@@ -142,11 +142,11 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
     """o z (tokens, D_v) of a block of tokens, which see S and those of their own."""
     S = to_operands(S, V=V)
-    if V.columns:  # tokens are columns from end to end: nothing that is summed up changes its layout
-        products = tl.where(be_seen(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+    if V.output_transposed:  # tokens are columns from end to end: nothing that is summed up changes its layout
+        products = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
         return tl.trans(multiply(tl.trans(v_block), to_operand(products, V=V), sum_columns(q_hat, S, V=V), V=V))
     else:
-        products = tl.where(see(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        products = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
         if V.raw:  # q̂ is in shared memory
             seen = apply_state(q_hat, S, V=V)
         else:
@@ -183,9 +183,9 @@ def linear_causal_forward_kernel(
         v_block = to_operand(v_block, V=V)
         out = attend(q_hat, k_hat, v_block, S, V=V)
         if V.normalizer != "none":
-            k_counts = counted(k_bar, k_hat, V=V)
-            q_counts = counted(q_bar, q_hat, V=V)
-            scale, _free = normalise(weigh(q_counts, sum_seen(k_counts, Z, see(V=V), V=V)), eps, V=V)
+            k_counts = normalizer_features(k_bar, k_hat, V=V)
+            q_counts = normalizer_features(q_bar, q_hat, V=V)
+            scale, _free = invert_denominator(row_dot(q_counts, sum_seen(k_counts, Z, causal_mask(V=V), V=V)), eps, V=V)
             out *= scale[:, None]
             Z = add_rows(Z, sum_tokens(k_counts))
         S = add_outer_products(S, v_block, k_hat, V=V)
@@ -213,7 +213,7 @@ def linear_causal_query_kernel(
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     o_n = tl.arange(0, V.block_n)
-    tri = see(V=V)
+    tri = causal_mask(V=V)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -235,10 +235,10 @@ def linear_causal_query_kernel(
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
-            k_counts = counted(k_bar, k_hat, V=V)
+            k_counts = normalizer_features(k_bar, k_hat, V=V)
             seen = sum_seen(k_counts, Z, tri, V=V)
-            scale, free = normalise(weigh(counted(q_bar, q_hat, V=V), seen), eps, V=V)
-            dz = tl.where(free, -scale * scale * weigh(q_bar, dx_bar), 0.0)
+            scale, free = invert_denominator(row_dot(normalizer_features(q_bar, q_hat, V=V), seen), eps, V=V)
+            dz = tl.where(free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
@@ -277,15 +277,15 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
         dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-        q_counts = scale_row(counted(q_bar, q_hat, V=V), dz[:, None])
+        q_counts = scale_row(normalizer_features(q_bar, q_hat, V=V), dz[:, None])
         q_hat = scale_row(q_hat, scale[:, None])
     return q_hat, q_counts, do_block
 
 
 @triton.jit
 def begin_values(k_hat, dS, V: tl.constexpr):
-    """dv of a block of keys by the queries of later blocks: (tokens, D_v), where V.straight (D_v, tokens)."""
-    if V.straight:
+    """dv of a block of keys by the queries of later blocks: (tokens, D_v), where V.single_layout (D_v, tokens)."""
+    if V.single_layout:
         return sum_columns(k_hat, dS, V=V)
     else:
         return apply_state(k_hat, dS, V=V)
@@ -293,30 +293,30 @@ def begin_values(k_hat, dS, V: tl.constexpr):
 
 @triton.jit
 def add_to_values(dv_block, k_hat, queries, V: tl.constexpr):
-    """And by those of its own block."""
+    """Add what queries of the keys' own block leave to dv."""
     q_hat, _, do_block = queries
-    if V.straight:
-        weights = tl.where(see(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+    if V.single_layout:
+        weights = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
         return multiply(tl.trans(do_block), to_operand(weights, V=V), dv_block, V=V)
     else:
-        weights = tl.where(be_seen(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+        weights = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
         return multiply(to_operand(weights, V=V), do_block, dv_block, V=V)
 
 
 @triton.jit
 def add_to_keys(grads, v_block, queries, V: tl.constexpr):
-    """What queries of the keys' own block leave to dk̂ and the normaliser's gradient."""
+    """Add what queries of the keys' own block leave to dk̂ and to the normaliser's gradient."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
-    products = tl.where(be_seen(V=V), multiply_tokens((v_block,), (do_block,), V=V), 0.0)
+    products = tl.where(causal_mask_transposed(V=V), multiply_tokens((v_block,), (do_block,), V=V), 0.0)
     if V.normalizer != "none":
-        dcounts = mix_tokens(be_seen(V=V).to(products.dtype), q_counts, dcounts, V=V)
+        dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
     return mix_tokens(products, q_hat, dx_hat, V=V), dcounts
 
 
 @triton.jit
 def add_to_state(grads, queries, V: tl.constexpr):
-    """And to dS and dZ, which keys of earlier blocks see."""
+    """Add a block of queries to dS and dZ, which keys of earlier blocks need."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
@@ -359,12 +359,12 @@ def linear_causal_key_kernel(
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = spread_sums(counted(x_bar, k_hat, V=V), dZ, V=V)
-        if V.alone:  # dv is done with before dk is begun
+        dcounts = spread_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V)
+        if V.has_no_gqa:  # dv is done with before dk is begun
             place = (b, g, n0, o_n, m_n)
             queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
             dv_block = add_to_values(begin_values(k_hat, operands, V=V), k_hat, queries, V=V)
-            store_values(dv_row, tl.trans(dv_block) if V.straight else dv_block, o_n, m_n, V=V)
+            store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
             dx_hat, dcounts = add_to_keys((multiply_tiles(v_block, operands, V=V), dcounts), v_block, queries, V=V)
             dS, dZ = add_to_state((dS, dZ), queries, V=V)
         else:
@@ -377,7 +377,7 @@ def linear_causal_key_kernel(
                 dv_block = add_to_values(dv_block, k_hat, queries, V=V)
                 dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, V=V)
                 dS, dZ = add_to_state((dS, dZ), queries, V=V)
-            store_values(dv_row, tl.trans(dv_block) if V.straight else dv_block, o_n, m_n, V=V)
+            store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
@@ -387,7 +387,7 @@ def linear_causal_key_kernel(
             dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
         if V.gated:
             if V.need_dgate:
-                store_gate(dgate, weigh(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
+                store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, beta[:, None])
             if V.need_dangles:
                 dangles *= beta[:, None]

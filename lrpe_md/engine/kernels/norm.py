@@ -84,7 +84,7 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
 
 @triton.jit
 def find_token_group(o_g, num_grid, V: tl.constexpr):
-    """Of tokens with these indices on the grid, below 0 in front of it: 0 prefix, 1 grid, 2 suffix."""
+    """Return the token group of each index on the grid: 0 prefix (index below 0), 1 grid, 2 suffix."""
     if V.token_groups > 1:
         group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
         return tl.minimum(group, V.token_groups - 1)  # behind the last token, too
@@ -161,7 +161,7 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
 
 @triton.jit
 def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
-    """What a row adds to dγ, dy x̂, and to dβ, dy, and what another before it does, if any: tiles as the weights'."""
+    """Return what a row adds to dγ (dy x̂) and dβ (dy), plus the sums before it, as tiles like the weights'."""
     products = ()
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)
@@ -182,7 +182,7 @@ def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
-    """Of a program: for each group of tokens tiles as those of the weights."""
+    """Return zeros for a program's sums: tiles like the weights' for each token group."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):

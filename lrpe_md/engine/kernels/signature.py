@@ -1,4 +1,4 @@
-"""What of its arguments a kernel is compiled for."""
+"""Decide which arguments a kernel is specialised on."""
 
 from __future__ import annotations
 

@@ -28,10 +28,11 @@ def _step(o, stride, V: tl.constexpr):
 
 @triton.jit
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
-    """For head h of sample b of q or k: a pointer to token n0, strides of a token and of a channel.
+    """Return a pointer to token n0 of head h of sample b, of q or k, and the strides of a token and a channel.
 
-    tensors: pointer and strides (b, h, n, d) of q and of k, where that is not V.has_k anything. V.long: strides need 64
-    bits, also in units of 8.
+    tensors: pointer and strides (b, h, n, d) of q and of k; those of k are ignored unless V.has_k. V.long: strides need
+    64 bits, also in units of 8.
+
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
@@ -86,9 +87,10 @@ def first_channel():
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of channels c0 .. c0 + BLOCK of the tokens m_n are among the ``width`` that there are.
+    """Mask the channels c0 .. c0 + BLOCK of tokens m_n that exist, i.e. are below ``width``.
 
-    A tile has all channels and is as wide or wider, or is one of many that the width is a multiple of.
+    A tile either covers all channels, or is one of several that divide the width evenly.
+
     """
     if width % BLOCK == 0:
         return m_n[:, None]
@@ -110,7 +112,7 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 
 @triton.jit
 def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Of a block of tokens a block of the channels that begin at lo, from the c0-th on; TIMES as many of both."""
+    """Load a block of tokens and channels. Channels begin at lo, and the block at the c0-th; TIMES as many of both."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
     return load_at(row, o_n, lo + o_d, mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
 
@@ -124,7 +126,7 @@ def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1
 
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Of a block of tokens tile i of a row, whole."""
+    """Load tile i of a row, whole, for a block of tokens."""
     o_d = first_channel() + tl.arange(0, V.blocks[i])[None, :]
     return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(), V.widths[i], V.blocks[i]), V)
 
@@ -138,9 +140,10 @@ def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def upcast(x, V: tl.constexpr):
-    """To the dtype of the arithmetic.
+    """Convert to the dtype of the arithmetic.
 
-    A bfloat16 is the upper half of a float32; the compiler takes three instructions for two of them in one register.
+    A bfloat16 is the upper half of a float32. The compiler would take three instructions for two packed ones.
+
     """
     if V.functions > 0 and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

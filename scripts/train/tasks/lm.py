@@ -135,7 +135,7 @@ def parameter_groups(model: Any, config: LmTraining) -> list[dict[str, Any]]:
     parameter by about lr a step whatever its size, and the slow frequencies are below 1e-3."""
     kept, groups = model.no_weight_decay(), {"decay": [], "keep": [], "frequencies": []}
     for name, parameter in model.named_parameters():
-        learned = name.endswith(("frequencies.theta", "frequencies.omega"))
+        learned = name.endswith(("encoding.theta", "encoding.omega"))
         kind = "frequencies" if learned else "keep" if name in kept or parameter.ndim < 2 else "decay"
         groups[kind].append(parameter)
     rates = {"frequencies": {"lr_scale": config.frequency_lr}}
