@@ -25,7 +25,7 @@ import torch
 
 from lrpe_md import adapt_rotary
 
-BASES = {  # base class of all models of a library: constructors beside __init__
+BASES = {  # base class of all models of a library: constructors in addition to __init__
     "diffusers.models.modeling_utils.ModelMixin": ("from_pretrained",),
     "transformers.modeling_utils.PreTrainedModel": ("from_pretrained", "_from_config"),
 }

@@ -1,4 +1,4 @@
-"""Plots of the README: speed beside peers, and encodings at sizes unseen in training."""
+"""Plots of the README: speed compared with peers, and encodings at sizes unseen in training."""
 
 from __future__ import annotations
 

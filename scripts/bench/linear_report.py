@@ -148,7 +148,7 @@ def name_work(work: str) -> str:
 
 
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot the share of the copy, forward beside backward.
+    """Plot the share of the copy, forward next to backward.
 
     There is a row for each kind of attention and a group of bars for each workload. The eager unfused one is left out.
     """

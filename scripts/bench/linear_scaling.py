@@ -5,7 +5,7 @@
 
 A step is that of ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and a fused AdamW step.
 The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT
-without text. The batch has as many samples as make 65,536 tokens, and at least one. A step that runs out of memory is
+without text. The batch has enough samples for 65,536 tokens, and at least one. A step that runs out of memory is
 repeated with activation checkpointing, which its note says. Each row is saved at once, with milliseconds (median),
 tokens per second and peak memory of a step. A row is skipped, with a note, if it runs out of memory or is expected to
 take more than --cap seconds.

@@ -1,4 +1,4 @@
-"""Measure lrpe-md on your GPU at your sizes, beside torch.compile, timm and the other libraries you have installed.
+"""Compare lrpe-md with torch.compile, timm and the other libraries you have installed, on your GPU and at your sizes.
 
     python -m scripts.bench my-shapes --batch 8 --heads 24 --grid 21x45x80 --head-dim 128
     python -m scripts.bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
@@ -74,7 +74,7 @@ class Shapes(Workload):
         )  # fmt: skip
 
     def bytes_needed(self, map: str) -> tuple[int, int]:
-        """Return the bytes of one call's inputs, outputs and gradients, and those of q alone."""
+        """Return the bytes of one call's inputs, outputs and gradients, and those of q."""
         case = self.case(map)
         token = self.batch * self.num_tokens * torch.empty(0, dtype=self.dtype).element_size()
         wide = 2 * sum(case.heads) * case.out_dim  # y and its gradient

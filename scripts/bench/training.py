@@ -32,9 +32,14 @@ wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_
 transformers and timm with random bfloat16 weights, published widths and few layers. They have stock, adapted (by
 `adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
 
-The command appends a row to the CSV for each model, mode and encoding. Columns: tokens (patches) of a step, quantiles
-of the time and of its ratio to the baseline, peak memory of a step without the other models, the host time to issue a
-step (less than the GPU time if the GPU is the bottleneck), PyTorch's attention kernel, and the number of graph breaks.
+The command appends a row to the CSV for each model, mode and encoding. It contains:
+
+    tokens               patches of a step
+    ms_p.., ratio_p..    quantiles of the time of a step, and of its ratio to the baseline
+    peak_gib             peak memory of a step, without the other models
+    host_ms              host time to issue a step; less than the GPU time if the GPU is the bottleneck
+    attention            PyTorch's attention kernel
+    graph_breaks         number of graph breaks
 """
 
 from __future__ import annotations
@@ -88,7 +93,7 @@ BACKENDS = {
 
 
 class Trainee:
-    """A model with an optimizer and a batch of its own."""
+    """A model with an optimizer and a fixed batch."""
 
     def __init__(
         self, workload: Workload, encoding: str, mode: str, batch: int, backend: str, device: torch.device

@@ -25,9 +25,9 @@ SERIES = 8  # most series that a reader can distinguish in one plot
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
-    """Split encodings over plots: at most :data:`SERIES` each, those with the cosine map in a plot of their own.
+    """Split more than :data:`SERIES` encodings over two plots: one for the cosine map, and one for the others.
 
-    The reference appears in both plots.
+    The reference is in both plots.
 
     Raises:
         ValueError: more than :data:`SERIES` names belong in one plot.

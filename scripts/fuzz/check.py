@@ -1,8 +1,8 @@
 """Decide whether rounding explains the difference between the library and the formula.
 
 It runs the formula :data:`SAMPLES` more times with random relative errors in each step, as large as the library's
-rounding (:class:`~.formula.Rounding`), and measures how much each element of each result changes. This estimates the
-effect of rounding on the element, which is large only where terms cancel. An element may differ by :data:`LARGEST`
+rounding (:class:`~.formula.Rounding`). Then it measures how much each element of each result changes. This estimates
+the effect of rounding on the element, which is large only where terms cancel. An element may differ by :data:`LARGEST`
 times the standard deviation, taken from the element and its row, plus one unit in its last place. For the root mean
 square over all elements the factor is :data:`MEAN`. A wrong token, sign or index in float32 exceeds these bounds by
 orders of magnitude, and memory that no kernel wrote is NaN.

@@ -4,9 +4,9 @@
     python -m scripts.visualize --preset all --out runs/visualize --format pdf
     python -m scripts.visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-There is one figure per encoding. It shows Θ of a few pairs over the grid, the similarity of the marked token to every
-other for each map and axis order, cuts through that similarity, and the wavelengths. :mod:`.data` computes the numbers
-and explains the assumptions of similarity; :mod:`.figure` draws them.
+There is one figure per encoding. At the top it shows Θ of a few pairs over the grid. Below are the similarity of the
+marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths. :mod:`.data`
+computes the numbers and explains the assumptions of similarity; :mod:`.figure` draws them.
 """
 
 from __future__ import annotations

@@ -384,7 +384,7 @@ def attend(qkv, omega, encoding, size):
 )  # fmt: skip
 @pytest.mark.parametrize("encoding", ["rotate", "linear"])
 def test_encoding_and_attention_in_one_program(encoding, size, dtype, device):
-    """The operators beside torch's in one program give the eager results."""
+    """The operators and torch's attention in one program give the eager results."""
     torch.manual_seed(0)
     heads, head_dim = 4, 16
     tokens = size[0] * size[1] + 1
