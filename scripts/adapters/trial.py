@@ -137,7 +137,7 @@ def try_model(library: str, candidate: Candidate) -> Row:
     for worse, reason in (
         (distance(found, stock) > BOUND, f"differs by {distance(found, stock):.1e}"),
         (not same_names, "names of parameters changed"),
-        (distance(again, stock) > 0 or not is_restored, "differs after restoring"),
+        (distance(again, stock) > 0 or not is_restored, "restored model differs"),
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
