@@ -127,7 +127,7 @@ def test_gradcheck_and_gradgradcheck(map, impl, changes, device):
 
 
 @pytest.mark.parametrize("learned", ["q", "v", "omega", "phase", "gate", "S", "sums", "gate sums"])
-def test_each_gradient_alone(learned, device):
+def test_single_gradients(learned, device):
     """Differentiate by one input at a time; the list of gradients has no gaps."""
     call, args = example("cosine", device, exact_dtype(device))
     names = ("q", "k", "v", *NAMES)

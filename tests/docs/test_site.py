@@ -39,7 +39,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert not [url for url in fetched if "canonical" not in url], path
 
 
-def test_code_and_pictures_of_the_repository_are_there(site):
+def test_code_and_pictures_exist(site):
     assert (site / "repository" / "scripts" / "results" / "encoding.png").is_file()
     assert (site / "repository" / "models" / "vit.py").is_file()
     assert "lrpe_md.rotate" in (site / "reference" / "functions.html").read_text(encoding="utf-8")

@@ -93,7 +93,7 @@ def unpatched():
 
 
 @pytest.mark.parametrize("case", [Case(act="softmax", dim=-2), Case("rotate", coords="by_sample", phase=True)], ids=str)
-def test_the_same_bits(case, unpatched):
+def test_patched_interpreter_gives_the_same_bits(case, unpatched):
     inputs = make_inputs(case)
     quick = run(inputs, "triton")
     with unpatched():
@@ -102,7 +102,7 @@ def test_the_same_bits(case, unpatched):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_the_same_bits_of_linear_attention(unpatched):
+def test_patched_interpreter_gives_the_same_bits_for_linear_attention(unpatched):
     inputs = make_linear_inputs(LinearCase("rotate", dtype=torch.float16, mask="causal", act="softplus", phase="both"))
     quick = run_linear(inputs, "triton")
     with unpatched():
@@ -117,7 +117,7 @@ def _join(p_x, p_out, M: tl.constexpr, N: tl.constexpr):
     tl.store(p_out + tl.arange(0, M)[:, None], x)
 
 
-def test_the_same_errors(unpatched):
+def test_patched_interpreter_raises_the_same_errors(unpatched):
     """Both raise for mismatched sizes and for invalid block sizes."""
     for sizes in ((4, 2), (3, 2)):
         said = []

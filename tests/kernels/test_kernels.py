@@ -263,7 +263,7 @@ def test_non_finite_frequency_gives_nan(bad):
         (None, [(9, 0)], False),
     ],
 )
-def test_where_the_second_pass_is_launched_early(monkeypatch, driver, capabilities, early):
+def test_early_launch_depends_on_driver_and_gpu(monkeypatch, driver, capabilities, early):
     class Driver:
         def __init__(self, name):
             if driver is None:

@@ -284,7 +284,7 @@ def test_cross_attention_with_positions_of_two_kinds(of_q, of_k):
 
 
 @pytest.mark.parametrize("changes", [{"map": "cosine", "phase": "k"}, {"norm": "rms", "gate": "float"}], ids=str)
-def test_two_kinds_of_positions_beside_other_options(changes, cut):
+def test_two_kinds_of_positions_with_other_options(changes, cut):
     k_positions = (("scale", None), ("coords", "by_sample"))
     assert_within_budget(
         LinearCase(**{"map": "rotate", **changes}, scale=(2.5, 0.5), k_shape=(2, 5), k_positions=k_positions)

@@ -327,7 +327,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear, norm", "text on an axis", "qwen_image"])
-def test_jvp_is_the_finite_difference(name):
+def test_jvp_equals_finite_differences(name):
     model = dit(interval=True, depth=1, **ENCODINGS[name]).double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     dx, dt, r = torch.randn_like(x), torch.rand_like(t), t / 3

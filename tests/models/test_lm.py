@@ -264,7 +264,7 @@ def test_parameters_are_tied_and_named() -> None:
 
 @every_attention
 @torch.no_grad()
-def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> None:
+def test_greedy_generation_equals_the_argmax_of_full_forwards(attention: str) -> None:
     model, tokens = build("rotate", attention), some_tokens(length=3)
     out = generate(model, tokens, 5, temperature=0)
     for _ in range(5):

@@ -618,7 +618,7 @@ def test_registered_models_have_positions_by_default(name):
         assert torch.allclose(*logits, atol=1e-5) == same
 
 
-def test_none_by_name_is_no_encoding():
+def test_encoding_none_disables_the_encoding():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     assert adapt(model, "none").encoding is None
     assert adapt(model, "none", encoding_kwargs={"act": "relu"}).encoding.act == "relu"

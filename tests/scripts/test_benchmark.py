@@ -107,7 +107,7 @@ def test_text(tmp_path):
     assert list(benchmark.ALL_WORKLOADS) == ["vit224", "img64", "video", "text"]
 
 
-def test_peers_that_overwrite_leave_grouped_inputs_alone():
+def test_overwriting_peers_do_not_modify_grouped_inputs():
     inputs = large_inputs(Workload(2, 4, (12,), 0, 16, key_heads=2).case("rotate"), CPU)
     assert [x.shape[1] for x in inputs.xs] == [x.shape[1] for x in inputs.grads] == [4, 2]
     for overwrites in ("grads", "all"):

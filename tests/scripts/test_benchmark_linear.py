@@ -110,7 +110,7 @@ def test_installed_libraries_are_rows(tmp_path, libraries):
     assert all("relative error" in row["note"] for row in rows)
 
 
-def test_another_function_is_not_timed(tmp_path, libraries, monkeypatch):
+def test_wrong_peer_result_is_not_timed(tmp_path, libraries, monkeypatch):
     _, bla = libraries
     monkeypatch.setattr(bla, "linear_attention", lambda q, k, v: q @ (k.mT @ v))
     out = tmp_path / "linear.csv"

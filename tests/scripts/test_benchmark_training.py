@@ -270,7 +270,7 @@ def test_graph_breaks_are_counted():
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
-def test_tokens_are_the_patches_of_a_step(workload):
+def test_tokens_equal_the_patches_of_a_step(workload):
     seen = []
     model = workload.build("none")
     layer = model.block if workload is VIDEO else model.blocks[0]

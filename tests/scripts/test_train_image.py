@@ -570,7 +570,7 @@ def table(tmp_path):
     return folder
 
 
-def test_a_field_of_a_table_is_the_class(table):
+def test_class_from_a_table_field(table):
     data = load_classes(table, 8, label="kind", without="odd")
     assert data.num_classes == 2
     assert len(data.train) + len(data.test) == 36

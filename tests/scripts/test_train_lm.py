@@ -192,7 +192,7 @@ def model_and_text(file: Path) -> tuple[CausalLm, Tensor]:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(64, 2), (100, 3), (10, 1)])
-def test_evaluation_is_the_mean_over_windows(model_and_text: tuple, limit: int, count: int, monkeypatch) -> None:
+def test_evaluation_equals_the_mean_over_windows(model_and_text: tuple, limit: int, count: int, monkeypatch) -> None:
     model, text = model_and_text
     monkeypatch.setattr(train_lm, "EVAL_TOKENS", 64)  # two windows per batch
     found = train_lm.evaluate(Accelerator(cpu=True), model, text, 32, limit)

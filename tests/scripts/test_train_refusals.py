@@ -287,7 +287,7 @@ def write_captions(folder: Path, lines: str, table: str = "metadata.jsonl", num:
 
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
-def test_a_line_of_json_ends_at_a_newline_alone(sign, tmp_path):
+def test_json_lines_only_end_at_newlines(sign, tmp_path):
     lines = [json.dumps({"file_name": f"{i}.png", "text": f"a{sign}{i}"}, ensure_ascii=False) for i in range(24)]
     found = load_captioned(write_captions(tmp_path / "data", "\r\n".join(lines)), 8, parts=4)
     assert len(found.captions) == 24

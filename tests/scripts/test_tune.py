@@ -119,7 +119,7 @@ def test_oversized_tile_is_not_replaced_by_a_smaller_one():
     assert len(linear_launch.shrink(place.tile)) == 2
 
 
-def test_the_printed_table_of_linear_attention_is_the_table():
+def test_printed_table_of_linear_attention_equals_the_table():
     best = LINEAR[5].tile._replace(stages=1)
     found = tune.Found(LINEAR[5], best, 1.0, 1.1)
     (text,) = tune.write_tables([found])
@@ -222,7 +222,7 @@ def test_leaders_are_timed_again():
     assert found.best.rows != 1
 
 
-def test_the_printed_table_is_the_table():
+def test_printed_table_equals_the_table():
     text = tune.write_table(TILES)
     assert all(len(line) <= 120 for line in text.splitlines())
     scope = {"Tile": Tile, "Pass": Pass}
@@ -260,7 +260,7 @@ def slow_in_one_place(session, place, tile, problem):
     return [1.1 if place == DOMEGA and tile == place.tile else 1.0]
 
 
-def test_check_passes_where_the_table_is_best(invoke):
+def test_check_passes_if_the_table_is_best(invoke):
     result, out = invoke(times_of_table, "--check")
     assert result.exit_code == 0, result.output
     assert f"0 of {len(ALL)} tiles" in result.output
@@ -282,7 +282,7 @@ def test_check_fails_at_a_slow_tile(invoke):
     assert "1.100" in marked[0]
 
 
-def test_check_fails_where_time_ran_out(invoke):
+def test_check_fails_if_time_runs_out(invoke):
     result, _ = invoke(times_of_table, "--check", "--limit", "1e-9")
     assert result.exit_code == 1
     assert f"{len(ALL)} were not timed" in result.output

@@ -216,7 +216,7 @@ def test_axes_that_the_grid_does_not_follow_count_positions():
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])
-def test_merged_tokens_are_drawn_where_they_are(shape: tuple[int, ...]):
+def test_merged_tokens_are_drawn_at_their_positions(shape: tuple[int, ...]):
     layout = tiny("qwen2_vl_vision", shape).layout
     assert [tuple(row) for row in layout.coords.tolist()] == [cell[-2:] for cell in cells(shape)]
 

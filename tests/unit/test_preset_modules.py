@@ -152,7 +152,7 @@ def test_tables_follow_the_module():
     assert dino.positions(5, (2, 4), by="longer") == Grid((2, 4), 5).cells("longer")
 
 
-def test_the_phase_is_kept_in_its_range_and_on_the_keys():
+def test_phase_is_clamped_and_only_on_the_keys():
     module = PresetMd(preset("pope", 8, num_heads=2))
     (q, k), positions = on_grid(module)
     with torch.no_grad():

@@ -238,7 +238,7 @@ def test_every_published_scheme_is_data(name):
         assert getattr(again, field) == getattr(scheme, field)
 
 
-def test_only_what_differs_is_written():
+def test_defaults_are_not_written():
     assert SCHEMES["hunyuan_image"].to_dict().keys() == {"doc", "head_dim", "frequencies", "tokens"}
     data = SCHEMES["cosmos"].to_dict()
     assert data["frequencies"]["scaling"] == [{"function": "ntk_scaling", "factor": 2.0}, None, None]

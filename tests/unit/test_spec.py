@@ -289,7 +289,7 @@ def test_passes_by_name(act, dim, per_head):
     torch.testing.assert_close(lrpe_md.lrpe_rotate_1d_torch(x, theta, **kwargs), y)
 
 
-def test_cached_angles_are_theta_modulo_a_turn():
+def test_cached_angles_equal_theta_modulo_a_turn():
     x, theta = randn(1, 2, 13, 8).float(), randn(2, 4, seed=2).float()
     _, cache = lrpe_md.lrpe_cosine_md_cache_fwd_triton(x, theta, shape=(3, 4), l=1)
     exact = torch.zeros(2, 13, 8, dtype=torch.float64)
