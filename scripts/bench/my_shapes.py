@@ -223,9 +223,8 @@ def collect(session: Session, run: Run | None) -> Found:
         if which == "backward_omega":  # only lrpe-md has this pass
             continue
         peer = STAND_IN if impl == OURS and session.device.type == "cpu" else NAMES.get(impl, impl)
-        for each in (
-            mapped if row["map"] == "none" else [row["map"]]
-        ):  # implementations without a map are compared with every map
+        # Implementations without a map are compared with every map.
+        for each in mapped if row["map"] == "none" else [row["map"]]:
             what = f"linear attention, {each}"
             found.times.append(Time(what, peer, which, row.get("ms"), row.get("note", "")))
     return found

@@ -100,9 +100,8 @@ class Trainee:
     ) -> None:
         self.workload, self.mode, self.device = workload, mode, device
         self.learning = mode not in INFERENCE
-        with (
-            device if isinstance(workload, Hosted) else nullcontext()
-        ):  # initialising billions of weights is slow on a CPU
+        # Initialising billions of weights is slow on a CPU.
+        with device if isinstance(workload, Hosted) else nullcontext():
             self.raw = workload.build(encoding)
         self.raw = self.raw.to(device).train(self.learning)
         self.model: Any = torch.compile(self.raw, **COMPILE[mode]) if mode in COMPILE else self.raw

@@ -212,9 +212,8 @@ def test_errors_refer_to_the_module(name):
         module(wide, wide, positions=GRID)
     with pytest.raises(ValueError, match=r"^x: expected it on the module's device cpu, got meta"):
         module(X.to("meta"), positions=GRID)
-    with pytest.raises(
-        ValueError, match=r"^positions: expected 6 tokens \(x's N\)"
-    ):  # this error is not about the module
+    # This error is not about the module.
+    with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):
         module(X, positions=Grid((2, 4)))
     with pytest.raises(TypeError, match=r"^x: expected a dense tensor"):
         module(X.to_sparse(), positions=GRID)
