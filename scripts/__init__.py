@@ -1,1 +1,1 @@
-"""Programs: train, ablate, bench, visualize. ``lrpe-md NAME`` and, in a checkout, ``python -m scripts.NAME``."""
+"""Command-line programs. Run ``lrpe-md NAME`` or, in a checkout, ``python -m scripts.NAME``."""

@@ -1,6 +1,6 @@
 """The console command: ``lrpe-md train | ablate | bench | fuzz | visualize``, each with its own options, and ``info``.
 
-It loads nothing but the program that is asked for, and says what to install where a package of the extra is missing.
+Only the requested program is imported. If one of its packages is missing, the error says what to install.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["main", "run_program"]
 
 PROGRAMS = {
     "train": "train a model on digits, images, videos, captioned images or text",
-    "ablate": "train a model with each encoding, and compare them",
-    "bench": "measure the operators, and whole training steps",
-    "fuzz": "compare random configurations with the formula",
-    "visualize": "draw what an encoding does",
+    "ablate": "train the same model with each encoding and compare the results",
+    "bench": "benchmark the operators and whole training steps",
+    "fuzz": "check random configurations against the formula",
+    "visualize": "plot angles, similarity and wavelengths of encodings",
 }
 
 
 def load_program(name: str) -> Any:
-    """The typer app of a program.
+    """Return the typer app of a program.
 
     Raises:
         SystemExit: a package is not installed; the message says what to install.
@@ -39,14 +39,14 @@ def load_program(name: str) -> Any:
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program with these arguments, default: those of the command line."""
+    """Run a program with these arguments. The default is the command line's."""
     app = load_program(name)
     program = f"lrpe-md {name}" if arguments is not None else f"python -m scripts.{name}"
     app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=program)
 
 
 def main() -> None:
-    """``lrpe-md NAME ..``."""
+    """Run ``lrpe-md NAME ..``."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in PROGRAMS:
         run_program(name, arguments)

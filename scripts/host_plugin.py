@@ -1,9 +1,9 @@
-"""A plugin of pytest: models of diffusers and transformers are adapted as soon as they are made.
+"""Pytest plugin that adapts diffusers and transformers models as soon as they are constructed.
 
     python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
 
-writes a line of JSON for each test as it ends, so that a crash leaves the others'. Each test starts with random numbers
-of its own, the same with and without ``--adapt``.
+The plugin writes one line of JSON as each test ends, so that a crash does not lose earlier outcomes. It seeds the
+random number generators before each test, in the same way with and without ``--adapt``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 
 from lrpe_md import adapt_rotary
 
-BASES = {  # classes that all models of a library derive from, and what makes models beside __init__
+BASES = {  # base class of all models of a library: constructors in addition to __init__
     "diffusers.models.modeling_utils.ModelMixin": ("from_pretrained",),
     "transformers.modeling_utils.PreTrainedModel": ("from_pretrained", "_from_config"),
 }
 RANK = ("passed", "skipped", "failed")
 
 
-class Maker:
-    """Adapts what is made by the outermost call, when it is done: parts and loading come first."""
+class ModelAdapter:
+    """Adapt a model when its outermost constructor returns, after its submodules are built and its weights loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -43,14 +43,17 @@ class Maker:
     def adapt(self, model: torch.nn.Module) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # parts that are left
+                warnings.simplefilter("ignore")  # about submodules that adapt_rotary leaves unchanged
                 adapt_rotary(model)
             self.adapted += 1
         except (TypeError, ValueError) as error:
             self.refused.setdefault(type(model).__name__, str(error))
 
     def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
-        """A function that makes a model: its first argument, or what it returns, alone or as the first of several."""
+        """Wrap a constructor so that its model is adapted.
+
+        The model is the first argument or, with ``returns``, the return value or the first item of a returned tuple.
+        """
 
         @functools.wraps(function)
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -66,18 +69,18 @@ class Maker:
 
         return make
 
-    def take_class(self, cls: Any) -> None:
-        cls.__init__ = self.wrap(cls.__init__, returns=False)  # its own, or of an ancestor that may be no model
+    def wrap_class(self, cls: Any) -> None:
+        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is not a model
 
-    def take_base(self, base: Any, makers: tuple[str, ...]) -> None:
-        """A base class, what derives from it, and what will."""
+    def wrap_base(self, base: Any, makers: tuple[str, ...]) -> None:
+        """Wrap a base class, its existing subclasses and its future ones."""
         for name in makers:
             setattr(base, name, classmethod(self.wrap(vars(base)[name].__func__, returns=True)))
         known = [base]
         while known:
             cls = known.pop()
             known += cls.__subclasses__()
-            self.take_class(cls)
+            self.wrap_class(cls)
         own: Any = vars(base).get("__init_subclass__")
 
         def init_subclass(cls: Any, **kwargs: Any) -> None:
@@ -85,15 +88,15 @@ class Maker:
                 super(base, cls).__init_subclass__(**kwargs)
             else:
                 own.__func__(cls, **kwargs)
-            self.take_class(cls)
+            self.wrap_class(cls)
 
         base.__init_subclass__ = classmethod(init_subclass)
 
 
-class Outcomes:
-    """What became of each test, and what was adapted in it."""
+class OutcomeRecorder:
+    """Record the outcome of each test and which models it adapted."""
 
-    def __init__(self, file: Path, maker: Maker) -> None:
+    def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker
         self.outcomes: dict[str, str] = {}
 
@@ -106,7 +109,7 @@ class Outcomes:
         self.maker.adapted, self.maker.refused = 0, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report) is pytest.TestReport:  # none of a subtest
+        if type(report) is pytest.TestReport:  # not a report of a subtest
             outcomes = (self.outcomes.get(report.nodeid, "passed"), report.outcome)
             self.outcomes[report.nodeid] = max(outcomes, key=RANK.index)
 
@@ -120,16 +123,16 @@ class Outcomes:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", type=Path, help="file that outcomes are appended to")
-    parser.addoption("--adapt", action="store_true", help="adapt models")
+    parser.addoption("--outcomes", type=Path, help="file to append outcomes to, as JSON lines")
+    parser.addoption("--adapt", action="store_true", help="adapt every model after construction")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    maker = Maker()
+    maker = ModelAdapter()
     for path, makers in BASES.items() if config.getoption("--adapt") else ():
         module, _, name = path.rpartition(".")
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            maker.take_base(getattr(importlib.import_module(module), name), makers)
+            maker.wrap_base(getattr(importlib.import_module(module), name), makers)
     file: Any = config.getoption("--outcomes")
     if file is not None:
-        config.pluginmanager.register(Outcomes(file, maker))
+        config.pluginmanager.register(OutcomeRecorder(file, maker))

@@ -1,14 +1,15 @@
-r"""The own model tests of diffusers and transformers, on their models and on the same models adapted.
+r"""Run the model tests of diffusers and transformers on their own models and on the same models after adaptation.
 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-A checkout is one of the library's repository, at the version that is installed or one near it. Each file runs twice,
-stock and with ``adapt_rotary`` called on every model as soon as it is made (host_plugin.py). A test that passes with
-stock models and does not with adapted ones is worse: they are printed, and the exit status is 1. Slow tests and those
-of what a machine lacks skip as the libraries have it; ``RUN_SLOW=1`` runs the former.
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice:
+with unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py).
+A test that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit
+status is 1. Slow tests, and tests of missing hardware or packages, are skipped as in the libraries' own runs. Set
+``RUN_SLOW=1`` to run the slow ones.
 
-Their tests need ``pip install pytest parameterized peft httpx``.
+The tests need ``pip install pytest parameterized peft httpx``.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ app = typer.Typer(add_completion=False)
 
 
 class HostTestsError(typer.BadParameter):
-    """Of what is to be run."""
+    """Invalid options, or a test file that ran no tests."""
 
 
 @dataclass
 class Run:
-    """What became of each test by its name, the tests that made adapted models, and models that were not adapted."""
+    """Test outcomes by name, tests that built adapted models, and reasons why models were not adapted."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
@@ -55,22 +56,22 @@ class Run:
 
 @dataclass
 class Row:
-    """One file of tests."""
+    """Results of one test file."""
 
     library: str
     installed: str
-    tests: str  # their version
+    tests: str  # version of the checkout
     model: str
     file: str
     passed_stock: int
     passed_adapted: int
-    of_adapted_models: int  # of the tests that passed adapted, those in which a model was
+    of_adapted_models: int  # tests among passed_adapted that built an adapted model
     failed_both: int
-    worse: str  # names, by spaces
+    worse: str  # test names, separated by spaces
 
 
 def run_tests(checkout: Path, file: str, adapt: bool) -> Run:
-    """A file of tests in a process of its own.
+    """Run one test file in a subprocess.
 
     Raises:
         HostTestsError: no test ran.
@@ -89,11 +90,13 @@ def run_tests(checkout: Path, file: str, adapt: bool) -> Run:
                     command, cwd=checkout, env=environment, stdout=output, stderr=output, timeout=TIMEOUT, check=False
                 )
             except subprocess.TimeoutExpired:
-                typer.echo(f"{file}: not done after {TIMEOUT} s", err=True)
+                typer.echo(f"{file}: stopped after {TIMEOUT} s", err=True)
         if not outcomes.is_file():
             tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
             typer.echo(tail, err=True)
-            raise HostTestsError(f"{checkout / file}: expected tests that run, got none; what pytest said is above")
+            raise HostTestsError(
+                f"{checkout / file}: expected at least one test to run, got none; see pytest's output above"
+            )
         return read_run(outcomes)
 
 
@@ -108,13 +111,13 @@ def read_run(file: Path) -> Run:
 
 
 def find_worse(stock: Run, adapted: Run) -> list[str]:
-    """Tests that pass with stock models and do not with adapted ones: they fail, skip or never end."""
+    """Return tests that pass with stock models but fail, skip or never finish with adapted ones."""
     passed = [test for test, outcome in stock.outcomes.items() if outcome == "passed"]
     return [test for test in passed if adapted.outcomes.get(test) != "passed"]
 
 
 def compare(stock: Run, adapted: Run) -> dict[str, Any]:
-    """The counts of a :class:`Row`, and the names of those that are worse."""
+    """Return the counts of a :class:`Row` and the names of the tests that are worse."""
     passed = {test for test, outcome in adapted.outcomes.items() if outcome == "passed"}
     failed = [test for test, outcome in stock.outcomes.items() if outcome == "failed"]
     return {
@@ -127,14 +130,14 @@ def compare(stock: Run, adapted: Run) -> dict[str, Any]:
 
 
 def read_version(checkout: Path) -> str:
-    """Of a checkout's setup.py."""
+    """Return the version in a checkout's setup.py, or "unknown"."""
     setup = checkout / "setup.py"
     found = re.search(r'version="([^"]+)"', setup.read_text(encoding="utf-8")) if setup.is_file() else None
     return found[1] if found else "unknown"
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Rows of the file that were not measured anew stay."""
+    """Update the CSV with new rows; keep its rows of other models."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}
@@ -152,13 +155,13 @@ def write_rows(out: Path, rows: list[Row]) -> None:
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Table that is written; rows of other models stay in it.")],
-    diffusers: Annotated[Path | None, typer.Option(help="Checkout of diffusers.", exists=True)] = None,
-    transformers: Annotated[Path | None, typer.Option(help="Checkout of transformers.", exists=True)] = None,
-    only: Annotated[str | None, typer.Option(help="One model: flux, llama, ..")] = None,
-    tests: Annotated[str | None, typer.Option(help="What the checkouts are; default: what setup.py says.")] = None,
+    out: Annotated[Path, typer.Option(help="CSV to update; rows of other models are kept.")],
+    diffusers: Annotated[Path | None, typer.Option(help="Path of a diffusers checkout.", exists=True)] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Path of a transformers checkout.", exists=True)] = None,
+    only: Annotated[str | None, typer.Option(help="Run only this model, such as flux or llama.")] = None,
+    tests: Annotated[str | None, typer.Option(help="Version to record; default: the one in setup.py.")] = None,
 ) -> None:
-    """Run the model tests of diffusers and transformers, stock and adapted."""
+    """Run the model tests of diffusers and transformers with stock and with adapted models."""
     known = [model for _, models in TESTS.values() for model in models]
     if only is not None and only not in known:
         raise HostTestsError(f"--only: expected one of {', '.join(known)}, got {only!r}")
@@ -171,7 +174,7 @@ def main(
         if only in (None, model)
     ]
     if not jobs:
-        raise HostTestsError("expected --diffusers or --transformers with tests of that model, got none")
+        raise HostTestsError("expected --diffusers or --transformers with tests for the chosen model, got none")
     worse: list[str] = []
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)

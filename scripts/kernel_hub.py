@@ -1,26 +1,26 @@
-"""The library as a kernel of the Kernel Hub (huggingface.co/docs/kernels), pure Python ("noarch").
+"""Package the library as a pure-Python ("noarch") kernel for the Kernel Hub (huggingface.co/docs/kernels).
 
     python -m scripts.kernel_hub --out build/kernel
 
-writes a project of kernel-builder's, and its build:
+This writes a kernel-builder project and its build:
 
-    build.toml, flake.nix, CARD.md   what kernel-builder reads
-    torch-ext/lrpe_md/               the library, whose imports are relative throughout
-    build/torch-cuda/, ..            a variant a backend: the same, _ops.py with its own namespace, metadata.json
+    build.toml, flake.nix, CARD.md   kernel-builder's configuration and the model card
+    torch-ext/lrpe_md/               the library, with relative imports only
+    build/torch-cuda/, ..            one variant per backend: the library, its own _ops.py, and metadata.json
 
-In each variant operators are registered in a namespace that is named by the content, so that a kernel runs beside an
-installed lrpe_md and beside other versions of itself. Adapters to other libraries, backbones and programs stay out: a
-kernel may import torch alone. To try it:
+Each variant registers its operators in a namespace named after a hash of its content. A kernel can therefore run
+beside an installed lrpe_md and beside other versions of itself. Adapters, backbones and programs are left out, since
+a kernel may only import torch. To try it:
 
     kernels.get_local_kernel(Path("build/kernel/build"))
 
-To publish it, once ``hf auth login`` has been called by someone who may create kernels in the organisation of
-``--repo-id``:
+To publish it, log in with ``hf auth login`` as a member who may create kernels in the organisation of ``--repo-id``:
 
     kernel-builder upload build/kernel
 
-kernel-builder is a program of its own, https://github.com/huggingface/kernels; it needs Nix to build, not to upload. To
-have it build the variants as well: ``kernel-builder build-and-upload``, in a git repository of this folder's content.
+kernel-builder (https://github.com/huggingface/kernels) is a separate program, which needs Nix to build but not to
+upload. To let it build the variants, put this folder into a git repository and run ``kernel-builder
+build-and-upload``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ import typer
 
 NAME = "lrpe-md"
 PACKAGE = Path(__file__).resolve().parents[1] / "lrpe_md"
-if not PACKAGE.is_dir():  # a wheel has this file inside the package
+if not PACKAGE.is_dir():  # in a wheel, scripts/ is inside the package
     PACKAGE = PACKAGE.parent
-LEFT_OUT = ("_ops.py", "integrations", "models", "scripts", "testing.py", "__pycache__")
+EXCLUDED = ("_ops.py", "integrations", "models", "scripts", "testing.py", "__pycache__")
 BACKENDS = ("cpu", "cuda", "rocm")
 
 CARD = """\
@@ -65,7 +65,7 @@ rope = lrpe_md.RotateMd(64).to("cuda")
 q, k = rope(q, k, positions=lrpe_md.Grid((14, 14), prefix=1))
 ```
 
-Without a GPU, and where Triton is not installed, a reference in torch runs.
+Without a GPU or without Triton, a PyTorch reference implementation runs instead.
 """
 
 FLAKE = """\
@@ -77,7 +77,7 @@ FLAKE = """\
 """
 
 OPS = '''\
-"""Where the registered operators are, named by the content of this build."""
+"""Access to the registered operators, whose namespace is a hash of this build."""
 
 from typing import Any
 
@@ -89,18 +89,18 @@ ops: Any = torch.ops.{id}
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """``forward`` → ``{id}::forward``."""
+    """Qualify an operator name: ``forward`` → ``{id}::forward``."""
     return f"{id}::{{op_name}}"
 '''
 
 
 class KernelError(typer.BadParameter):
-    """Of what a kernel is made."""
+    """Invalid library sources or output folder for a kernel."""
 
 
 def read_sources() -> dict[str, str]:
-    """The files of the library that a kernel has, by their path, but for _ops.py."""
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
+    """Return the source files of the kernel by path, without _ops.py."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in EXCLUDED]
     found = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
     found["__init__.py"] = close_package(found["__init__.py"])
     for path, source in found.items():
@@ -109,11 +109,11 @@ def read_sources() -> dict[str, str]:
 
 
 def close_package(source: str) -> str:
-    """``__init__.py`` without the adapters, and with ``__all__``, which on the Hub is what may be relied on."""
+    """Remove the adapters from ``__init__.py`` and add ``__all__``, which is the public API on the Hub."""
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
     without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
-        raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
+        raise KernelError("__init__.py: expected an _INTEGRATIONS tuple of adapter names to remove, found none")
     document = ast.parse((PACKAGE / "document.py").read_text(encoding="utf-8"))
     names = [
         alias.asname
@@ -129,10 +129,12 @@ def close_package(source: str) -> str:
 
 
 def check_imports(path: str, source: str) -> None:
-    """A kernel is imported by another name: each import of ours must be relative, and stay inside what a kernel has.
+    """Check that every import of this package is relative and refers to a module of the kernel.
+
+    The Hub imports a kernel under a different package name.
 
     Raises:
-        KernelError: one is not, or does not.
+        KernelError: an import is absolute or refers to an excluded module.
     """
     depth = path.count("/")
     for node in ast.walk(ast.parse(source)):
@@ -141,17 +143,17 @@ def check_imports(path: str, source: str) -> None:
             absolute = [] if node.level else [node.module or ""]
             place = (*path.split("/")[: depth + 1 - node.level], *(node.module or "").split("."))
             inner = [part for part in place if part] or [alias.name for alias in node.names]
-            if node.level > depth + 1 or (node.level and {inner[0], f"{inner[0]}.py"} & {*LEFT_OUT} - {"_ops.py"}):
-                raise KernelError(f"{path}: expected no import of what a kernel leaves out, got {ast.unparse(node)!r}")
+            if node.level > depth + 1 or (node.level and {inner[0], f"{inner[0]}.py"} & {*EXCLUDED} - {"_ops.py"}):
+                raise KernelError(f"{path}: expected no import of an excluded module, got {ast.unparse(node)!r}")
         if any(name.split(".")[0] == "lrpe_md" for name in absolute):
-            raise KernelError(f"{path}: expected relative imports alone, got {ast.unparse(node)!r}")
+            raise KernelError(f"{path}: expected only relative imports of lrpe_md, got {ast.unparse(node)!r}")
 
 
 def read_version(sources: dict[str, str]) -> int:
-    """The major version, that of a kernel."""
+    """Return the major version of the library, which is the kernel's version."""
     found = re.search(r'^__version__ = "(\d+)\.', sources["__init__.py"], flags=re.MULTILINE)
     if not found:
-        raise KernelError("__init__.py: expected __version__ = ..")
+        raise KernelError('__init__.py: expected a line __version__ = "..", found none')
     return int(found[1])
 
 
@@ -162,7 +164,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
-    """One backend's build; its identifier, the name of its operators and of the module."""
+    """Write the build of one backend and return its identifier, which names its operators."""
     digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(sources.items())).encode())
     identifier = f"_lrpe_md_{backend}_{digest.hexdigest()[:7]}"
     files = {**sources, "_ops.py": OPS.format(id=identifier)}
@@ -181,7 +183,7 @@ def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
 
 
 def write_project(folder: Path, repo_id: str) -> list[str]:
-    """All of it; the variants' identifiers."""
+    """Write the whole project and return the identifiers of its variants."""
     sources = read_sources()
     version = read_version(sources)
     quoted = ", ".join(f'"{backend}"' for backend in BACKENDS)
@@ -196,25 +198,25 @@ def write_project(folder: Path, repo_id: str) -> list[str]:
 
 
 def replace_folder(out: Path, made: Path) -> None:
-    """``out`` is what was made; a kernel that was there goes.
+    """Move the built project to ``out``, replacing an earlier kernel there.
 
     Raises:
-        KernelError: something else is there.
+        KernelError: ``out`` contains something else.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         config = out / "build.toml"
         if not config.is_file() or f'name = "{NAME}"' not in config.read_text(encoding="utf-8"):
-            raise KernelError(f"--out {out}: expected a new folder, or a kernel that was made here; choose another")
+            raise KernelError(f"--out {out}: expected a new folder or one that this command wrote; choose another")
     if out.exists():
         shutil.rmtree(out)
     made.rename(out)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The folder of the kernel; one that was made here is replaced.")],
-    repo_id: Annotated[str, typer.Option(help="Where it will be on the Hub, ORGANISATION/NAME.")] = "lrpe-md/lrpe-md",
+    out: Annotated[Path, typer.Option(help="Output folder; a kernel written there before is replaced.")],
+    repo_id: Annotated[str, typer.Option(help="Hub repository, as ORGANISATION/NAME.")] = "lrpe-md/lrpe-md",
 ) -> None:
-    """Write the library as a kernel of the Kernel Hub, with its builds."""
+    """Write the library as a Kernel Hub project, with its builds."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
         raise typer.BadParameter(f"--repo-id: expected ORGANISATION/NAME, got {repo_id!r}")
     try:
@@ -225,7 +227,7 @@ def main(
             replace_folder(out, made)
     except OSError as error:
         raise KernelError(f"--out {out}: can't be written ({error.strerror}); choose another folder") from error
-    typer.echo(f"{out}: {', '.join(names)}\nPublish it: kernel-builder upload {out}")
+    typer.echo(f"{out}: {', '.join(names)}\nTo publish it, run: kernel-builder upload {out}")
 
 
 if __name__ == "__main__":

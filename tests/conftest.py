@@ -1,4 +1,7 @@
-"""``pytest`` runs the kernels in Triton's interpreter, ``pytest -m gpu`` on a GPU; a process can do one of the two."""
+"""``pytest`` runs the kernels in Triton's interpreter, ``pytest -m gpu`` on a GPU.
+
+One process can only do one of the two.
+"""
 
 import gc
 import os
@@ -7,17 +10,18 @@ import pytest
 import torch
 
 last_file = None
-torch.set_num_threads(1)  # tensors are tiny
+torch.set_num_threads(1)  # tensors are too small for several threads
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The interpreter must be chosen before triton is imported."""
+    """Select the interpreter, which must happen before triton is imported."""
     if not (torch.cuda.is_available() and config.getoption("markexpr") == "gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != "test_aot.py")  # the longest first: one process would end with them
+    # start with the longest tests, so that no process runs them last
+    items.sort(key=lambda item: item.path.name != "test_aot.py")
     if "TRITON_INTERPRET" not in os.environ:
         return
     reason = "runs with pytest -m gpu" if torch.cuda.is_available() else "needs a GPU"
@@ -27,8 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Between files, and before the first: a collection would walk again and again over all that imports and caches of
-    compilers have left."""
+    """Freeze objects between files, so that garbage collection does not traverse imports and compiler caches every
+    time.
+    """
     global last_file
     if item.path != last_file:
         last_file = item.path
@@ -37,12 +42,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else Triton's bindings report a leak at exit
+    gc.unfreeze()  # otherwise Triton's bindings report a leak at exit
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """Not the user's."""
+def isolated_cache(tmp_path_factory):
+    """Use a temporary cache instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -60,7 +65,7 @@ def quick_interpreter():
 
 @pytest.fixture
 def nan_filled():
-    """torch.empty returns NaN: what a kernel leaves unwritten shows."""
+    """Make torch.empty return NaN, so that memory that no kernel wrote is detected."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -68,8 +73,8 @@ def nan_filled():
 
 
 @pytest.fixture
-def known_launches():
-    """The launches that were prepared since the test began: a function."""
+def count_launches():
+    """Return a function that counts the launches prepared since the test began."""
     from lrpe_md.engine import call
 
     call.remembered.clear()

@@ -1,4 +1,4 @@
-"""Code that was written for float32, run in float64."""
+"""Run code that was written for float32 in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class Float64(TorchFunctionMode):
-    """Every float32 that is asked for is a float64, and ``x.float()`` is ``x.double()``."""
+    """Replace float32 by float64 wherever it is requested; ``x.float()`` becomes ``x.double()``."""
 
     def __enter__(self) -> Any:
         self.was = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Memory of a GPU, asked for before it is taken: others may be at work there."""
+"""Check for free GPU memory before a test allocates it, since the GPU may be shared."""
 
 import gc
 
@@ -7,7 +7,7 @@ import torch
 
 
 def skip_without(num_bytes: float) -> None:
-    """And a fifth of it."""
+    """Skip the test unless this much memory, plus a fifth, is free."""
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 1.2 * num_bytes:

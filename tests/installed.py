@@ -1,8 +1,8 @@
-"""The library's tests against the installed wheel: ``python tests/installed.py WHEEL [--all] [PYTEST'S OPTIONS]``.
+"""Run the library's tests against an installed wheel: ``python tests/installed.py WHEEL [--all] [PYTEST'S OPTIONS]``.
 
-In an environment of its own, which has the packages of this one but for lrpe_md, and in a folder of its own, with
-copies of the tests: nothing of the checkout is imported. By default those of QUICK, which go through all that is
-public; with ``--all`` every test of tests/unit that doesn't read the checkout's files.
+The tests run in a new environment with the packages of this one except lrpe_md. They are copied to a temporary folder,
+so that nothing of the checkout is imported. By default only those in QUICK run, which cover the public API. With
+``--all``, every test of tests/unit runs that does not read files of the checkout.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import venv
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-OF_A_CHECKOUT = ("test_package.py", "test_structure.py")
+OF_A_CHECKOUT = ("test_language.py", "test_package.py", "test_structure.py")
 READS_A_CHECKOUT = "not test_no_scheme_is_named_elsewhere"
 QUICK = (
-    "accuracy", "errors", "hostile", "linear_errors", "linear_module", "modules", "norm", "packed", "positions",
+    "accuracy", "errors", "invalid_inputs", "linear_errors", "linear_module", "modules", "norm", "packed", "positions",
     "preset_modules", "rope_parameters", "schemes", "text",
 )  # fmt: skip
 
@@ -37,7 +37,7 @@ sys.exit(found)
 
 
 def make_environment(folder: Path, *, without: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """A Python that has the packages of this one but lrpe_md, and its site-packages."""
+    """Create an environment with this one's packages except lrpe_md; return its Python and its site-packages."""
     venv.create(folder, with_pip=False)
     (own,) = folder.glob("lib/python*/site-packages")
     links = folder / "others"
@@ -61,7 +61,7 @@ def main(wheel: Path, options: list[str]) -> int:
         left_out = shutil.ignore_patterns("__pycache__", *OF_A_CHECKOUT)
         shutil.copytree(TESTS / "unit", copied / "unit", ignore=left_out)
         shutil.copytree(TESTS / "golden", copied / "golden", ignore=left_out)
-        shutil.copytree(TESTS.parent / "docs", Path(place) / "docs")  # whose code is tested
+        shutil.copytree(TESTS.parent / "docs", Path(place) / "docs")  # tests run the code in the pages
         for helper in TESTS.glob("*.py"):
             shutil.copy(helper, copied)
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it does over and over, or for nothing; before 3.9, mended.
+"""Speed up Triton's interpreter and, before version 3.9, fix its errors.
 
-It runs a kernel as Python, and most of its time goes to types: a block's shape is a tuple of Triton's own, made and
-compared anew at each sum. Here equal shapes are one object.
+The interpreter runs a kernel as Python and spends most of its time on types: it creates and compares the tuple of a
+block's shape for every sum. These patches reuse one object for equal shapes.
 """
 
 import dataclasses
@@ -18,22 +18,23 @@ from lrpe_md.engine import dispatch
 
 
 class PatchOnce:
-    """Stands in for ``interpreter._patch_lang``, which replaces the functions of ``triton.language`` when a kernel is
-    launched and again, to the same effect, whenever a kernel calls another: what is replaced stays until the launch
-    ends.
+    """Replace ``interpreter._patch_lang``, which patches ``triton.language`` at each launch and again at each nested
+    call.
+
+    Here the patches of a launch stay in place until it ends.
     """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self.patch = patch
         self.languages: set[int] = set()
-        self.seen: set[int] = set()  # modules of kernels, by their globals, whose languages are replaced
+        self.seen: set[int] = set()  # globals of kernel modules that are patched already
         self.scopes: list[Any] = []
 
     def __call__(self, fn: Any) -> "PatchOnce":
-        """At a launch, which restores what this returns, and at each nested call, which doesn't."""
+        """Patch at a launch, which undoes the returned patches, and at each nested call, which does not."""
         if id(fn.__globals__) in self.seen:
             return self
-        # By identity: not every global of a module of kernels can be compared.
+        # Compare by identity, since not every global of a kernel module supports equality.
         languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
         if not languages or not languages <= self.languages:
             self.scopes.append(self.patch(fn))
@@ -50,17 +51,17 @@ class PatchOnce:
 
 
 class Shape(NamedTuple):
-    """What blocks of one shape have in common."""
+    """Objects that blocks of one shape share."""
 
     sizes: tuple[int, ...]
-    of_type: Any  # the same as Triton's tuple
-    of_tensor: Any  # of constexprs
+    of_type: Any  # equal to Triton's tuple
+    of_tensor: Any  # tuple of constexprs
     numel: int
     numel_constexpr: Any
 
 
 SHAPES: dict[tuple[int, ...], Shape] = {}
-BY_IDENTITY: dict[int, Shape] = {}  # of Shape.of_type, which stays
+BY_IDENTITY: dict[int, Shape] = {}  # id of Shape.of_type, which is never freed
 NUMPY_TYPES: dict[str, Any] = {}
 NO_SHAPE = tl.core.tuple([]), tl.core.constexpr(1)
 
@@ -71,7 +72,7 @@ def find_shape(shape: Any) -> Shape:
         return known
     key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
     if key not in SHAPES:
-        made = make_block_type(tl.int32, key)  # checks the sizes
+        made = make_block_type(tl.int32, key)  # validates the sizes
         constants = tl.core.tuple([tl.core.constexpr(size) for size in key])
         SHAPES[key] = Shape(key, made.shape, constants, made.numel, tl.core.constexpr(math.prod(key)))
         BY_IDENTITY[id(made.shape)] = SHAPES[key]
@@ -79,7 +80,7 @@ def find_shape(shape: Any) -> Shape:
 
 
 def make_block_type(element_ty: Any, shape: tuple[int, ...]) -> Any:
-    """As Triton makes it."""
+    """Create a block type as Triton does."""
     made = tl.core.block_type.__new__(tl.core.block_type)
     INIT_BLOCK(made, element_ty, list(shape))
     return made
@@ -96,7 +97,7 @@ def init_block(self: Any, element_ty: Any, shape: Any) -> None:
     self.name = "block"
 
 
-def say_block(self: Any) -> str:
+def format_block(self: Any) -> str:
     return f"<{self.shape}, {self.element_ty}>"
 
 
@@ -117,17 +118,20 @@ def find_numpy_type(dtype: Any) -> Any:
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where Triton has none of what is replaced: better than tests that silently take three times as long."""
+    """Apply the patches for speed.
+
+    Raise if Triton lacks a patched function, since tests would otherwise silently take three times as long.
+    """
     monkeypatch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
     for owner, name, function in QUICK:
         monkeypatch.setattr(owner, name, function)
     builder = interpreter.interpreter_builder
-    # Each sum and product of integers is formed again in 64 bits for an assertion that only debug turns on.
+    # Integer sums and products are recomputed in 64 bits for an assertion that only debug mode enables.
     assert builder.options.sanitize_overflow
     assert not builder.options.debug
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
     if not hasattr(interpreter._interpreter, "fma_fp32"):
-        mend(monkeypatch)
+        fix_old_interpreter(monkeypatch)
 
 
 CAST, BROADCAST = interpreter.TritonSemantic.cast, interpreter.TritonSemantic.broadcast_impl_value
@@ -144,12 +148,12 @@ def broadcast(self: Any, x: Any, y: Any) -> Any:
         return BROADCAST(self, x, y)
     pairs = list(zip(x.type.shared.sizes, y.type.shared.sizes, strict=True))
     if any(a != b and 1 not in (a, b) for a, b in pairs):
-        return BROADCAST(self, x, y)  # which says what is wrong
+        return BROADCAST(self, x, y)  # raises Triton's own error
     sizes = tuple(b if a == 1 else a for a, b in pairs)
-    return spread(self, x, sizes), spread(self, y, sizes)
+    return expand(self, x, sizes), expand(self, y, sizes)
 
 
-def spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+def expand(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
     if x.type.shared.sizes == sizes:
         return x
     return self.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes))
@@ -164,7 +168,7 @@ CONSTANTS: dict[tuple[Any, ...], Any] = {}
 
 
 def match(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
-    """Operands of one type: two tensors that are, and a tensor and a Python number that its type holds."""
+    """Convert operands to one type, quickly for equal types and for a number that the tensor's type holds."""
     if type(lhs) is tl.tensor:
         if type(rhs) is tl.tensor:
             if lhs.dtype is rhs.dtype and lhs.dtype.name in NUMBERS:
@@ -184,12 +188,12 @@ def holds(x: Any, number: Any) -> bool:
 
 
 def fill(x: Any, number: Any) -> Any:
-    """The number in the type and shape of x."""
+    """Return the number with the type and shape of x."""
     sizes = x.type.shared.sizes if x.type.is_block() else (1,)
     key = number, math.copysign(1, number), x.dtype.name, sizes
     if key not in CONSTANTS:
         data = np.full(sizes, number, NUMBERS[x.dtype.name])
-        data.flags.writeable = False  # many have it
+        data.flags.writeable = False  # the array is shared
         CONSTANTS[key] = data
     return tl.tensor(interpreter.TensorHandle(CONSTANTS[key], x.dtype), x.type)
 
@@ -204,7 +208,7 @@ def equal(self: Any, other: Any) -> bool:
 
 
 def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """A function of the language, called without those that only look for ``_semantic``."""
+    """Patch a function of the language to call the builtin without wrappers that only look for ``_semantic``."""
     function = member.__wrapped__ if getattr(member, "__code__", None) is BUILTIN else member
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +221,7 @@ def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
 BUILTIN = tl.core.builtin(lambda: None).__code__
 QUICK = (
     (tl.core.block_type, "__init__", init_block),
-    (tl.core.block_type, "__str__", say_block),
+    (tl.core.block_type, "__str__", format_block),
     (tl.core.tensor, "__init__", init_tensor),
     (interpreter, "_get_np_dtype", find_numpy_type),
     (interpreter, "_patch_attr", patch_builtin),
@@ -231,32 +235,33 @@ OWN = tuple((owner, name, getattr(owner, name)) for owner, name, _ in QUICK)
 
 
 def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Rounded once: the product of two float32 is exact in np.longdouble."""
+    """Compute with one rounding: the product of two float32 is exact in np.longdouble."""
     a, b, c = (v.data.astype(np.longdouble) for v in (x, y, z))
     return interpreter.TensorHandle((a * b + c).astype(z.data.dtype), z.dtype.scalar)
 
 
-def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Triton 3.9 an fma rounds twice, and numpy 2.4 takes no tensor for an index."""
+def fix_old_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix errors before Triton 3.9: fma rounds twice, and numpy 2.4 rejects tensors as indices."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
-    monkeypatch.setattr(dispatch, "warn_of_interpreter", lambda: None)  # of what is mended here
+    # the warning is about errors that are fixed here
+    monkeypatch.setattr(dispatch, "warn_of_interpreter", lambda: None)
     monkeypatch.setattr(type(interpreter.interpreter_builder), "create_fma", fma)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 class Bounds:
-    """The memory that a launch was given, as disjoint ranges of addresses."""
+    """Memory of a launch's tensors, as disjoint ranges of addresses."""
 
     def __init__(self) -> None:
         self.begins = self.ends = np.zeros(0, np.uint64)
 
     def note(self, args: Any) -> None:
-        """Take the tensors among the arguments of a launch, wherever these are nested."""
+        """Record the tensors among the arguments of a launch, at any nesting depth."""
         ranges: list[tuple[int, int]] = []
 
         def visit(arg: Any) -> None:
@@ -278,7 +283,7 @@ class Bounds:
         self.ends = np.array([end for _, end in merged], np.uint64)
 
     def check(self, pointers: Any, mask: Any) -> None:
-        """Raise IndexError unless all addresses that a load or store doesn't mask off are in the ranges."""
+        """Raise IndexError if an unmasked address of a load or store is outside of the ranges."""
         addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
         if not addresses.size:
             return
@@ -290,7 +295,7 @@ class Bounds:
 
 
 def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make kernels fail that read or write outside of the tensors that they are given: a GPU may not notice."""
+    """Make kernels raise if they access memory outside of their tensors, which a GPU may not notice."""
     bounds, builder = Bounds(), type(interpreter.interpreter_builder)
     init, load, store = (
         interpreter.GridExecutor._init_args_hst, builder.create_masked_load, builder.create_masked_store

@@ -1,4 +1,4 @@
-"""How far the presets' original code is from itself in float64: the table of docs/schemes.md, on standard output.
+"""Print the table of docs/schemes.md: rounding errors of the presets' original code, measured against float64.
 
 PYTHONPATH=tests python tests/original_noise.py
 """
@@ -13,8 +13,10 @@ from lrpe_md.presets.registry import SCHEMES
 
 
 def differences(name: str) -> tuple[float, float, float]:
-    """Of the original in float32 and of ours, in float32 and in float64, from the original in float64, over three
-    sizes: the largest of q and k, which are standard normal."""
+    """Return the errors of the float32 original, and of lrpe-md in float32 and in float64, from the float64 original.
+
+    Each is the largest error of q and k, which are standard normal, over three sizes.
+    """
     found = []
     case = next(c for c in CASES if c.name == name)
     for number in range(3):
@@ -31,19 +33,19 @@ def differences(name: str) -> tuple[float, float, float]:
                 exact_phase = None if case.phase is None else case.phase(p)
             ours = encode(p, q, k, positions, omega=weights, phase=phase)
             exact = encode(p, q.double(), k.double(), positions, omega=exact_weights, phase=exact_phase)
-        found.append([apart(values, double) for values in (single, ours, exact)])
+        found.append([largest_difference(values, double) for values in (single, ours, exact)])
     original, single, double = (max(column) for column in zip(*found, strict=True))
     return original, single, double
 
 
-def apart(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
+def largest_difference(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
 def main() -> None:
     print("| preset | original in float32 | ours in float32 | ours in float64 |\n| --- | --- | --- | --- |")
     for name in SCHEMES:
-        # The parameter of the one is drawn anew in float64, the others were computed there.
+        # This parameter is drawn again in float64; the others are computed in float64.
         if name != "rope_vit_mixed" and not is_golden(next(c for c in CASES if c.name == name)):
             print(f"| `{name}` | " + " | ".join(f"{value:.0e}" for value in differences(name)) + " |")
 

@@ -1,4 +1,4 @@
-"""The original code of the presets, called: (q, k, preset, segments, options) → q, k, all (B, H, N, D)."""
+"""Call the original code of the presets: (q, k, preset, segments, options) → q, k, all (B, H, N, D)."""
 
 import importlib
 import math
@@ -17,11 +17,11 @@ from lrpe_md import Tokens, cosine, preset, rotate
 BATCH, HEADS = 2, 2
 
 
-# --- what the operators will take as arguments -------------------------------------------------------------
+# --- lrpe-md -----------------------------------------------------------------------------------------------
 
 
 def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
-    """q and k by a preset."""
+    """Encode q and k with a preset."""
     call = rotate if p.scheme.map == "rotate" else cosine
     phase = None if phase is None else (None, phase)
     omega = p.omega if omega is None else omega
@@ -29,7 +29,7 @@ def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
 
 
 def original(name):
-    """A module of timm, transformers or diffusers, in the versions that the presets were read from, or later ones."""
+    """Import a module of timm, transformers or diffusers."""
     oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
     package = name.split(".")[0]
     pytest.importorskip(package, minversion=oldest[package])
@@ -40,12 +40,12 @@ def original(name):
 
 
 def swap(*xs):
-    """(B, H, N, D) ↔ (B, N, H, D)."""
+    """Transpose (B, H, N, D) ↔ (B, N, H, D)."""
     return tuple(x.transpose(1, 2) for x in xs)
 
 
 def on(tokens, call, *xs):
-    """``call`` on a slice of the tokens, the others as they are."""
+    """Apply ``call`` to a slice of the tokens and keep the others."""
     found = []
     for x in xs:
         y = x.clone()
@@ -90,7 +90,7 @@ def qwen2_vl_vision(q, k, p, segments, options):
 
 
 def qwen_text(q, k, p, segments, options, name, model, base, sections, scaling=None):
-    """The text model's rotary on the ids that the whole model gives a sequence of text and images."""
+    """Apply the text model's rotary to the position ids that the full model assigns to text and images."""
     module = original(f"transformers.models.{name}.modeling_{name}")
     package = original(f"transformers.models.{name}")
     config = getattr(package, f"{model}TextConfig")(
@@ -178,12 +178,12 @@ def wan(q, k, p, segments, options):
     module = original("diffusers.models.transformers.transformer_wan")
     cos, sin = module.WanRotaryPosEmbed(p.head_dim, (1, 1, 1), 64)(torch.zeros(1, 1, *segments[0]))
 
-    def turned(x):  # inside WanAttnProcessor there
+    def rotate_pairs(x):  # as in WanAttnProcessor
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
         c, s = cos[..., 0::2], sin[..., 1::2]
         return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2).type_as(x)
 
-    return swap(*map(turned, swap(q, k)))
+    return swap(*map(rotate_pairs, swap(q, k)))
 
 
 def mochi_frequencies(p):
@@ -196,12 +196,12 @@ def mochi(q, k, p, segments, options):
     shape, text = segments
     cos, sin = module.MochiRoPE()(mochi_frequencies(p), *shape, dtype=torch.float32)
 
-    def turned(x):  # inside MochiAttnProcessor2_0 there, on (B, N, H, D)
+    def rotate_pairs(x):  # as in MochiAttnProcessor2_0, on (B, N, H, D)
         (x,) = swap(x)
         a, b = x[..., 0::2], x[..., 1::2]
         return swap(torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2))[0]
 
-    return on(slice(None, -text), turned, q, k)
+    return on(slice(None, -text), rotate_pairs, q, k)
 
 
 def cosmos(q, k, p, segments, options):
@@ -227,7 +227,7 @@ def rope_vit_mixed(q, k, p, segments, options):
 
 
 def transnormer(q, k, p, segments, options):
-    """Lrpe in TransNormerLLM: theta = 10000^(-2 i / d) for i < d = heads · head_dim, by head."""
+    """Encode as TransNormerLLM's Lrpe: theta = 10000^(-2 i / d) for i < d = heads · head_dim, split by head."""
     size = HEADS * p.head_dim
     theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
     angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
@@ -236,7 +236,7 @@ def transnormer(q, k, p, segments, options):
 
 
 def cosformer(q, k, p, segments, options):
-    """Eq. 10 of the paper, as in the authors' code: index π/2 · i / M from i = 1, [sin, cos], on relu(q), relu(k)."""
+    """Encode by eq. 10 as in the authors' code: index π/2 · i / M from i = 1, [sin, cos], on relu(q), relu(k)."""
     (num,) = segments[0]
     index = math.pi / 2 * torch.arange(1, num + 1).reshape(-1, 1) / options.get("longest", num)
     acted = (x.clamp_min(0) for x in (q, k))
@@ -249,7 +249,9 @@ def pope_phase(p):
 
 
 def pope(q, k, p, segments, options):
-    """Eq. 5 and 6: softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary parts."""
+    """Encode by eq. 5 and 6: softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary
+    parts.
+    """
     theta = torch.tensor([1e4 ** (-c / p.head_dim) for c in range(p.head_dim)])
     angles = torch.arange(segments[0][0]).reshape(-1, 1) * theta
     found = []
@@ -259,17 +261,17 @@ def pope(q, k, p, segments, options):
     return tuple(found)
 
 
-# --- more of them ------------------------------------------------------------------------------------------
+# --- further originals -------------------------------------------------------------------------------------
 
 
 def interleaved(x, cos, sin):
-    """What attention processors have inside: pairs (2p, 2p + 1)."""
+    """Rotate pairs (2p, 2p + 1) as attention processors do."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
 def latent(shape, patch=2):
-    """(1, 1, T, H, W) or (1, 1, H, W), so large that patches make this shape."""
+    """Return a latent (1, 1, T, H, W) or (1, 1, H, W) whose patch grid has this shape."""
     return torch.zeros(1, 1, *shape[:-2], patch * shape[-2], patch * shape[-1])
 
 
@@ -287,7 +289,7 @@ def gemma4_vision(q, k, p, segments, options):
 def llama4_vision(q, k, p, segments, options):
     module = original("transformers.models.llama4.modeling_llama4")
     (height, width), suffix = segments
-    size = max(height, width)  # it knows squares alone
+    size = max(height, width)  # it only supports squares
     config = SimpleNamespace(
         image_size=size,
         patch_size=1,
@@ -364,7 +366,7 @@ def hidream(q, k, p, segments, options):
 
 
 def image_rope(q, k, p, segments, options, name, make, dim, before):
-    """diffusers' modules that take the latent of an image or a video; text before or behind it is not rotated."""
+    """Call a diffusers module that takes the latent of an image or video; surrounding text is not rotated."""
     module = original(f"diffusers.models.transformers.transformer_{name}")
     from diffusers.models.embeddings import apply_rotary_emb
 
@@ -395,7 +397,7 @@ def allegro(q, k, p, segments, options):
     *freqs, t, h, w = embeddings.get_3d_rotary_pos_embed_allegro(
         p.head_dim, ((0, 0), tuple(size)), size, frames, options.get("by", (2.2, 2.0, 2.0))
     )
-    ids = torch.cartesian_prod(*(axis.long() for axis in (t, h, w))).T.reshape(3, 1, -1)  # as its pipeline has it
+    ids = torch.cartesian_prod(*(axis.long() for axis in (t, h, w))).T.reshape(3, 1, -1)  # as in its pipeline
     return tuple(embeddings.apply_rotary_emb_allegro(x, freqs, ids) for x in (q, k))
 
 
@@ -420,7 +422,7 @@ chronoedit = partial(wan_like, name="chronoedit", make=lambda m, d: m.ChronoEdit
 
 
 def all_heads(call, *xs):
-    """``call`` on the channels of all heads, (B, N, H · D)."""
+    """Apply ``call`` to the channels of all heads, (B, N, H · D)."""
     return tuple(call(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2) for x in xs)
 
 
@@ -463,7 +465,7 @@ def rope(q, k, p, segments, options):
     return module.apply_rotary_pos_emb(q, k, cos, sin)
 
 
-# --- what was computed once, by code that is in no package: tests/golden/make_multimodal_ropes.py ---------
+# --- stored results of code without a package: tests/golden/make_multimodal_ropes.py -----------------------
 
 LAYOUTS = [(3, (1, 2, 3), 2), (2, (1, 3, 5), 3, (3, 2, 2), 4), (1, (2, 5, 3), 1, (1, 1, 1), 2)]
 GOLDEN_DIMS = [128, 32, 32]
@@ -476,19 +478,19 @@ def golden_tables():
 
 
 def golden(q, k, p, segments, options, name):
-    """q and k turned by its cos and sin, half and half."""
+    """Rotate q and k by the stored cos and sin, in the half layout."""
     number = LAYOUTS.index(segments)
     cos, sin = (golden_tables()[f"{name}/{number}/{part}"] for part in ("cos", "sin"))
 
-    def turned(x):
+    def rotate_pairs(x):
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
-    return turned(q), turned(k)
+    return rotate_pairs(q), rotate_pairs(k)
 
 
 def golden_cases(name, published=None, head_dim=None, heads=1, **options):
-    """All three layouts; ``options`` by the number of the layout, or for all."""
+    """Return the cases of all three layouts; ``options`` apply to all, or are keyed by layout number."""
     found = []
     for number, (segments, dim) in enumerate(zip(LAYOUTS, GOLDEN_DIMS, strict=True)):
         own = {key: value[number] if isinstance(value, list) else value for key, value in options.items()}
@@ -537,8 +539,8 @@ def case(
     return Case(name, code, segments, made, double, omega, phase, options)
 
 
-def of_heads(name):
-    """A preset for two heads, or as many as its axes share."""
+def for_heads(name):
+    """Return a preset for two heads, or for as many as its axes share."""
     return preset(name, num_heads=8 if name == "mhrope" else HEADS)
 
 
@@ -690,12 +692,12 @@ def table(positions):
 
 SIZES = {1: [(40,), (23,), (1,)], 2: [(5, 9), (7, 4), (1, 3)], 3: [(3, 5, 9), (2, 6, 3), (1, 7, 4)]}
 EVEN = {2: [(4, 6), (10, 2), (2, 8)], 3: [(3, 4, 6), (2, 10, 2), (1, 2, 8)]}
-FULL = {2: [(4, 8), (8, 12), (1, 32)]}  # of 32 tokens or multiples
+FULL = {2: [(4, 8), (8, 12), (1, 32)]}  # multiples of 32 tokens
 GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
 
 
 def sized(case, number):
-    """The case with grids of another size."""
+    """Return the case with grids of another size."""
     sizes = GRIDS_OF.get(case.name, SIZES)
     return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
 

@@ -1,6 +1,6 @@
-"""Several processes for one test: forks of a server that has imported, once, what takes longest.
+"""Run a test in several processes, forked from a server that has imported the slow modules once.
 
-A fork of the test's own process can't differentiate where that one has.
+Forks of the test's own process can't use autograd once it has.
 """
 
 import multiprocessing
@@ -14,9 +14,10 @@ __all__ = ["run_two"]
 
 
 def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:
-    """``run(rank, *args)``, which writes what failed into ``folder/failed{rank}``.
+    """Run ``run(rank, *args)`` in two processes; it writes its failures to ``folder/failed{rank}``.
 
-    imported: modules; none for processes with a GPU, which are spawned, since what has asked for one can't be forked.
+    imported: modules that the server imports. Without any, processes are spawned, which is required for processes that
+    use a GPU.
     """
     multiprocessing.set_forkserver_preload(list(imported))
     method = "forkserver" if imported else "spawn"

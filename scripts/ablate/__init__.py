@@ -1,1 +1,1 @@
-"""Which encoding? ``python -m scripts.ablate run TASK``."""
+"""Compare encodings by training the same model with each: ``python -m scripts.ablate run TASK``."""

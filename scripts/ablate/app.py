@@ -1,4 +1,4 @@
-"""Which positional encoding? The same training with each of them, tested at sizes or lengths that it never saw.
+"""Compare positional encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
 
     make ablate                                                            digits, from a fresh checkout
     python -m scripts.ablate run digits                                    8 encodings × softmax and linear attention ×
@@ -12,10 +12,10 @@
     python -m scripts.ablate run lm TEXT                                   text, evaluated far beyond the trained length
     python -m scripts.ablate report image --folder runs/ablate-image --baseline rotate
 
-Data as for the trainings, --set for any of their options. A training is on the disk as soon as it ends; the same
-command goes on after a stop, from the last checkpoint. The report is results.csv, table.md and plots: mean and spread
-over the seeds, paired differences to a baseline, parameters, time and memory. --smoke is a tiny one of everything, for
-a CPU.
+Data is passed as to the training commands, and --set changes any of their options. Each result is saved as soon as its
+training ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
+consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences to a
+baseline, parameters, time and memory. With --smoke everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -42,32 +42,48 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 @app.command()
 def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
-    data: Annotated[list[str] | None, typer.Argument(help="The training's --data; for video one or more.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one goes on. [runs/ablate-TASK]")] = None,
-    encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only it, or ATTENTION/it.")] = None,
-    attention: Annotated[list[str] | None, typer.Option(help="Only softmax or only linear; may be repeated.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Trainings of each, seeds 0, 1, .. [3; full: 5]")] = None,
-    given: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the training; repeatable.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Digits: more encodings and seeds, longer trainings.")] = False,
-    shard: Annotated[str, typer.Option(help="i/n: this process runs every n-th training, from the i-th on.")] = "0/1",
-    workers: Annotated[int | None, typer.Option(min=1, help="At a time, in turns if timed. [1; CPU: cores]")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model, a few steps.")] = False,
-    baseline: Annotated[str, typer.Option(help="The encoding that others are compared with in the report.")] = "rotate",
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    data: Annotated[
+        list[str] | None, typer.Argument(help="Data of the training; for video, one or more files.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
+    ] = None,
+    encoding: Annotated[
+        list[str] | None, typer.Option("--encoding", "-e", help="ENCODING or ATTENTION/ENCODING to train; repeatable.")
+    ] = None,
+    attention: Annotated[
+        list[str] | None, typer.Option(help="Attention to train: softmax or linear; repeatable.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
+    ] = False,
+    shard: Annotated[str, typer.Option(help="Run every n-th training, starting with the i-th: i/n.")] = "0/1",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of trainings to run in parallel. (default: 1; CPU: one per core)")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
+    baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:  # fmt: skip
-    """Train what is missing of encodings × seeds on a task; the last process to end reports."""
+    """Train every encoding and seed that has no result yet; the last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
-        raise typer.BadParameter(f"--full: {task} has no longer comparison; use -e, --seeds and --set")
+        raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
     where = choose_device(device).type
     comparison = Comparison(
-        task=task, encodings=compared(chosen, encoding, attention, full),
+        task=task, encodings=select_encodings(chosen, encoding, attention, full),
         seeds=seeds or (chosen.full.seeds if full and chosen.full else 3), data=check_data(task, chosen, data),
-        training=training_of(chosen, given, where, full, smoke), device=where,
+        training=training_fields(chosen, assignments, where, full, smoke), device=where,
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # what is wrong is said before anything is written
+    for job in todo.values():  # raises on invalid options before anything is written
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -76,7 +92,9 @@ def run(
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None
-    console.print(f"{out}: {where}, {len(mine)} of {len(todo)} trainings to do here, {workers} at a time")
+    console.print(
+        f"{out}: {where}, {len(mine)} of {len(todo)} remaining trainings in this process, {workers} in parallel"
+    )
     try:
         for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
             value = next(iter(next(iter(result["values"].values())).values()))
@@ -86,24 +104,28 @@ def run(
             )
     except KeyboardInterrupt:
         console.print(
-            "Interrupted; finished trainings are kept. The same command goes on from the last checkpoint, with "
+            "Interrupted. Finished trainings are saved; to resume from the last checkpoint, run the same command with "
             f"--out {out}"
         )
         raise typer.Exit(130) from None
     if all(file.exists() for file in todo):
         write_report(out, baseline)
     else:
-        console.print("Others are still to come; `report` shows what there is.")
+        console.print("Other trainings are not finished yet; `report` shows the results so far.")
 
 
-def compared(task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool) -> dict[str, list[str]]:
-    """Encodings by attention."""
+def select_encodings(
+    task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
+) -> dict[str, list[str]]:
+    """Return the encodings to compare, by attention."""
     known = task.config.backbone.attentions
     pairs = [each.rpartition("/") for each in encoding or []]
     choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
     choose("--encoding", [name for *_, name in pairs], task.encodings)
-    alone = pairs and all(slash for _, slash, _ in pairs)
-    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if alone else task.compared), known)
+    with_attention = pairs and all(slash for _, slash, _ in pairs)
+    kinds = choose(
+        "--attention", attention or ([kind for kind, *_ in pairs] if with_attention else task.compared), known
+    )
     if not pairs:
         everything = list(task.full.encodings) if full and task.full else []
         return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
@@ -111,43 +133,47 @@ def compared(task: Task, encoding: list[str] | None, attention: list[str] | None
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
-def training_of(task: Task, given: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
-    """Fields of the training's configuration."""
+def training_fields(task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
+    """Return the fields of the training's configuration."""
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
-    return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, given or [])}
+    return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, assignments or [])}
 
 
 def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
-    """What the trainings take as --data."""
+    """Validate the DATA arguments and return them."""
     found = data or list(task.data)
     if not found:
-        raise typer.BadParameter(f"DATA: expected the data of {name}, see `train {name} --help`, got none")
+        raise typer.BadParameter(f"DATA: expected the data for {name}, got none; see `train {name} --help`")
     for path in found if task.data_is_path else ():
         if not Path(path).exists():
-            raise typer.BadParameter(f"DATA {path}: there is no such file or folder")
+            raise typer.BadParameter(f"DATA: expected an existing file or folder, got {path}")
     return found
 
 
 def train_all(
     comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Results, as soon as each is on the disk."""
+    """Yield results, each as soon as it is saved."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     yield from pool(joblib.delayed(train)(comparison, file, job, workers == 1, turn) for file, job in jobs.items())
 
 
 @app.command()
 def report(
-    task: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(TASKS)}. [all]")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Of `run`, of one task. [those of scripts/results]")] = None,
-    baseline: Annotated[str, typer.Option(help="The encoding that others are compared with.")] = "rotate",
-    pages: Annotated[Path, typer.Option(help="Without --folder: where the pages go.")] = PAGES,
+    task: Annotated[
+        list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="Encoding to compare the others with.")] = "rotate",
+    pages: Annotated[Path, typer.Option(help="Output folder for the pages (without --folder).")] = PAGES,
 ) -> None:
-    """results.csv of the runs that have ended, table.md and plots; without a folder the pages of the documentation."""
+    """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
     if folder is not None and len(task or ()) > 1:
-        raise typer.BadParameter(f"--folder: holds one task, got {', '.join(names)}")
+        raise typer.BadParameter(f"--folder: expected at most one task, got {', '.join(names)}")
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:
         write_report(each, baseline)
     if folder is None:

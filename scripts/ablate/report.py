@@ -1,4 +1,4 @@
-"""The report of a comparison: results.csv, table.md, plots, and the pages of docs/results."""
+"""Write the report of a comparison: results.csv, table.md, plots, and the pages of docs/results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ PLOTS = {
 
 
 def write_report(folder: Path, baseline: str) -> None:
-    """results.csv of the runs in a folder, table.md and plots, and samples.png where trainings of the first seed
-    have kept samples; of results.csv alone where there are no runs."""
+    """Write results.csv, table.md and plots for the runs in a folder.
+
+    If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
+    """
     files = sorted(folder.glob("runs/*.json"))
     if files:
         write(folder / "results.csv", collect(files).to_csv(index=False))
     if not (folder / "results.csv").exists():
-        raise typer.BadParameter(f"--folder: expected runs/*.json or results.csv in {folder}, found neither")
+        raise typer.BadParameter(
+            f"--folder: expected runs/*.json or results.csv in {folder}, found neither; pass an output folder of `run`"
+        )
     config = read_json(folder / "config.json")
     if config["settings"].get("task") not in TASKS:
-        raise typer.BadParameter(f"--folder: expected one of `ablate run`, got {folder}, of something else")
+        raise typer.BadParameter(
+            f"--folder: expected an output folder of `ablate run`, got {folder}, written by another command"
+        )
     task, results = (
         TASKS[config["settings"]["task"]],
         pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""]),
@@ -55,7 +61,7 @@ def committed(task: str) -> Path:
 
 
 def folders() -> list[Path]:
-    """Those of scripts/results, one a comparison."""
+    """List the folders of scripts/results that hold a comparison."""
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
@@ -64,7 +70,7 @@ def task_of(folder: Path) -> str:
 
 
 def render(folder: Path) -> str:
-    """The page of a folder with table.md, plots, and samples.png where there is one."""
+    """Render the page of a folder: table.md, plots, and samples.png if it exists."""
     task = TASKS[task_of(folder)]
     name = folder.name.removeprefix("ablate-")
     by = {"sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position"}

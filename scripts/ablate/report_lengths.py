@@ -1,4 +1,4 @@
-"""The table and the plot of what is measured on text: bits per byte by length and by position."""
+"""Table and plot of bits per byte on text, by length and by position."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import pandas as pd
 
 from ..common.markdown import table
 from ..common.plots import STYLE, choose_looks, plt, split_series
-from ..common.provenance import in_words
+from ..common.provenance import describe_environments
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
-    """With length, and first and last position: "8192:512-1024", or "512" for all of it."""
+    """Split the column "8192:512-1024" into length, first and last position; "512" is a whole length."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
     parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
 
 
 def names(results: pd.DataFrame) -> Any:
-    """rotate, rotate + yarn, .."""
+    """Return names such as rotate and rotate + yarn."""
     scaled = results.positions != "none"
     return results.encoding + (" + " + results.positions).where(scaled, "")
 
 
-def spread(results: Any, key: str) -> Any:
-    """Mean and standard deviation over the seeds, for each name and value of the key."""
+def mean_and_std(results: Any, key: str) -> Any:
+    """Return mean and standard deviation over the seeds, for each name and value of the key."""
     return results.groupby(["name", key])["value"].agg(["mean", "std"]).fillna(0)
 
 
 def ranking(results: Any) -> list[str]:
-    """Best at the longest length first."""
+    """Sort the names, best at the longest length first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """The table, best at the longest length first; the baseline is one of its rows."""
+    """Render the table, best at the longest length first; the baseline is one of its rows."""
     settings = config["settings"]
     training, seeds = settings["training"], settings["seeds"]
     trained = training["length"]
     results = parse(results)
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
-    stats, fixed = spread(whole, "length"), whole.drop_duplicates("name").set_index("name")
+    stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
     scheme = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
@@ -60,12 +60,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
-    lines += [f"{in_words(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."]
+    lines += [
+        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."
+    ]
     return "\n".join(lines) + "\n"
 
 
 def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Bits per byte by length, and by position at the longest length: mean and standard deviation."""
+    """Plot bits per byte by length, and by position at the longest length: mean and standard deviation."""
     results, trained = parse(results), config["settings"]["training"]["length"]
     longest = results.length.max()
     whole = (results["first"] == 0) & (results["last"] == results.length)
@@ -81,7 +83,7 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         for row, names in zip(axes, groups, strict=True):
             looks = choose_looks(names)
             for axis, (key, rows, label) in zip(row, panels, strict=True):
-                stats = spread(rows, key)
+                stats = mean_and_std(rows, key)
                 for name in names:
                     line = stats.loc[name]
                     axis.errorbar(
@@ -93,7 +95,7 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
                 axes[-1, list(row).index(axis)].set_xlabel(label)
-            row[0].set_yscale("log")  # what lies close together matters, not how far the worst breaks down
+            row[0].set_yscale("log")  # keeps close curves apart even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
             row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
         low, high = axes[0, 0].get_ylim()

@@ -1,4 +1,4 @@
-"""Tables and plots of what is measured at several sizes, positions as in training or laid over the trained grid."""
+"""Tables and plots of results at several sizes, with extrapolated and with rescaled positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy.stats import t as student
 
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, choose_looks, plt, split_series
-from ..common.provenance import in_words
+from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
@@ -19,12 +19,12 @@ POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "la
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
-    """The trained one first, as they were tested."""
+    """Return the sizes as they were tested, the trained one first."""
     return list(dict.fromkeys(results["size"]))
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Of each encoding to the baseline with the same attention, paired over the seeds that both have.
+    """Compare each encoding with the baseline of the same attention, paired over the seeds that both have.
 
     Returns:
         by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
@@ -76,7 +76,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Over the seeds the largest rise of the loss, and medians of what else the trainings say of themselves."""
+    """Summarise the trainings: the largest rise of the loss over all seeds, and medians of the other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -92,7 +92,7 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
              cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
         )  # fmt: skip
-    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings of equal time
+    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings with a time budget
         for more, name in zip(rows, ranking, strict=True):
             of = groups.get_group(name)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
@@ -118,7 +118,7 @@ def how_run(training: dict[str, Any]) -> str:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """The tables, best at the trained size first."""
+    """Render the tables, best at the trained size first."""
     settings = config["settings"]
     task, training = TASKS[settings["task"]], settings["training"]
     digits = 1 if task.higher else 4
@@ -158,11 +158,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         "",
         *_trainings(results, ranking),
     ]
-    return "\n".join([*lines, f"{in_words(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """What is measured against the size: attention by row, positions by column; mean and standard deviation."""
+    """Plot the measure against the size: attention by row, positions by column; mean and standard deviation."""
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
     groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
@@ -203,7 +203,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """What is measured at the trained size: every seed, mean and standard deviation."""
+    """Plot the measure at the trained size: every seed, mean and standard deviation."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]

@@ -1,4 +1,4 @@
-"""The five trainings as tasks of ``ablate``: what is compared, trained and measured."""
+"""The five training tasks of ``ablate``: what each compares, trains and measures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
 from ..train.tasks import diffusion, digits, image, lm, video
 
-Values = dict[str, dict[str, float]]  # positions → size → what is measured, the trained size first
+Values = dict[str, dict[str, float]]  # positions → size → value, the trained size first
 CHOSEN = (
     "out",
     "data",
@@ -31,12 +31,12 @@ CHOSEN = (
     "tensorboard",
     "progress",
     "turn",
-)  # by the driver, for each training; fmt: skip
+)  # set by the driver for each training; fmt: skip
 
 
 @dataclass(frozen=True)
 class Full:
-    """The longer comparison of a task: more encodings, of each attention, more seeds, longer trainings."""
+    """Settings of a task's longer comparison: more encodings per attention, more seeds, longer trainings."""
 
     encodings: tuple[str, ...]
     seeds: int
@@ -45,22 +45,22 @@ class Full:
 
 @dataclass(frozen=True)
 class Task:
-    """One of the trainings.
+    """One training task.
 
     Args:
-        config, run: of it.
+        config, run: configuration class and function of the training.
         compared: encodings of the default comparison, by attention.
-        smoke: fields of a tiny one, for a CPU.
-        values: from what ``run`` returns.
-        measure: what they are; higher: whether more is better.
-        layout: of the report: "sizes" or "lengths", see :mod:`.report`.
-        plots: files of the report → which plot.
-        defaults: fields where they differ from the training's own; on_gpu: those that only a GPU makes worth while.
+        smoke: fields of a tiny training for a CPU.
+        values: extracts the measured values from the result of ``run``.
+        measure: name of the measured value; higher: whether a higher value is better.
+        layout: layout of the report, "sizes" or "lengths"; see :mod:`.report`.
+        plots: report file → name of its plot.
+        defaults: fields that differ from the training's defaults; on_gpu: those that apply only on a GPU.
         by_encoding: fields of single encodings.
-        full: the longer comparison, where there is one.
-        data: where none is given.
+        full: settings of the longer comparison, if there is one.
+        data: default data.
         kept: files of a training's folder that the report shows.
-        note: a line under the tables.
+        note: a line below the tables.
     """
 
     config: type[Training]
@@ -94,7 +94,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # at the trained size they are the same
+            for each in [positions] if positions else found:  # both kinds of positions coincide at the trained size
                 found[each][size] = value["loss"]
     return found
 
@@ -104,7 +104,7 @@ def accuracy(result: dict[str, Any]) -> Values:
 
 
 def bits(result: dict[str, Any]) -> Values:
-    """By scaling, of each length, and of the longest one by position, "8192:512-1024"."""
+    """Return bits per byte by scaling: at each length and, at the longest, by position ("8192:512-1024")."""
     found: Values = {}
     for row in result["evaluation"]:
         whole = (row["first"], row["last"]) == (0, row["length"])
@@ -190,7 +190,7 @@ TASKS = {
 
 
 def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
-    """Fields of a configuration from NAME=VALUE."""
+    """Parse NAME=VALUE into fields of a configuration."""
     hints = get_type_hints(config)
     known = sorted({f.name for f in fields(config)} - set(CHOSEN))
     found: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that decides a result; a folder holds runs of one of these."""
+    """The settings that determine results; the runs of a folder share them."""
 
     task: str
     encodings: dict[str, list[str]]  # by attention
@@ -224,7 +224,7 @@ class Comparison:
         task = TASKS[self.task]
         several = get_origin(get_type_hints(task.config)["data"]) is list
         if not several and len(self.data) != 1:
-            raise typer.BadParameter(f"DATA: expected one for {self.task}, got {len(self.data)}")
+            raise typer.BadParameter(f"DATA: expected one value for {self.task}, got {len(self.data)}")
         data: Any = [Path(each) if task.data_is_path else each for each in self.data]
         fields_of_one: dict[str, Any] = {
             "data": data if several else data[0], "encoding": encoding, "attention": attention,
@@ -236,7 +236,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For config.json: what all trainings share, without the paths of the data."""
+        """Return the contents of config.json: the settings of all trainings, without the paths of the data."""
         attention, names = next(iter(self.encodings.items()))
         shared = settings_of(self.config(Path("unused"), names[0], attention, 0))
         shared = {name: value for name, value in shared.items() if name not in CHOSEN}
@@ -244,7 +244,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Each run's file, its encoding, attention and seed: all encodings of one seed after the other."""
+        """Map each result file to its encoding, attention and seed, grouped by seed."""
         return {
             out / "runs" / f"{name}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)
@@ -256,12 +256,12 @@ class Comparison:
 def train(
     comparison: Comparison, file: Path, job: tuple[str, str, int], progress: bool = True, turn: Path | None = None
 ) -> dict[str, Any]:
-    """One training, resumed where its folder has a checkpoint, which is deleted when the result is on the disk."""
+    """Run one training, resuming from a checkpoint if there is one; delete the checkpoint once the result is saved."""
     task = TASKS[comparison.task]
     folder = file.parent.parent / "trainings" / file.stem
-    if not (folder / "checkpoint.pt").exists():  # finished, but its result was deleted; or nothing yet
+    if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
-    torch.compiler.reset()  # each model compiles anew, below the limit of recompilations
+    torch.compiler.reset()  # or many models would exceed the recompilation limit
     with contextlib.redirect_stdout(io.StringIO()):
         result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
     result = {**result, "values": task.values(result)}
@@ -279,7 +279,7 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path]) -> pd.DataFrame:
-    """A row for each encoding, attention, seed, positions and size."""
+    """Build a table with a row for each encoding, attention, seed, positions and size."""
     rows = []
     for file in files:
         run = read_json(file)

@@ -1,1 +1,1 @@
-"""What ``adapt_rotary`` does with the models of the libraries that are installed: ``python -m scripts.adapters``."""
+"""Test ``adapt_rotary`` on the models of installed libraries: ``python -m scripts.adapters``."""

@@ -1,4 +1,4 @@
-"""Try ``adapt_rotary`` on the models of timm, diffusers and transformers that are installed.
+"""Test ``adapt_rotary`` on the models of the installed timm, diffusers and transformers.
 
 python -m scripts.adapters table --library timm > scripts/results/adapters/timm.csv
 python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
@@ -14,20 +14,20 @@ from .sweep import Outcome, sweep_library
 from .trial import LIBRARIES, try_library, write
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
-Library = Annotated[list[str] | None, typer.Option(help="Only this library; may be repeated.")]
-Models = Annotated[list[str] | None, typer.Option(help="Only this model; may be repeated.")]
+Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
+Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
 
 
 @app.command()
 def table(library: Library = None) -> None:
-    """Try every rotary model, and write a CSV row for each to stdout."""
+    """Test every rotary model and write one CSV row each to stdout."""
     rows = write(row for name in _check(library) for row in try_library(name))
     raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
 
 
 @app.command()
 def sweep(library: Library = None, model: Models = None) -> None:
-    """Change every model before and after it is adapted, and write a CSV row for each change to stdout."""
+    """Modify every model before or after adaptation and write one CSV row per modification to stdout."""
     rows = write((row for name in _check(library) for row in sweep_library(name, model)), kind=Outcome)
     raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))
 

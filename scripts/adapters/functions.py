@@ -1,10 +1,9 @@
-"""Which rotary functions of the installed libraries ``drop_in`` takes.
+"""List the rotary functions of installed libraries that ``drop_in`` supports.
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-Every function and static method of their model files whose name looks rotary is tried. One that is taken is called
-with the kinds of arguments that it was found to take, at other sizes, in float32 and bfloat16, and compared with the
-original.
+Every function and static method in their model files with a rotary name is tested. A supported function is called
+with the supported kinds of arguments at other sizes, in float32 and bfloat16, and compared with the original.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["Row", "functions", "try_function"]
 
 FILES = {"timm": "[lm]*/**/*.py", "diffusers": "models/**/*.py", "transformers": "models/*/modeling_*.py"}
 ROTARY = re.compile(r"rotary|rope|rot_e|rotate")
-OTHERS = re.compile(  # makes tables, reads settings, turns half of the channels alone, or is a model
+OTHERS = re.compile(  # builds tables, reads settings, rotates only half of the channels, or is a model
     r"get_|compute_|rotate_(half|every|pair)|create_|build_|update|validate|init|params|_prepare|_pad_|"
     r"_layout|_rotary_freqs|^rope$|store_|set_|_slice_|_vit_|^vit_|interleaved_mrope|half$"
 )
@@ -36,7 +35,7 @@ SIZES = {2: (4, 9), 3: (3, 4, 9), 1: (9,)}
 
 
 class Row(NamedTuple):
-    """One function: taken, refused (with the reason), or wrong (taken, and then different)."""
+    """Result of one function: taken, refused (with the reason), or wrong (taken, but its results differ)."""
 
     library: str
     module: str
@@ -46,7 +45,7 @@ class Row(NamedTuple):
 
 
 def functions(library: str) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Yield the functions that look rotary, by the module that defines them."""
+    """Yield the functions with a rotary name, and the modules that define them."""
     root = Path(inspect.getfile(import_module(library))).parent
     for path in sorted(root.glob(FILES[library])):
         if not re.search(rf"def \w*({ROTARY.pattern})", path.read_text(encoding="utf-8")):
@@ -65,7 +64,7 @@ def functions(library: str) -> Iterator[tuple[ModuleType, str, Callable[..., Any
 
 
 def try_function(library: str, module: ModuleType, name: str, function: Callable[..., Any]) -> Row:
-    """Try one function, with the arguments that it was found to take."""
+    """Test one function with the kinds of arguments that it supports."""
     row = Row(library, module.__name__, name, "taken", "")
     try:
         ours = drop_in(function)
@@ -84,7 +83,7 @@ def _difference(function: Callable[..., Any], ours: Callable[..., Any]) -> str:
         return rotate(*args, **kwargs)
 
     probed = getattr(ours, "probed", None)
-    if probed is None:  # drop_in has compared it with a formula of its own
+    if probed is None:  # drop_in has verified it against a known formula
         return ""
     probe = probing.Probe(probed.call, probed.key)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
@@ -93,7 +92,7 @@ def _difference(function: Callable[..., Any], ours: Callable[..., Any]) -> str:
             xs = [x.to(dtype) for x in xs]
             try:
                 expected = probe.run(xs, leaves)
-            except Exception:  # sizes that it does not take
+            except Exception:  # the function does not support these sizes
                 continue
             launches.clear()
             plans.rotate = counted

@@ -1,10 +1,10 @@
-"""Models that are changed before they are adapted, or afterwards, against the original with the same change.
+"""Modify models before or after adaptation, and compare them with originals that have the same modification.
 
     python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
 
-A row says what became of a model, a change and an order: "same" (outputs, and all gradients where the change leaves
-any), "refused" (adapting raises), "different", "error" (the adapted model raises where the original does not), or
-"inapplicable" (the model has nothing to change, or the original raises).
+Each row has the outcome for a model, a modification and an order: "same" (equal outputs, and equal gradients if the
+modification preserves gradients), "refused" (adapting raises), "different", "error" (only the adapted model raises),
+or "inapplicable" (the model has nothing to modify, or the original raises).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class Outcome(NamedTuple):
-    """A line of the sweep."""
+    """One row of the sweep."""
 
     library: str
     model: str
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 class Inapplicable(Exception):
-    """The model has nothing that this change is of."""
+    """The model has nothing that this change applies to."""
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def _makers(model: nn.Module) -> list[Any]:
 
 
 def _map_tables(made: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change all floating-point and complex tensors in what a module made."""
+    """Change all floating-point and complex tensors in a module's output."""
     if isinstance(made, Tensor):
         return change(made) if made.is_floating_point() or made.is_complex() else made
     if isinstance(made, (tuple, list)) and not hasattr(made, "_fields"):
@@ -141,7 +141,7 @@ def patch_norms(model: nn.Module) -> None:
 
 
 class _Patched:
-    """A forward of an instance's own, which can be copied and kept in a file."""
+    """Replacement for an instance's forward that can be copied and pickled."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -203,7 +203,7 @@ def dispatch(model: nn.Module) -> None:
 
 
 class Change(NamedTuple):
-    """What is done to a model, and whether gradients are left to compare."""
+    """A modification of a model; ``gradients`` says whether gradients can still be compared."""
 
     run: Callable[[Any], None]
     gradients: bool = True
@@ -236,7 +236,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
-    """Yield the rows of every model of a library that can be adapted, or of those with these names."""
+    """Yield the rows of a library's adaptable models, or of those with these names."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -249,7 +249,7 @@ def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[
 
 
 def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
-    """Yield a row for each change and order; nothing for a model that can't be built, called or adapted."""
+    """Yield a row for each change and order; nothing if the model can't be built, called or adapted."""
     try:
         model = candidate.build()
         stock = candidate.call(model)
@@ -265,7 +265,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
 
 
 def _in_bfloat16(model: Any) -> Any:
-    """Adapt within another default dtype."""
+    """Adapt with bfloat16 as the default dtype."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         return adapt_rotary(model)
@@ -284,7 +284,7 @@ def _call(candidate: Candidate, change: Change, model: Any) -> Result:
 
 
 def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[str, str]:
-    """Return what became of a change, and a note."""
+    """Return the outcome of a change, and a note."""
     try:
         with torch.no_grad():
             _apply(change, stock := copy.deepcopy(model))
@@ -311,7 +311,7 @@ def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[s
 
 
 def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Return what became of a copy of the adapted model."""
+    """Return the outcome for a copy of the adapted model."""
     try:
         copied = make(adapt_rotary(copy.deepcopy(model)))
         if not any(exchanged_names(part) for part in parts(copied).values()):

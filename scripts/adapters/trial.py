@@ -1,7 +1,7 @@
-"""Which rotary models of the installed libraries ``adapt_rotary`` takes, each tried on a tiny random model.
+"""Test ``adapt_rotary`` on a tiny random version of every rotary model of the installed libraries.
 
-A model counts as adapted where its outputs and all gradients are those of the stock model in float32, the names of its
-parameters have not changed, and restored it gives the same bits as before.
+A model counts as adapted if, in float32, outputs and all gradients agree with the stock model and parameter names are
+unchanged. After it is restored, its outputs must have the same bits as before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
 UNKNOWN = "found no such function"
-BOUND = 1e-5  # of outputs and gradients, relative to the largest of each kind where that is above 1
+BOUND = 1e-5  # on outputs and gradients; relative if the largest of each kind is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
-Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: nothing in it is rotary
+Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: no rotary code
 
 
 class Result(NamedTuple):
-    """What a model gives for an input, and all gradients at a random direction."""
+    """Outputs of a model, and its gradients for a random cotangent."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
@@ -47,12 +47,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to be tried.
+    """A model to test.
 
     Args:
-        name: of its type or class.
-        build: makes it, tiny and random, in eval mode; or the pipeline that it is in, which makes its tables.
-        call: runs it forward and backward; the same for the same weights.
+        name: model type or class.
+        build: returns a tiny random model in eval mode, or the pipeline around it if that makes its tables.
+        call: runs it forward and backward; deterministic for equal weights.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """A line of the table; reason: why it is refused, or could not be tried, or what of it stays as in the original."""
+    """One row of the table. ``reason`` says why a model was refused or untried, or which parts were not adapted."""
 
     library: str
     model: str
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def find_tensors(given: Any) -> Iterator[Tensor]:
-    """In what a model returns."""
+    """Yield all tensors in a model's output."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, dict):
@@ -82,7 +82,7 @@ def find_tensors(given: Any) -> Iterator[Tensor]:
 
 
 def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
-    """Outputs with gradients of a random sum of them."""
+    """Return the outputs, and the gradients of a random sum of them."""
     model.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(1)
     floats = [y for y in outputs if y.is_floating_point() or y.is_complex()]
@@ -98,11 +98,11 @@ def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
 
 
 def try_library(library: str) -> Iterator[Row]:
-    """A row for every rotary model of a library, as far as it is installed."""
+    """Yield a row for every rotary model of a library; none if it is not installed."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what libraries print is no row
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # stdout is for CSV rows only
             warnings.simplefilter("ignore")
             row = try_model(library, candidate)
         if row.outcome != "none":
@@ -110,16 +110,16 @@ def try_library(library: str) -> Iterator[Row]:
 
 
 def try_model(library: str, candidate: Candidate) -> Row:
-    """Build, adapt, compare, restore and compare again."""
+    """Build, adapt, compare, restore, and compare again."""
     row = Row(library, candidate.name, "adapted", "")
     try:
         model = candidate.build()
     except Exception as error:
-        return row._replace(outcome="untried", reason=_say_untried(error))
+        return row._replace(outcome="untried", reason=_describe_untried(error))
     try:
         stock = candidate.call(model)
     except Exception as error:
-        return _refused(row, model) or row._replace(outcome="untried", reason=_say_untried(error))
+        return _refuse_uncallable(row, model) or row._replace(outcome="untried", reason=_describe_untried(error))
     names = _names(model)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -130,14 +130,14 @@ def try_model(library: str, candidate: Candidate) -> Row:
     try:
         found = candidate.call(model)
     except Exception as error:
-        return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_say(error)}")
+        return row._replace(outcome="wrong", reason=f"{type(error).__name__}: {_describe_error(error)}")
     same_names = _names(model) == names
     again = candidate.call(restore_rotary(model))
     is_restored = not any(exchanged_names(part) for part in parts(model).values())
     for worse, reason in (
         (distance(found, stock) > BOUND, f"differs by {distance(found, stock):.1e}"),
         (not same_names, "names of parameters changed"),
-        (distance(again, stock) > 0 or not is_restored, "restored it differs"),
+        (distance(again, stock) > 0 or not is_restored, "restored model differs"),
     ):
         if worse:
             return row._replace(outcome="wrong", reason=reason)
@@ -146,16 +146,16 @@ def try_model(library: str, candidate: Candidate) -> Row:
 
 
 def _names(model: Any) -> list[str]:
-    """Of parameters and buffers."""
+    """Return the names of all parameters and buffers."""
     return [name for own in models_of(model).values() for name in own.state_dict()]
 
 
-def _say_untried(error: Exception) -> str:
-    return f"{type(error).__name__}: {_say(error)}"[:160]
+def _describe_untried(error: Exception) -> str:
+    return f"{type(error).__name__}: {_describe_error(error)}"[:160]
 
 
-def _refused(row: Row, model: nn.Module) -> Row | None:
-    """The row of a model that can't be called, where it is refused all the same."""
+def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
+    """Return a "refused" row for a model that can't be called, or None if adapting it succeeds."""
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
@@ -164,21 +164,21 @@ def _refused(row: Row, model: nn.Module) -> Row | None:
 
 
 def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
-    """The row of a model that is refused: some have no rotary encoding, whatever their file is about."""
-    reason = _say(error)
+    """Return the row of a refused model; "none" if it has no rotary encoding."""
+    reason = _describe_error(error)
     if reason == UNKNOWN and not _has_rotary(model):
         return row._replace(outcome="none")
     return row._replace(outcome="refused", reason=reason)
 
 
 def _has_rotary(model: nn.Module) -> bool:
-    """Whether the code of its parts names anything of the kind."""
+    """Return whether the model's code uses a rotary name."""
     own = [base for part in model.modules() for base in type(part).__mro__ if base.__module__.split(".")[0] != "torch"]
     methods = [
         inspect.unwrap(value)
         for base in set(own)
         for name, value in vars(base).items()
-        if callable(value) and name != "_init_weights"  # of all classes in a file
+        if callable(value) and name != "_init_weights"  # initialises every class of a file
     ]
     codes = [code for method in methods if (code := getattr(method, "__code__", None)) is not None]
     names = [name for code in codes for name in (*code.co_names, *code.co_varnames)]
@@ -186,7 +186,7 @@ def _has_rotary(model: nn.Module) -> bool:
 
 
 def distance(found: Result, stock: Result) -> float:
-    """The largest difference of outputs and of gradients, relative to the largest of each kind above 1."""
+    """Return the largest difference of outputs and gradients; relative if the largest of each kind is above 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
     names = list(stock.gradients)
@@ -205,7 +205,7 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs) / scale
 
 
-def _say(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text.partition("; ")[2] or text or type(error).__name__
 
@@ -231,7 +231,7 @@ def read(path: Path) -> list[Row]:
 
 
 def count(rows: Sequence[Row]) -> dict[str, int]:
-    """How many models there are of each outcome."""
+    """Count the models by outcome."""
     found: dict[str, int] = {}
     for row in rows:
         found[row.outcome] = found.get(row.outcome, 0) + 1

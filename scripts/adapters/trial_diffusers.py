@@ -1,4 +1,4 @@
-"""A tiny random model of each rotary class of diffusers, for ``python -m scripts.adapters``."""
+"""Build and call a tiny random model of each rotary class of diffusers, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
 
 def rotary_classes() -> dict[str, type]:
-    """Models of the library in whose files there is rotary code; those that hold several of another are left out."""
+    """Find models whose files contain rotary code; models that are composed of others are left out."""
     found: dict[str, type] = {}
     for package in (transformers, controlnets):
         for info in pkgutil.iter_modules(package.__path__):
@@ -41,7 +41,7 @@ def rotary_classes() -> dict[str, type]:
 
 # --- their arguments ----------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {  # arguments of constructors, by name; a list where it takes several
+SMALL: dict[str, Any] = {  # constructor arguments by name; lists for models that take several values
     "num_layers": 2, "num_single_layers": 1, "n_layers": 2, "depth": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
     "num_hidden_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "n_heads": 2, "n_kv_heads": 2,
     "num_heads": 2, "head_dim": 16, "joint_attention_dim": 24, "pooled_projection_dim": 24, "text_embed_dim": 24,
@@ -62,7 +62,7 @@ COGVIDEOX: dict[str, Any] = {
     "sample_width": 12, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
     "use_rotary_positional_embeddings": True,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {  # arguments of a class
+OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
     "AnyFlowTransformer3DModel": WAN, "ChronoEditTransformer3DModel": WAN, "SkyReelsV2Transformer3DModel": WAN,
     "WanTransformer3DModel": WAN, "WanVACETransformer3DModel": {**WAN, "vace_layers": [0, 1], "vace_in_channels": 8},
     "AnyFlowFARTransformer3DModel": {**WAN, "chunk_partition": (1, 1)},
@@ -153,7 +153,7 @@ OWN: dict[str, dict[str, Any]] = {  # arguments of a class
 
 
 def build(name: str) -> nn.Module:
-    """A model of two layers, with weights large enough that attention is far from uniform."""
+    """Build a two-layer model, with weights large enough that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":
@@ -173,7 +173,7 @@ def _make(cls: Any) -> Any:
 def _randomize(model: Any) -> Any:
     for part in model.modules():
         if type(part).__name__ == "LTXVideoRotaryPosEmbed":
-            part.theta = 20.0  # whose angles float32 holds: stock rounds those of 10,000 by 5e-4
+            part.theta = 20.0  # stock computes in float32, which rounds the angles of the default 10,000 visibly
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -193,7 +193,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _ids(height: int, width: int, axes: int = 3) -> Tensor:
-    """Rows and columns on the last two of three axes, the second and third of four."""
+    """Return ids with rows and columns on the last two of three axes, or on the middle two of four."""
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     found = torch.zeros(height * width, axes)
     found[:, 1:3] = places
@@ -258,7 +258,7 @@ def _ltx2(model: Any) -> dict[str, Any]:
 
 
 def _minimax_h3(model: Any) -> dict[str, Any]:
-    tokens = 4 + 4 + 2  # of text, video, sound
+    tokens = 4 + 4 + 2  # text, video, audio
     return {
         "hidden_states": _randn(1, 4, 16), "audio_hidden_states": _randn(1, 2, 6), "timestep": torch.tensor([300.0]),
         "encoder_hidden_states": _randn(1, 4, 12), "timestep_indices": torch.zeros(tokens, dtype=torch.long),
@@ -275,12 +275,12 @@ def _sana_refiner(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SHAPES: dict[str, Callable[[Any], dict[str, Any]]] = {  # whose inputs are not those of video or image
+SHAPES: dict[str, Callable[[Any], dict[str, Any]]] = {  # models with inputs unlike those of other videos or images
     "Bria": _flux, "Chroma": _flux, "Flux": _flux, "LongCatImage": _flux, "OvisImage": _flux, "Qwen": _qwen,
     "NucleusMoE": _qwen, "ZImage": _z_image, "LTX2": _ltx2, "MiniMaxH3": _minimax_h3, "BriaFibo2": _image,
     "SanaWMLTX2": _sana_refiner,
 }  # fmt: skip
-MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
+MORE: dict[str, Callable[[], dict[str, Any]]] = {  # additional inputs by class
     "AnyFlowTransformer3DModel": lambda: {
         "hidden_states": _randn(2, 3, 4, 8, 12), "timestep": torch.full((2, 3), 300.0),
         "r_timestep": torch.full((2, 3), 200.0),
@@ -361,7 +361,7 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # further inputs of a class
 
 
 def inputs(model: Any) -> dict[str, Any]:
-    """By the names in its forward."""
+    """Return inputs for the argument names of its forward."""
     torch.manual_seed(2)
     name, names = type(model).__name__, inspect.signature(type(model).forward).parameters
     kind = max((key for key in SHAPES if name.startswith(key)), key=len, default=None)
@@ -372,20 +372,20 @@ def inputs(model: Any) -> dict[str, Any]:
 
 
 def call(model: nn.Module) -> Result:
-    """All that a tiny input gives, and all gradients at a random direction."""
+    """Return the outputs for tiny inputs, and the gradients for a random cotangent."""
     given = inputs(model)
     torch.manual_seed(0)
     return differentiate(model, list(find_tensors(model(**given))))
 
 
-PIPELINES = {  # that make the tables of models, by their class
+PIPELINES = {  # pipelines that make their model's tables, by model class
     "CogVideoXTransformer3DModel": ("cogvideo.pipeline_cogvideox", "CogVideoXPipeline"),
     "ConsisIDTransformer3DModel": ("consisid.pipeline_consisid", "ConsisIDPipeline"),
 }
 
 
 def build_pipeline(name: str) -> Any:
-    """With the denoiser alone."""
+    """Build a pipeline that contains only the denoiser."""
     module, pipeline = PIPELINES[name]
     cls: Any = getattr(import_module(f"diffusers.pipelines.{module}"), pipeline)
     components = dict.fromkeys(list(inspect.signature(cls.__init__).parameters)[1:])
@@ -393,7 +393,7 @@ def build_pipeline(name: str) -> Any:
 
 
 def call_pipeline(pipeline: Any) -> Result:
-    """A step of its denoiser, with its tables."""
+    """Run one step of its denoiser with the pipeline's tables."""
     model = pipeline.transformer
     given = inputs(model)
     _, frames, _, height, width = given["hidden_states"].shape

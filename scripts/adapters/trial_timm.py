@@ -1,4 +1,4 @@
-"""A tiny random model of each rotary one of timm, for ``python -m scripts.adapters``."""
+"""Build and call a tiny version of each rotary model of timm, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .trial import Candidate, Result, differentiate
 
 __all__ = ["build", "call", "candidates", "read_shape"]
 
-PATCHES = 6  # to a side: a multiple of what encoders merge
-NAFLEX = {  # a NaFlexViT has no name of its own for each rotary encoding that it may be given
+PATCHES = 6  # per side: a multiple of the encoders' merge sizes
+NAFLEX = {  # timm registers no model name for these rotary encodings of NaFlexViT
     "axial": {}, "mixed": {}, "dinov3": {"rope_rotate_half": True}, "mrope": {"rope_mrope_section": (4, 6, 6)},
 }  # fmt: skip
-SIZES = ((3, 5), (6, 2), (3, 5), (4, 4))  # grids of a batch
+SIZES = ((3, 5), (6, 2), (3, 5), (4, 4))  # patch grids of one batch
 
 
 def candidates() -> Iterator[Candidate]:
@@ -36,7 +36,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def read_shape(name: str) -> dict[str, Any] | None:
-    """The smallest arguments of a model with a rotary embedding; None: it has none, or can't be built."""
+    """Return the smallest arguments of a model with a rotary embedding; None without one, or if it can't be built."""
     if not any(part in name for part in ("eva", "rope", "dinov3", "vit")):
         return None
     try:
@@ -50,7 +50,7 @@ def read_shape(name: str) -> dict[str, Any] | None:
     shape: dict[str, Any] = {"depth": 2, "num_heads": 2, "embed_dim": 2 * vit.blocks[0].attn.head_dim}
     if isinstance(vit, Eva):
         shape["num_classes"] = 3
-    if "sapiens2" in name:  # by block
+    if "sapiens2" in name:  # one value per block
         shape["num_kv_heads"] = (2, 1)
     patch = vit.patch_embed.patch_size
     return {**shape, "img_size": PATCHES * (patch if isinstance(patch, int) else patch[0])}
@@ -67,13 +67,13 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
 
 
 def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
-    """A NaFlexViT with this rotary encoding; kwargs: timm's."""
+    """Build a NaFlexViT with this rotary encoding; ``kwargs`` are timm's."""
     shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
     return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
 
 
 def call_naflex(model: Any) -> Result:
-    """Images of one size, and patches of several; tokens behind the last patch, too."""
+    """Call with images of one size and with patches of several sizes, including padding tokens."""
     torch.manual_seed(0)
     size = model.image_size
     images, given = torch.randn(2, 3, size, 2 * size), patches(model.embeds.patch_size[0] ** 2 * 3)
@@ -82,7 +82,7 @@ def call_naflex(model: Any) -> Result:
 
 
 def patches(width: int) -> dict[str, torch.Tensor]:
-    """A batch of images of several sizes."""
+    """Return a batch of patches from images of several sizes."""
     most = max(h * w for h, w in SIZES) + 2
     coord = torch.zeros(len(SIZES), most, 2, dtype=torch.int64)
     valid = torch.zeros(len(SIZES), most, dtype=torch.bool)

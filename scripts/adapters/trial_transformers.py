@@ -1,4 +1,4 @@
-"""A tiny random model of each type of transformers, for ``python -m scripts.adapters``."""
+"""Build and call a tiny random model of each type of transformers, for ``python -m scripts.adapters``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trial import Candidate, Result, differentiate, find_tensors
 
 __all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
 
-SMALL: dict[str, Any] = {  # attributes of configurations, by name
+SMALL: dict[str, Any] = {  # configuration attributes by name
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "global_head_dim": 16, "ffn_dim": 64, "ffn_hidden_size": 64,
@@ -48,11 +48,11 @@ CODEC = {
 }  # fmt: skip
 PE = {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 28}
 COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-INDEXER = {  # None by default
+INDEXER = {  # required, but None by default
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {  # of a type
+OWN: dict[str, dict[str, Any]] = {  # configuration attributes by model type
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
@@ -124,7 +124,7 @@ OWN: dict[str, dict[str, Any]] = {  # of a type
 }  # fmt: skip
 
 
-INPUTS: dict[str, dict[str, Any]] = {  # of a type
+INPUTS: dict[str, dict[str, Any]] = {  # additional inputs by model type
     "video_llama_3_vision": {"merge_sizes": torch.tensor([1, 1])},
     "wav2vec2-conformer": {"input_values": torch.linspace(-1, 1, 8192).sin().reshape(2, 4096)},
     "moonshine": {
@@ -160,7 +160,7 @@ ROTARY = re.compile(r"[Rr]otary|RoPE|[^p]rope[^r]|Rope")
 
 
 def rotary_types() -> list[str]:
-    """Types of which the library has a model, in whose files there is rotary code."""
+    """List the model types whose files contain rotary code."""
     return sorted(name for name in CONFIG_MAPPING_NAMES if _rotary_source(name))
 
 
@@ -180,7 +180,7 @@ def _model_class(model_type: str) -> Any:
 
 
 def build(model_type: str) -> nn.Module:
-    """A model of two layers, with weights large enough that attention is far from uniform."""
+    """Build a two-layer model, with weights large enough that attention is far from uniform."""
     torch.manual_seed(0)
     config = shrink(model_type, OWN.get(model_type, {}))
     model = AutoModel.from_config(config, attn_implementation="eager")
@@ -192,13 +192,13 @@ def build(model_type: str) -> nn.Module:
 
 
 def shrink(model_type: str, own: dict[str, Any]) -> Any:
-    """A tiny configuration of a type; ``own``: values in place of those that are the same for all."""
+    """Return a tiny configuration of a type; ``own`` replaces the shared values."""
     config_class: Any = type(AutoConfig.for_model(model_type))
     return config_class(**_merge(_shrink(config_class()), own))
 
 
 def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """``own`` in place of what is given; of a configuration inside, what it names."""
+    """Override ``given`` by ``own``, recursing into nested configurations."""
     merged = dict(given)
     for name, value in own.items():
         inside = name.endswith("config") and isinstance(value, dict) and isinstance(given.get(name), dict)
@@ -207,7 +207,7 @@ def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(default: Any) -> dict[str, Any]:
-    """Arguments of a configuration of its class."""
+    """Return tiny arguments for a configuration of the same class."""
     kwargs: dict[str, Any] = {}
     values = vars(default)
     mapped = getattr(default, "attribute_map", {})
@@ -234,7 +234,7 @@ def _shrink(default: Any) -> dict[str, Any]:
 
 
 def _by_layer(values: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Lists with a number for each layer, cut."""
+    """Cut per-layer lists to the number of layers."""
     was, layers = values.get("num_hidden_layers"), kwargs.get("num_hidden_layers")
     if not isinstance(was, int) or not isinstance(layers, int) or was < 6:
         return {}
@@ -272,14 +272,14 @@ def _same_kind(value: Any, small: Any) -> Any:
 
 
 def call(model: Any) -> Result:
-    """All that a tiny input gives, and all gradients at a random direction."""
+    """Return the outputs for tiny inputs, and the gradients for a random cotangent."""
     torch.manual_seed(0)
     own = INPUTS.get(getattr(model.config, "model_type", ""), {})
     return differentiate(model, list(find_tensors(model(**{**inputs(model), **own}))))
 
 
 def inputs(model: Any) -> dict[str, Any]:
-    """By the names in its forward."""
+    """Return inputs for the argument names of its forward."""
     names, config = inspect.signature(model.forward).parameters, model.config
     generator = torch.Generator().manual_seed(2)
     given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""``python -m scripts.bench COMMAND``: measurements, and what is made of them."""
+"""Run a benchmark or write its report: ``python -m scripts.bench COMMAND``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m scripts.bench compare OLD [NEW]``: what has become slower between the results of two commits."""
+"""Find measurements that became slower between two commits: ``python -m scripts.bench compare OLD [NEW]``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FOLDER = "scripts/results"
 
 @dataclass(frozen=True)
 class Kind:
-    """What identifies a row of a file, and the column that should not grow."""
+    """Key columns of a results file, and the column in which smaller is better."""
 
     key: tuple[str, ...]
     value: str
 
 
-KINDS = {  # by name of the file, the first that fits
+KINDS = {  # by file name; the first matching pattern applies
     "benchmark-linear.csv": Kind(("workload", "map", "act", "normalizer", "mask", "pass", "impl", "gpu"), "ms"),
     "benchmark-norm.csv": Kind(("workload", "over", "pass", "impl", "gpu"), "ms"),
     "benchmark-tables.csv": Kind(("workload", "form", "pass", "gpu"), "ms"),
@@ -45,7 +45,7 @@ KINDS = {  # by name of the file, the first that fits
 
 
 def read(commit: str | None, root: Path = ROOT) -> dict[str, str]:
-    """CSVs of the results by name, at a commit or as they lie there.
+    """Return the CSVs of the results by name, at a commit or from the working tree.
 
     Raises:
         ValueError: git does not know the commit.
@@ -67,7 +67,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """The value of each row, the last of those with the same key; empty where the file is of another kind."""
+    """Return the value of each row by key (the last one for repeated keys); empty for a file of another kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)
@@ -76,8 +76,8 @@ def load(text: str, kind: Kind) -> Any:
     return rows.set_index(list(kind.key))[kind.value]
 
 
-def fallen(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Rows that are in both and grew by more than a share of their value; ours alone where there are peers."""
+def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
+    """Find rows of both whose value grew by more than the tolerance; of rows with an implementation, only lrpe-md's."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)
@@ -95,15 +95,15 @@ def fallen(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.Dat
 
 
 def main(
-    old: Annotated[str, typer.Argument(help="A commit.")],
-    new: Annotated[str | None, typer.Argument(help="Another. [the files as they are]")] = None,
+    old: Annotated[str, typer.Argument(help="Commit to compare with.")],
+    new: Annotated[str | None, typer.Argument(help="Newer commit. (default: the working tree)")] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, callback=finite, help="The share by which a time may grow.")
+        float, typer.Option(min=0, callback=finite, help="Largest accepted increase of a time, as a fraction.")
     ] = 0.03,
 ) -> None:
-    """Name every measurement of ours that fell between two commits; exit code 1 where there is one."""
+    """List measurements of lrpe-md that became slower between two commits; exit with 1 if there are any."""
     try:
-        rows = fallen(read(old), read(new), tolerance)
+        rows = find_regressions(read(old), read(new), tolerance)
     except ValueError as error:
         raise typer.BadParameter(f"OLD, NEW: expected commits, {error}") from None
     table = Table("file", "measurement", "before", "after", "")

@@ -1,10 +1,10 @@
-"""What does a call of ours cost the host in a program of torch.compile? Writes a CSV.
+"""Measure the host time of lrpe-md calls in programs compiled by torch.compile. Writes a CSV.
 
     python -m scripts.bench compiled
 
-q and k are so small that the GPU waits for the host. Ours as Inductor launches it itself; behind the operator, as with
-sizes that are symbols; a plain triton_op with as many tensors. All take turns in one run, so that all see the same
-machine: what counts is the ratio to the triton_op.
+q and k are so small that the GPU waits for the host. Three variants are timed: kernels that Inductor launches itself,
+the registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. They take turns in one
+run, so that machine noise affects all alike. Look at the ratio to the triton_op.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Encode = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @contextmanager
-def behind_the_operator() -> Iterator[None]:
-    """Inductor knows no other way for a while."""
+def operator_only() -> Iterator[None]:
+    """Make Inductor call the registered operator instead of launching kernels itself."""
     from torch._inductor import lowering
 
     table: dict[Any, Any] = lowering.lowerings
@@ -96,15 +96,15 @@ def compile_alone(graph: Any, inputs: Any) -> Any:
 
 
 def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
-    """The call, and the operators of ours in its code."""
+    """Compile a call; return it and the lrpe-md operators in the generated code."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
-    # A backend of its own: else what is compiled first for these lines of Python serves the other way, too.
+    # A separate backend, or torch.compile would reuse the code of the variant that was compiled first.
     encode = torch.compile(encoder(map), backend=partial(compile_alone), fullgraph=True)
     listening = mock.patch.object(GraphLowering, "save_output_code", codes.append)
-    with listening, config.patch(force_disable_caches=True):  # they hold the code of the other way
+    with listening, config.patch(force_disable_caches=True):  # caches hold the code of the other variant
         call = make_call(encode, inputs, which)
         call()
     found = {name for code in codes for name in re.findall(r"torch\.ops\.lrpe_md\.(\w+)", code)}
@@ -116,7 +116,7 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
     found: dict[str, tuple[Callable[[], Any], str]] = {}
     torch.compiler.reset()
     found[OURS] = compile_ours(map, inputs, which)
-    with behind_the_operator():
+    with operator_only():
         found[OPERATOR] = compile_ours(map, inputs, which)
     if which == "forward" and device.type == "cuda":
         from .plain_kernels import copy_two
@@ -138,18 +138,20 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 
 
 def main(
-    map: Annotated[str | None, typer.Option(help=f"Of {', '.join(MAPS)}; both where not given.")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of calls a measurement.")] = 30,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Few calls: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls per measurement.")] = 30,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Time few calls to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
-    """Measure the host's time of compiled calls. The CSV has every row as soon as it is known."""
+    """Measure the host time of compiled calls. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     maps = choose_in_order("--map", map, MAPS, MAPS)
     here, console = measured_on(where, commit), Console(width=160, soft_wrap=True)

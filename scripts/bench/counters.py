@@ -1,10 +1,10 @@
-"""What limits the kernels? The GPU's own counters, read by Nsight Compute. Writes a CSV.
+"""Find out what limits the kernels, from GPU counters read by Nsight Compute. Writes a CSV.
 
-    python -m scripts.bench counters        needs ncu, and the right to read counters
+    python -m scripts.bench counters        needs ncu, and permission to read GPU counters
 
-Each pass of ``bench operators`` runs once with cold caches: how long, how many bytes of memory, and how busy memory,
-the L2 cache and the schedulers were. A compiled kernel with ready-made tables and an element-wise kernel of as many
-bytes stand beside ours on vit224. `make results` makes a table of the CSV.
+Each pass of ``bench operators`` runs once with cold caches. The CSV has its duration, the bytes of memory traffic, and
+the utilisation of memory, L2 cache and schedulers. On vit224, a compiled kernel with precomputed tables and an
+element-wise kernel of equal traffic serve as baselines. `make results` turns the CSV into a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .peers import OURS, PEERS, large_inputs
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"
-ELEMENTWISE = "element-wise, as many bytes"  # a copy is no kernel
+ELEMENTWISE = "element-wise, as many bytes"  # a plain copy would not be a kernel
 METRICS = {
     "ns": "gpu__time_duration.sum",
     "bytes_read": "dram__bytes_read.sum",
@@ -43,12 +43,12 @@ METRICS = {
 }
 KEY: tuple[str, ...] = ("op", "workload", "mode", "peer", "floor_bytes")
 COLUMNS = (*KEY, *METRICS, "gpu", "versions", "commit")
-KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # not dω's second pass
+KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # without the second pass of dω
 RANGE = "counted"
 
 
 def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What is counted, one at a time, each a single kernel of those above."""
+    """Yield the passes to profile one at a time; each runs a single one of the kernels above."""
     for name, workload in WORKLOADS.items():
         for op in ("cosine", "rotate"):
             inputs = large_inputs(workload.case(op), device)
@@ -65,7 +65,7 @@ def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def run(keys: Path) -> None:
-    """In the process that ncu watches: each pass once, after a first call that compiles it."""
+    """Run each pass once after a warm-up call, in the process that ncu profiles."""
     functorch_config.donated_buffer = False
     with keys.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, KEY)
@@ -73,7 +73,7 @@ def run(keys: Path) -> None:
         for key, fn in passes(torch.device("cuda")):
             fn()
             torch.cuda.synchronize()
-            counted = torch.cuda.nvtx.range_start(RANGE)  # of all threads: autograd launches from its own
+            counted = torch.cuda.nvtx.range_start(RANGE)  # covers all threads, since autograd launches from its own
             fn()
             torch.cuda.synchronize()
             torch.cuda.nvtx.range_end(counted)
@@ -82,7 +82,7 @@ def run(keys: Path) -> None:
 
 
 def parse(report: str) -> list[dict[str, float]]:
-    """Rows of ncu's raw page: a line of names, a line of units, a line for each kernel."""
+    """Parse ncu's raw page: a line of names, a line of units, a line for each kernel."""
     lines = [line for line in report.splitlines() if line.startswith('"')]
     if len(lines) < 2:
         raise ValueError("ncu's report: expected names, units and kernels, got\n" + report[-2000:])
@@ -94,17 +94,17 @@ def parse(report: str) -> list[dict[str, float]]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/counters.csv"),
-    ncu: Annotated[str, typer.Option(help="Nsight Compute's command.")] = "ncu",
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/counters.csv"),
+    ncu: Annotated[str, typer.Option(help="Command that starts Nsight Compute.")] = "ncu",
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
     counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run every pass under ncu. Nothing is written unless all of them were counted."""
+    """Profile every pass with ncu. The CSV is only written if all of them succeed."""
     if counted is not None:
         run(counted)
         return
     if not torch.cuda.is_available():
-        raise typer.BadParameter("PyTorch has no cuda here, whose counters are to be read")
+        raise typer.BadParameter("counters need an NVIDIA GPU, but PyTorch finds none")
     with tempfile.TemporaryDirectory() as folder:
         keys, report = Path(folder, "keys.csv"), Path(folder, "report.csv")
         command = [
@@ -116,10 +116,10 @@ def main(
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
-            raise typer.BadParameter(f"--ncu: no command {ncu!r}; it comes with the CUDA toolkit") from None
+            raise typer.BadParameter(f"--ncu: expected a command, found no {ncu!r}; install the CUDA toolkit") from None
         text = report.read_text(encoding="utf-8") if report.exists() else ""
         if done.returncode:
-            raise SystemExit(f"ncu ended with {done.returncode}:\n{text[-2000:]}\n{done.stderr[-2000:]}")
+            raise SystemExit(f"ncu failed with exit status {done.returncode}:\n{text[-2000:]}\n{done.stderr[-2000:]}")
         with keys.open(newline="", encoding="utf-8") as file:
             known = list(csv.DictReader(file))
         rows = parse(text)

@@ -1,17 +1,16 @@
-"""How fast are q and k rotated and the keys put into a static cache, as decoding does it in each layer? Writes a CSV.
+"""Measure one decoding step of a layer: rotate q and k and store k in a static cache. Writes a CSV.
 
     python -m scripts.bench decode                                  one token at B 1 to 64, and prompts of 2,048
     python -m scripts.bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
-Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in memory as a projection leaves them (B, N, H, D); a
-cache of 4,096 places, whose next one is read on the device. "half" rotates half of the channels. Values, which all
-store alike, are left out. cos and sin of those that take tables are made before, as a model makes them once for all
-layers; ours forms the angles itself.
+Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in the memory layout of a projection (B, N, H, D). The
+cache holds 4,096 tokens, and its next free row is read on the device. "half" rotates half of the channels. Values are
+left out, since all implementations store them alike. For implementations that use tables, cos and sin are precomputed,
+as a model computes them once for all layers; lrpe-md computes the angles itself.
 
-Measures: "gpu", one call with a cold L2 cache on the GPU's clock; "graph", a call of 64 in a replayed CUDA graph;
-"host", the time that the host spends on a call. A share is that of a copy of what must move, q and k read and written,
-against a copy of 2 GiB timed in the same run. A wrong result is not timed: q and the cache are held against float64
-first.
+Measures: "gpu" is the GPU time of one call with a cold L2 cache; "graph" is the time per call of 64 calls in a CUDA
+graph; "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the
+bytes that must move: q and k, read and written. Before it is timed, q and the cache are checked against float64.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lrpe_md import Grid, geometric_theta, rotate
 from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words, quantiles, release_memory
+from .measure import describe_error, quantiles, release_memory
 from .modes import host_times
 from .operators import choose_in_order
 
@@ -53,8 +52,8 @@ class Shape:
     rotary_dim: int = 128
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
-    length: int = 4096  # of the cache
-    start: int = 1000  # the next place in it
+    length: int = 4096  # rows of the cache
+    start: int = 1000  # next free row
 
 
 WORKLOADS = {
@@ -87,7 +86,7 @@ class Inputs:
         return None if self.shape.rotary_dim == self.shape.head_dim else self.shape.rotary_dim
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, N, R), as transformers has them."""
+        """Return cos and sin (1, N, R) in the layout of transformers."""
         angles = self.rows[:, None].double() * self.omega[0, :, 0].double()
         both = torch.cat([angles, angles], dim=-1)[None]
         return both.cos().to(dtype), both.sin().to(dtype)
@@ -108,7 +107,7 @@ Step = Callable[[], Tensor]
 
 
 def build_into(inputs: Inputs) -> Step:
-    """One launch for both, keys where they are to be."""
+    """Rotate q and k in one launch that writes k directly into the cache."""
     omega, where, cache, start = inputs.omega, inputs.where, inputs.cache, inputs.start
     into = (None, cache)
 
@@ -135,7 +134,7 @@ def build_copied(inputs: Inputs) -> Step:
 
 
 def build_tables(inputs: Inputs, apply: Callable[..., Any], dtype: torch.dtype = BF16) -> Step:
-    """A function of q, k, cos and sin, and then the copy."""
+    """Rotate with a function of q, k, cos and sin, then copy k into the cache."""
     cos, sin = inputs.tables(dtype)
     rows = inputs.rows
 
@@ -148,24 +147,24 @@ def build_tables(inputs: Inputs, apply: Callable[..., Any], dtype: torch.dtype =
 
 
 def build_transformers(inputs: Inputs) -> Step:
-    family = "llama" if inputs.rotary_dim is None else "gpt_neox"  # which rotates a part
+    family = "llama" if inputs.rotary_dim is None else "gpt_neox"  # gpt_neox supports partial rotation
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     return build_tables(inputs, module.apply_rotary_pos_emb)
 
 
 def build_liger(inputs: Inputs) -> Step:
-    """In place on q and k."""
+    """Rotate q and k in place with Liger."""
     module = importlib.import_module("liger_kernel.transformers.rope")
     return build_tables(inputs, lambda q, k, cos, sin: module.liger_rotary_pos_emb(q, k, cos, sin))
 
 
 def build_hub(inputs: Inputs) -> Step:
-    """What transformers takes from the hub in its place; whole heads alone."""
+    """Rotate with the kernel that transformers loads from the hub; it has no partial rotation."""
     get_kernel = importlib.import_module("kernels").get_kernel
     return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
 
 
-def compiled(build: Callable[[Inputs], Step]) -> Callable[[Inputs], Step]:
+def compile_step(build: Callable[[Inputs], Step]) -> Callable[[Inputs], Step]:
     return lambda inputs: torch.compile(build(inputs))
 
 
@@ -173,9 +172,9 @@ INTO, COPIED, THEIRS, LIGER, HUB = (
     "lrpe-md, out=", "lrpe-md, index_copy", "transformers", "liger-kernel", "kernels-community/rotary"
 )  # fmt: skip
 IMPLS: dict[str, Callable[[Inputs], Step]] = {
-    INTO: build_into, f"{INTO}, compiled": compiled(build_into), COPIED: build_copied,
-    f"{COPIED}, compiled": compiled(build_copied), THEIRS: build_transformers,
-    f"{THEIRS}, compiled": compiled(build_transformers), LIGER: build_liger, HUB: build_hub,
+    INTO: build_into, f"{INTO}, compiled": compile_step(build_into), COPIED: build_copied,
+    f"{COPIED}, compiled": compile_step(build_copied), THEIRS: build_transformers,
+    f"{THEIRS}, compiled": compile_step(build_transformers), LIGER: build_liger, HUB: build_hub,
 }  # fmt: skip
 NEEDS = {LIGER: "liger_kernel", HUB: "kernels", THEIRS: "transformers", f"{THEIRS}, compiled": "transformers"}
 WHOLE_HEADS = (LIGER, HUB)
@@ -185,7 +184,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """What differs from float64 by more than 16-bit tables and outputs can."""
+    """Describe the first result that is further from float64 than 16-bit tables and outputs explain, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",
@@ -199,11 +198,11 @@ def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
             return f"{name}: off by {error:.2g}"
     rest = inputs.cache.clone()
     rest[:, :, part] = 0
-    return "written elsewhere in the cache" if rest.any() else ""
+    return "other rows of the cache changed" if rest.any() else ""
 
 
 def capture(step: Step) -> Callable[[], Any]:
-    """A replay of so many steps."""
+    """Capture several steps in a CUDA graph and return its replay."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -253,26 +252,28 @@ def shrink(shape: Shape) -> Shape:
 
 
 def missing(impl: str) -> str:
-    """The package that it needs and that is not there."""
+    """Return the package that an implementation needs and that is not installed, or ""."""
     package = NEEDS.get(impl)
     return package if package is not None and importlib.util.find_spec(package) is None else ""
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(IMPLS)}; all where not given.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-decode.csv"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-decode.csv"),
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
-    """Measure the rotation and the key cache of a decoding step. The CSV has every row as soon as it is known."""
+    """Measure rotation and key-cache update of a decoding step. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     impls = choose_in_order("--impl", impl, IMPLS, IMPLS)
@@ -284,7 +285,7 @@ def main(
         shape = shrink(WORKLOADS[name]) if smoke else WORKLOADS[name]
         package = missing(by)
         if package or (by in WHOLE_HEADS and shape.rotary_dim != shape.head_dim):
-            note = f"not installed: {package}" if package else "rotates whole heads alone"
+            note = f"not installed: {package}" if package else "has no partial rotation"
             run.add(workload=name, impl=by, note=note)
             continue
         if time.monotonic() > run.deadline:
@@ -292,8 +293,8 @@ def main(
             break
         try:
             measure(run, name, shape, by)
-        except Exception as error:  # a kernel that is not on this machine, or refuses: the next can be measured
-            run.add(workload=name, impl=by, note=in_words(error))
+        except Exception as error:  # such as an unavailable kernel; go on with the next
+            run.add(workload=name, impl=by, note=describe_error(error))
         release_memory(where)
         torch.compiler.reset()
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

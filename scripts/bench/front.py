@@ -1,4 +1,4 @@
-"""The plots of the first page: speed beside peers, and encodings at sizes that they were not trained at."""
+"""Plots of the README: speed compared with peers, and encodings at sizes unseen in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .peers import OURS
 
 SPEED, ENCODINGS = "front-speed.png", "front-encodings.png"
 COLOURS = [OKABE_ITO[n] for n in ("blue", "orange", "green", "vermilion", "purple", "sky", "grey", "black")]
-BESIDE = {  # the names of the benchmark, and those of the plot
+BESIDE = {  # names in the benchmark: names in the plot
     OURS: "lrpe-md", "flash-attn": "flash-attn", "liger, in place": "Liger", "timm, compiled": "timm, torch.compile",
     "torch.compile, tables": "PyTorch with tables, torch.compile", "torch.compile, angles": "PyTorch, torch.compile",
     "copy of as many bytes": "a copy of as many bytes",
@@ -29,7 +29,7 @@ SHOWN = {
 
 
 def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
-    """Rotation of q and k, forward and backward, as shares of what a large copy moves a second."""
+    """Plot the speed of rotating q and k, forward and backward, as a share of the speed of a large copy."""
     if not len(rows):
         return False
     plain: Any = rows[(rows.op == "rotate") & (rows.variant == "") & (rows.omega == "shared") & rows.share.notna()]
@@ -53,7 +53,7 @@ def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plot_encodings(results: Path, path: Path) -> bool:
-    """Accuracy against image size, softmax attention, with positions extrapolated and laid over the trained grid."""
+    """Plot accuracy against image size for softmax attention, with extrapolated and with rescaled positions."""
     if not results.exists():
         return False
     rows: Any = pd.read_csv(results, keep_default_na=False)

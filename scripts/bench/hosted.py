@@ -1,4 +1,4 @@
-"""Rotary models of other libraries for ``scripts.bench training``: as wide as they are published, a few layers deep."""
+"""Rotary models of other libraries for ``scripts.bench training``: published widths, few layers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from lrpe_md import adapt_rotary
 
-Arguments = dict[str, Any]  # of a model's forward
+Arguments = dict[str, Any]  # keyword arguments of a model's forward
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """A model of a library, stock and adapted.
+    """A library's model, stock or adapted.
 
     Args:
-        library, name: a class of ``library`` that takes ``config``; of timm a model, of transformers the class of a
-            configuration and, behind a blank, of the model.
-        config: what differs from the library's own defaults.
-        arguments: (model, batch, size) -> those of its forward, on the default device.
-        size: of the grid of tokens that the model turns.
+        library, name: a class of ``library`` that takes ``config``. For timm, the model's name; for transformers, the
+            configuration class and the model class, separated by a space.
+        config: settings that differ from the library's defaults.
+        arguments: (model, batch, size) -> arguments of forward, on the default device.
+        size: token grid that the model rotates.
     """
 
     library: str
@@ -43,7 +43,7 @@ class Hosted:
     baselines: ClassVar = {"stock": "stock", "adapted": "stock", "adapted-other": "stock"}
     default: ClassVar = ("stock", "adapted")
     weights: ClassVar = torch.bfloat16
-    other: ClassVar[Any] = None  # another checkout's package, for "adapted-other": see import_checkout
+    other: ClassVar[Any] = None  # package of another checkout for "adapted-other"; see import_checkout
 
     def build(self, encoding: str) -> nn.Module:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Hosted:
         return getattr(library, self.name)(**self.config)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors among the arguments; the others are made again by every step, which costs nothing."""
+        """Return the tensor arguments; the others are cheap and rebuilt at each step."""
         torch.manual_seed(0)
         with device:
             given = self.arguments(model, batch, self.size)
@@ -89,8 +89,8 @@ class Hosted:
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     """Import another checkout's package under another name, so that both versions run in one process.
 
-    A copy with operators in a namespace of their own goes into a temporary folder on the path, where the processes of
-    a compiler find it, too.
+    The package is copied into a temporary folder on the path, where compiler processes find it, too. Its operators get
+    a separate namespace.
 
     Raises:
         FileNotFoundError: the checkout has no package.

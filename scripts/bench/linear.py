@@ -1,15 +1,15 @@
-"""How fast is linear attention, against the copy of a tensor, softmax attention and what torch can do? Writes a CSV.
+"""Benchmark linear attention against a copy, softmax attention and PyTorch implementations. Writes a CSV.
 
     python -m scripts.bench linear                                the workloads, both maps and none, three passes
     python -m scripts.bench linear --workload vit224 --map cosine
     python -m scripts.bench linear --impl lrpe-md,SDPA --limit 300 --append
 
-Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand, in turns on three copies of
-the inputs. A share is that of a copy of 4·BHND elements forward (q, k and v read, o written) and 7·BHND backward (and
-do; dq, dk, dv written), against a copy of 2 GiB timed in the same run. A wrong result is not timed: values and
-gradients of one sample are held against float64 first.
+Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move: 4·BHND elements
+forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before it is timed,
+values and gradients of one sample are checked against float64; wrong results are not timed.
 
-Other libraries are timed where Python finds them, see :mod:`.linear_peers`:
+Other libraries are timed if they can be imported; see :mod:`.linear_peers`:
 
     PYTHONPATH=.:FOLDER python -m scripts.bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
 """
@@ -46,7 +46,7 @@ from .linear_measure import (
     shrink,
 )  # fmt: skip
 from .linear_peers import PEERS, SANA, SANA_WORKLOADS, STOCK, measure_peer, measure_sana, missing
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .operators import choose_in_order
 
 MAPS: dict[str, Any] = {"cosine": "cosine", "rotate": "rotate", "none": None}
@@ -63,7 +63,7 @@ def attend_fused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor 
 
 
 def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """q̂ and k̂ by our kernels in memory, products in 16 bits."""
+    """Store q̂ and k̂, mapped by lrpe-md's kernels, and multiply in 16 bits."""
     case = inputs.case
     q_bar, k_bar = activate(q, case.act), activate(k, case.act)
     q_hat, k_hat = q_bar, k_bar
@@ -77,7 +77,7 @@ def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tenso
 
 
 def attend_by_softmax(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Without positions, by the first backend that takes it."""
+    """Apply softmax attention without positions, by the first backend that supports the inputs."""
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(backends, set_priority=True):
         return scaled_dot_product_attention(q, k, v, is_causal=inputs.case.mask == "causal")
@@ -125,22 +125,28 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; else all but -b2.")] = None,
-    map: Annotated[str | None, typer.Option(help=f"Of {', '.join(MAPS)}; all where not given.")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(NAMES)}; else those found.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but -b2)")
+    ] = None,
+    map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. (default: all installed)")
+    ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-linear.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Keep the rows that the CSV has.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-linear.csv"),
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Measure linear attention, ours first. The CSV has every row as soon as it is known."""
+    """Benchmark linear attention, lrpe-md first. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)
     maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, NAMES, NAMES)
@@ -167,7 +173,7 @@ def main(
                 measure_sana(run, name, by, OURS, smoke)
             else:
                 measure(run, name, shrink(case) if smoke else case, by)
-        except Exception as error:  # out of memory, a backend that refuses: the next can be measured
-            run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=in_words(error))
+        except Exception as error:  # such as out of memory; go on with the next
+            run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

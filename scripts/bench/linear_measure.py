@@ -1,4 +1,4 @@
-"""What ``scripts.bench linear`` measures by: workloads, inputs, passes, the clock, and a CSV that grows row by row."""
+"""Workloads, inputs, passes, timing and CSV output of ``scripts.bench linear``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .measure import cold_times, quantiles
 COLUMNS: tuple[str, ...] = (
     "workload", "map", "act", "normalizer", "mask", "pass", "impl", "ms", "share", "gpu", "versions", "commit", "note",
 )  # fmt: skip
-PASSES = {"forward": 4, "backward": 7, "backward_omega": 7}  # and the elements that must move, in units of q's
+PASSES = {"forward": 4, "backward": 7, "backward_omega": 7}  # minimum memory traffic, in units of q's size
 TURNS = 3
 BF16 = torch.bfloat16
 CAUSAL = LinearCase(
@@ -36,7 +36,7 @@ WORKLOADS = {
     "causal": CAUSAL,
     "causal-plain": replace(CAUSAL, act="none"),
 }
-# Those of flash-bidirectional-linear-attention's README (B 8, H 16, D 64), then of its benchmark script (B 2).
+# Workloads of flash-bidirectional-linear-attention's README (B 8, H 16, D 64) and of its benchmark script (B 2).
 BIDIRECTIONAL = {
     f"bidirectional-{num}{'' if batch == 8 else '-b2'}": LinearCase(
         shape=(num,), prefix=0, batch=batch, heads=(16, 16), head_dim=64, dtype=BF16
@@ -124,18 +124,18 @@ class Run:
     deadline: float
     here: dict[str, str]
     console: Console
-    copy_ms: float = 0.0  # a byte read and written
+    copy_ms: float = 0.0  # per byte read or written
     rows: list[dict[str, Any]] = field(default_factory=list)
     columns: tuple[str, ...] = COLUMNS
 
     def begin(self) -> None:
-        """The file, with its header alone."""
+        """Create the CSV with its header."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.out.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
-        """One row, on the disk at once."""
+        """Append a row to the CSV at once."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -147,7 +147,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False)
 
     def time(self, inputs: Inputs, which: str, fns: list[Callable[[], Any]], **key: Any) -> None:
-        """A row of a pass, whose share is that of what must move."""
+        """Time a pass and append its row, with its share of the copy's speed."""
         ms = time_calls(fns, self.device, self.rep)
         size = PASSES[which] * inputs.q.numel() * inputs.q.element_size()
         self.add(**{**key, "pass": which}, ms=ms, share=self.copy_ms * size / ms)

@@ -1,12 +1,12 @@
-"""Other libraries' linear attention, as ``scripts.bench linear`` times it where they can be imported.
+"""Adapters that let ``scripts.bench linear`` time other libraries' linear attention.
 
     PYTHONPATH=.:PEERS python -m scripts.bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
 
-fla (flash-linear-attention): causal, without positions and normalizer. flash_bla
-(flash-bidirectional-linear-attention): all tokens, without positions. Both take features, which are formed beforehand,
-in their own memory order: our times have the activation in them. diffusers: the attention of SANA-Video, its processor
-as it is, beside one of ours that is given the same module: "sana" from q, k, v to the heads' outputs, "sana-module"
-with norms and projections.
+fla (flash-linear-attention) is causal, without positions and normaliser. flash_bla
+(flash-bidirectional-linear-attention) attends to all tokens, without positions. Both take features, which are computed
+before timing in their preferred memory layout, whereas lrpe-md's times include the activation. diffusers has the
+attention of SANA-Video. Its own processor is compared with one that calls lrpe-md on the same module: "sana" from q, k
+and v to the heads' outputs, "sana-module" including norms and projections.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import BF16, BIDIRECTIONAL, TURNS, Attend, Inputs, Run, make_inputs, make_pass, shrink
-from .measure import in_words
+from .measure import describe_error
 
-ERROR = 1e-2  # of a peer, root mean square over that of the exact values: above it, it does not compute the same
+ERROR = 1e-2  # largest relative RMS error at which a peer counts as computing the same function
 THREADS = 12
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Of one other library.
+    """An implementation from another library.
 
-    load: its function, or an ImportError. takes: which workloads it can do. prepare: the inputs as it wants them;
-    attend: on these; restore: its output as (B, H, N, D). compile: given the function's module and the inputs,
-    beforehand.
+    Args:
+        module, name: the function to import.
+        takes: whether it supports a workload.
+        prepare: converts the inputs to its layout.
+        attend: wraps the function for these inputs.
+        restore: converts its output to (B, H, N, D).
+        compile: compiles the kernels before timing, given the module and the inputs.
     """
 
     module: str
@@ -61,7 +65,7 @@ def as_features(inputs: Inputs) -> Inputs:
 
 
 def tokens_first(inputs: Inputs) -> Inputs:
-    """(B, N, H, D)."""
+    """Convert the inputs to (B, N, H, D)."""
     ready = as_features(inputs)
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (ready.q, ready.k, ready.v, ready.do))
     return replace(ready, q=q, k=k, v=v, do=do)
@@ -84,9 +88,9 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 
 
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
-    """All that its autotuner will try, in threads: one after the other they take minutes for each length.
+    """Compile all candidates of its autotuner in threads, since compiling them one by one takes minutes per length.
 
-    What fails here the autotuner compiles itself.
+    The autotuner itself compiles any candidate that fails here.
     """
     from triton.testing import do_bench
 
@@ -104,8 +108,8 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
             for config in getattr(tuner, "configs", ()):
                 pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())
             if tuner is not None:
-                tuner.cache.clear()  # its key is the length alone
-                tuner.do_bench = partial(do_bench, warmup=5, rep=20)  # milliseconds a configuration, 25 and 100 else
+                tuner.cache.clear()  # its key is only the length
+                tuner.do_bench = partial(do_bench, warmup=5, rep=20)  # milliseconds per configuration
 
 
 FLA = "fla.ops.linear_attn"
@@ -122,7 +126,7 @@ PEERS = {
 
 
 def exact(inputs: Inputs) -> Tensor:
-    """The first two heads of the first sample in float64, without positions."""
+    """Compute the first two heads of the first sample in float64, without positions."""
     q, k, v = (x[:1, :2].double() for x in (inputs.q, inputs.k, inputs.v))
     return linear_attention(q, k, v, map=None, impl="reference", **inputs.options)
 
@@ -132,7 +136,7 @@ def relative_error(o: Tensor, wanted: Tensor) -> float:
 
 
 def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
-    """Forward and backward of a peer; what does not compute the same is not timed."""
+    """Time forward and backward of a peer, unless its result is wrong."""
     peer = PEERS[impl]
     function = peer.load()
     plain = make_inputs(case, run.device)
@@ -160,7 +164,7 @@ SANA_MODULE = "diffusers.models.transformers.transformer_sana_video"
 
 
 class LinearProcessor:
-    """What diffusers' ``SanaLinearAttnProcessor3_0`` computes, of the same module, by ``linear_attention``."""
+    """Drop-in for diffusers' ``SanaLinearAttnProcessor3_0`` that calls ``linear_attention``."""
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
         wan = preset("wan", head_dim=head_dim)
@@ -188,7 +192,7 @@ class LinearProcessor:
 
 
 class Core(nn.Module):
-    """An attention module without parameters: q, k and v (B, N, H·D) are given, the heads' outputs come back."""
+    """Attention module without parameters: it takes q, k and v (B, N, H·D) and returns the heads' outputs."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -203,7 +207,7 @@ class Core(nn.Module):
 
 
 class Whole(nn.Module):
-    """SANA-Video's self-attention, norms and projections as its blocks have them by default."""
+    """SANA-Video's self-attention with the default norms and projections of its blocks."""
 
     def __init__(self, sana: Any, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -218,7 +222,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """One of the two workloads: a module, its inputs in turns, the positions of both sides."""
+    """A workload of diffusers: a module, copies of its inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]
@@ -230,7 +234,7 @@ class Block:
         return self.module(*xs, self.processors[impl], self.rotary)
 
     def widened(self) -> Block:
-        """In float32."""
+        """Return a float32 copy."""
         turns = [tuple(x.float() for x in self.turns[0])]
         return replace(self, module=deepcopy(self.module).float(), turns=turns)
 
@@ -248,7 +252,7 @@ class Block:
 
 
 def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> Block:
-    """ours: the name of our side."""
+    """Build a workload; ``ours`` is the name of lrpe-md's implementation."""
     sana: Any = importlib.import_module(SANA_MODULE)
     heads, head_dim, shape = case.heads[0], case.head_dim, case.shape
     torch.manual_seed(0)
@@ -265,7 +269,7 @@ def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> 
 
 
 def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None:
-    """Ours must be as near to the stock one in float32 as that is in bfloat16."""
+    """Time lrpe-md or the stock processor. lrpe-md must be as close to float32 as stock bfloat16 is."""
     case = replace(shrink(SANA), head_dim=24) if smoke else SANA
     key = {
         "workload": name, "map": "rotate", "act": "relu", "normalizer": "unrotated", "mask": "full", "impl": impl
@@ -288,12 +292,12 @@ def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None
 
 
 def missing(impls: list[str]) -> dict[str, str]:
-    """Those of the peers that can't be imported, and why."""
+    """Return the implementations that can't be imported, with the reason."""
     found = {}
     for impl in impls:
         module = SANA_MODULE if impl == STOCK else PEERS[impl].module if impl in PEERS else None
         try:
             importlib.import_module(module or __name__)
-        except Exception as error:  # of its own imports, too
-            found[impl] = in_words(error)
+        except Exception as error:  # its own imports may raise anything
+            found[impl] = describe_error(error)
     return found

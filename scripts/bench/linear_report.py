@@ -1,4 +1,4 @@
-"""The page on linear attention, and its plots, from CSVs of ``bench linear`` and ``bench linear-scaling``."""
+"""Page and plots on linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .training_report import training, where
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
 BARS, LINES = "performance-linear.png", "linear-scaling.png"
 OURS = "lrpe-md"
-PEERS = ("bidirectional", "sana")  # workloads that are theirs
+PEERS = ("bidirectional", "sana")  # prefixes of the peers' workloads
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
 MAPS = ("cosine", "rotate", "none")
 COLOURS = [OKABE_ITO[n] for n in ("blue", "green", "sky", "black", "orange", "vermilion", "purple", "grey")]
@@ -25,7 +25,7 @@ MEASURES = {"tokens_per_s": "tokens a second", "peak_gib": "peak memory, GiB"}
 
 
 def read(file: Path, key: list[str]) -> pd.DataFrame:
-    """The latest row of each measurement; of none where there is no file."""
+    """Return the latest row of each measurement, or an empty table without a file."""
     if not file.exists():
         return pd.DataFrame()
     rows = pd.read_csv(file, dtype={"commit": str, "note": str, "map": str}, keep_default_na=False, na_values=[""])
@@ -41,12 +41,12 @@ def read_scaling(folder: Path) -> pd.DataFrame:
 
 
 def label(impl: str, map: str) -> str:
-    """Others have no positions unless they are named."""
+    """Return the label of a series; other implementations have no positions unless named."""
     return impl if map == "none" and impl != OURS else f"{impl}, {'no positions' if map == 'none' else map}"
 
 
 def names(rows: Any) -> list[tuple[str, str]]:
-    """(impl, map), ours first."""
+    """Return the (impl, map) pairs, lrpe-md first."""
     found = dict.fromkeys(zip(rows.impl, rows["map"], strict=True))
     return sorted(found, key=lambda name: (name[0] != OURS, name[0], MAPS.index(name[1])))
 
@@ -55,7 +55,7 @@ def names(rows: Any) -> list[tuple[str, str]]:
 
 
 def linear_table(rows: Any) -> str:
-    """A line for each implementation and map, a column for each workload: share of the copy, and milliseconds."""
+    """Render the share of the copy and milliseconds: a row for each implementation and map, a column per workload."""
     measured: Any = rows[rows.ms.notna()] if len(rows) else rows
     if not len(measured):
         return ""
@@ -85,7 +85,7 @@ def linear_table(rows: Any) -> str:
 
 
 def scaling_table(rows: Any) -> str:
-    """A line for each backbone and number of tokens, a column for each attention."""
+    """Render a row for each backbone and number of tokens, a column for each attention."""
     if not len(rows) or not rows.ms.notna().any():
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
@@ -117,7 +117,7 @@ def scaling_cell(row: Any) -> str:
 
 
 def section(folder: Path) -> str:
-    """All tables."""
+    """Render all tables."""
     tables = linear_table(read_linear(folder)), training(folder / TRAINING), scaling_table(read_scaling(folder))
     return "\n".join(text for text in tables if text)
 
@@ -135,7 +135,7 @@ def save(figure: Any, axes: Any, path: Path) -> None:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Those of full attention, of causal attention, and the peers' own, each with peers of its own."""
+    """Group workloads with common peers: full attention, causal attention, and each peer's own."""
     causal = [work for work in works if work.startswith("causal")]
     theirs = [work for work in works if work.startswith(PEERS)]
     full = [work for work in works if work not in causal and work not in theirs]
@@ -143,13 +143,15 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
 
 
 def name_work(work: str) -> str:
-    """Under its bars, in two lines; what is bidirectional, shorter."""
+    """Return the label below a workload's bars, in two lines."""
     return work.replace("bidirectional", "full").replace("-", "\n", 1)
 
 
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
-    """Share of the copy: forward beside backward, a row for each kind of attention, a group of bars for each workload;
-    not the eager unfused."""
+    """Plot the share of the copy, forward next to backward.
+
+    There is a row for each kind of attention and a group of bars for each workload. The eager unfused one is left out.
+    """
     part: Any = rows[rows.share.notna() & rows["pass"].isin(["forward", "backward"])] if len(rows) else rows
     part = part[part.impl != "unfused"] if len(part) else part
     if not len(part):
@@ -180,7 +182,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Throughput above, memory below, a column for each backbone, both axes logarithmic."""
+    """Plot throughput above memory, a column for each backbone, on logarithmic axes."""
     part: Any = rows[rows.ms.notna()] if len(rows) else rows
     if not len(part):
         return False
@@ -214,7 +216,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Those that there is something for."""
+    """Write the plots that there are results for."""
     drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
         BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
     }  # fmt: skip

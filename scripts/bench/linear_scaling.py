@@ -1,14 +1,14 @@
-"""What training costs with more and more tokens: softmax attention beside linear attention, in our backbones.
+"""Measure training steps of softmax and linear attention as the number of tokens grows, in this project's backbones.
 
     python -m scripts.bench linear-scaling                         three backbones, 256 to 262,144 tokens
     python -m scripts.bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
-A step is that of ``scripts.bench training``: the forward under bfloat16 autocast, the loss, the backward, a fused AdamW
-step. Backbones of few blocks, 768 wide with heads of 64: the ViT on square images, the video transformer, the DiT
-without text. As many samples a step as make 65,536 tokens, and at least one. What does not fit into memory is tried
-again with its blocks recomputed in the backward, which the note says. Each row is on the disk at once: milliseconds
-(the median), tokens a second and the largest memory of a step; where a row would take more than --cap seconds, judged
-by the one before it, or does not fit, the note says so.
+A step is that of ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and a fused AdamW step.
+The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT
+without text. The batch has enough samples for 65,536 tokens, and at least one. A step that runs out of memory is
+repeated with activation checkpointing, which its note says. Each row is saved at once, with milliseconds (median),
+tokens per second and peak memory of a step. A row is skipped, with a note, if it runs out of memory or is expected to
+take more than --cap seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
 from ..common.options import choose, positive
 from ..common.provenance import measured_on
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .training import BACKENDS, Trainee, peak_bytes, synchronize, time_step
 
 COLUMNS: tuple[str, ...] = (
@@ -44,7 +44,7 @@ TOKENS = (256, 1024, 4096, 16384, 65536, 262144)
 TOKENS_A_STEP = 65536
 ATTENTIONS = {"softmax rotate": ("softmax", "rotate"), "linear cosine": ("linear", "cosine"),
               "linear rotate": ("linear", "rotate")}  # fmt: skip
-ONCE = 3.0  # seconds: a step that is expected to take longer is taken once
+ONCE = 3.0  # seconds; a step that is expected to take longer is timed once
 RECOMPUTED, NO_ROOM = "blocks recomputed", "does not fit into memory"
 
 
@@ -60,14 +60,14 @@ SMALL = Sizes(32, 2, 1)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A backbone at one number of tokens, as :class:`.training.Trainee` takes it."""
+    """A backbone at one number of tokens, with the interface of :class:`.training.Trainee`'s workloads."""
 
     tokens: int
     sizes: Sizes
     recomputed: bool = False
 
     def build(self, encoding: str) -> nn.Module:
-        """encoding: of ATTENTIONS."""
+        """Build the model; ``encoding`` is one of ATTENTIONS."""
         attention, chosen = ATTENTIONS[encoding]
         sizes: dict[str, Any] = vars(self.sizes)
         model: Any = self.make(encoding=chosen, attention=attention, encoding_kwargs={"base": 100.0}, **sizes)
@@ -79,10 +79,10 @@ class Scaled:
         return model
 
     def make(self, **arguments: Any) -> nn.Module:
-        raise NotImplementedError  # each backbone's own
+        raise NotImplementedError  # subclasses define it
 
     def sample_size(self) -> tuple[int, ...]:
-        """Of one sample."""
+        """Return the size of one sample."""
         raise NotImplementedError
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ class Scaled:
 
 
 def near_square(num: int, axes: int) -> tuple[int, ...]:
-    """A power of 2 as a product of so many, none more than four times another, the last ones largest."""
+    """Factor a power of 2 into ``axes`` sizes, ascending, whose ratios are at most 4."""
     powers = round(math.log2(num))
     return tuple(2 ** ((powers + i) // axes) for i in range(axes))
 
@@ -134,7 +134,7 @@ BACKBONES: dict[str, type[Scaled]] = {"vit": Images, "video": Videos, "dit": Lat
 
 @dataclass
 class Run:
-    """What the rows of a run share."""
+    """Settings and rows of one run."""
 
     out: Path
     device: torch.device
@@ -147,7 +147,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, **values: Any) -> None:
-        """One row, on the disk at once."""
+        """Append a row to the CSV at once."""
         row = {**values, "mode": self.mode, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ class Run:
 
 
 def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, float]:
-    """Milliseconds of a step and the bytes that it takes at most. expected: seconds of a step, as far as is known."""
+    """Return milliseconds and peak bytes of a step, given the expected seconds of a step."""
     if expected < ONCE:
         trainee.step()
     synchronize(run.device)
@@ -175,7 +175,7 @@ def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, f
 
 
 def measure(run: Run, workload: Any, attention: str, batch: int, expected: float) -> dict[str, Any]:
-    """What a row says; nothing is left behind."""
+    """Return the values of a row; all memory is released."""
     backend = run.backend if run.device.type == "cuda" else "auto"
     found: dict[str, Any] = {}
     trainee = None
@@ -185,8 +185,8 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
         found = {"ms": ms, "tokens_per_s": 1e3 * batch * workload.tokens / ms, "peak_gib": peak / 2**30}
     except torch.OutOfMemoryError:
         found = {"note": NO_ROOM}
-    except Exception as error:  # a backend that refuses: the next can be measured
-        found = {"note": in_words(error)}
+    except Exception as error:  # such as an unsupported backend; go on with the next
+        found = {"note": describe_error(error)}
     del trainee
     if run.mode == "compiled":
         torch.compiler.reset()
@@ -195,7 +195,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
 
 
 def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: Sizes, deadline: float) -> bool:
-    """Rows of one backbone and attention, from few tokens to many; whether there was time for all."""
+    """Measure a backbone and attention from few tokens to many; return whether the time was sufficient."""
     expected, recomputed, before = 0.0, False, 0
     for tokens in sizes:
         if time.monotonic() > deadline:
@@ -207,7 +207,7 @@ def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: 
         expected = expected * work / before if before else 0.0
         before = work
         if expected * (1 if expected > ONCE else 2) > run.cap:
-            run.add(**key, note=f"left out: a step would take some {expected:.3g} s")
+            run.add(**key, note=f"left out: a step is expected to take {expected:.3g} s")
             continue
         found: dict[str, Any] = {"note": NO_ROOM}
         if not recomputed:
@@ -223,24 +223,30 @@ def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: 
 
 def main(
     backbones: Annotated[str, typer.Option(help=f"Of {','.join(BACKBONES)}.")] = ",".join(BACKBONES),
-    tokens: Annotated[str, typer.Option(help="Of a sample, powers of 2.")] = ",".join(map(str, TOKENS)),
+    tokens: Annotated[str, typer.Option(help="Tokens per sample, powers of 2.")] = ",".join(map(str, TOKENS)),
     attention: Annotated[str, typer.Option(help=f"Of {','.join(ATTENTIONS)}.")] = ",".join(ATTENTIONS),
-    compiled: Annotated[bool, typer.Option("--compiled", help="With torch.compile, half a minute a row more.")] = False,
-    backend: Annotated[str, typer.Option(help=f"Of softmax attention: auto or {', '.join(BACKENDS)}.")] = "flash",
-    steps: Annotated[int, typer.Option(min=1, help="That are timed.")] = 5,
-    cap: Annotated[float, typer.Option(callback=positive, help="Seconds that a row may take.")] = 15.0,
-    limit: Annotated[float, typer.Option(callback=positive, help="Seconds after which no row begins.")] = 3600.0,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/linear-scaling.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Keep the rows that the CSV has.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model, a sample a step.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Use torch.compile; adds about 30 seconds per row.")
+    ] = False,
+    backend: Annotated[str, typer.Option(help=f"Softmax backend: auto or {', '.join(BACKENDS)}.")] = "flash",
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps per row.")] = 5,
+    cap: Annotated[float, typer.Option(callback=positive, help="Time limit per row, in seconds.")] = 15.0,
+    limit: Annotated[
+        float, typer.Option(callback=positive, help="Time budget in seconds; no row starts after it.")
+    ] = 3600.0,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/linear-scaling.csv"),
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use a tiny model and a batch of one.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Time training steps of softmax and linear attention from few tokens to many."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     names = choose("--backbones", backbones.split(","), BACKBONES)
     kinds = choose("--attention", attention.split(","), ATTENTIONS)
     choose("--backend", [backend], ("auto", *BACKENDS))

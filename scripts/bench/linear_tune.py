@@ -1,6 +1,6 @@
-"""The tiles of linear attention, as ``scripts.bench tune`` searches them: a pass and a size of state each.
+"""Tune the tiles of linear attention for ``scripts.bench tune``: one tile per pass and state size.
 
-A tile is timed within the whole forward or backward that its pass is of, the tiles of other passes as they are.
+A tile is timed in a whole forward or backward, while the other passes keep the tiles of the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lrpe_md.testing import LinearCase
 
 from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
 
-STATES = ("up to 4,096", "up to 8,192", "up to 16,384", "more")  # elements: what a row of TILES has a tile for
+STATES = ("up to 4,096", "up to 8,192", "up to 16,384", "more")  # elements of the state; one tile in each row of TILES
 # rotate and cosine with head_dim 64, and with 128
 MAPS: tuple[tuple[Any, int], ...] = (("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128))
 FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
@@ -32,7 +32,7 @@ class LinearPlace(NamedTuple):
     """One tile of the table."""
 
     stage: LinearPass
-    width: int  # of STATES
+    width: int  # index into STATES
 
     @property
     def row(self) -> str:
@@ -40,7 +40,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the width."""
+        """Name of the state size."""
         return STATES[self.width]
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class LinearPlace(NamedTuple):
         return TILES[self.stage][self.width]
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
-        """Problems that this tile is for, by name. small: for the same compiled kernels, in no time."""
+        """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
         chosen, head_dim = MAPS[self.width]
         if self.stage in ONE_PASS:
             names = ("vit224",)
@@ -68,12 +68,12 @@ class LinearPlace(NamedTuple):
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
-        """Few tokens in one pass; as many as two passes need."""
+        """Reduce the tokens to a few or, for two passes, to the number that they need."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
         return replace(case, batch=1, heads=(1, 1), shape=shape)
 
     def shapes(self) -> list[LinearTile]:
-        """Tokens, warps and stages, with the registers of the table's tile."""
+        """Return candidates that vary tokens, warps and stages, with the registers of the table's tile."""
         return [
             LinearTile(block_n, num_warps, stages, self.tile.max_registers)
             for block_n in (16, 32, 64)
@@ -82,12 +82,12 @@ class LinearPlace(NamedTuple):
         ]
 
     def refinements(self, tile: LinearTile) -> list[LinearTile]:
-        """The same shape with another bound on registers."""
+        """Return candidates of the same shape with other register limits."""
         return [tile._replace(max_registers=most) for most in REGISTERS if most != tile.max_registers]
 
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
-        """The table with this tile in its place; where it does not fit, no smaller one is tried."""
+        """Put this tile into the table; if it does not fit, raise instead of trying a smaller one."""
         kept, shrink = TILES[self.stage], linear_launch.shrink
         tiles = list(kept)
         tiles[self.width] = tile
@@ -114,11 +114,11 @@ class LinearPlace(NamedTuple):
 
 
 class TooLarge(Exception):
-    """A tile takes more shared memory than there is."""
+    """The tile needs more shared memory than the GPU has."""
 
 
 def refuse(tile: LinearTile) -> list[LinearTile]:
-    raise TooLarge(f"{tile} takes more shared memory than there is")
+    raise TooLarge(f"{tile} needs more shared memory than the GPU has")
 
 
 def choose_places() -> list[LinearPlace]:

@@ -1,4 +1,4 @@
-"""How ``scripts.bench operators`` measures: a CSV that grows row by row, the clocks, and the check before the clock."""
+"""Timing, CSV output and accuracy checks of ``scripts.bench operators``."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ PASSES = ("fwd", "bwd", "bwd_omega", "fwdbwd")
 KEY = ("mode", "op", "workload", "omega", "peer", "variant", "dtype", "head_dim", "num_tokens", "num_axes")
 COLUMNS: tuple[str, ...] = (*KEY, "p20", "p50", "p80", "min", "unit", "floor_bytes", "share", "in_budget", "note")
 COPY = "copy of as many bytes"
-TURNS = 3  # copies of the inputs, which calls take in turn
+TURNS = 3  # copies of the inputs that calls cycle through
 HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm", "commit", "date")
 
 
 class OutOfTime(Exception):
-    """--limit is over."""
+    """The time budget of --limit is spent."""
 
 
 def release_memory(device: torch.device) -> None:
-    """A GPU's, of what a measurement has left; a CPU's costs more to look for than it holds."""
+    """Release cached GPU memory; on a CPU there is nothing to release."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
-    """Milliseconds on the GPU, with a cold L2 cache, of as many calls as take about ``rep`` ms.
+    """Return GPU times in milliseconds with a cold L2 cache, for as many calls as take about ``rep`` ms.
 
-    As triton.testing.do_bench, but the GPU spins between clearing the cache and the call, for long enough that the host
-    has queued the call before: else a kernel of some 50 µs would be timed with the wait for its launch. And the calls
-    take turns, each with tensors of its own: what is loaded to be evicted last, as torch.compile does, outlives the
-    clearing (on an H200 some 10 MB of it, 2 µs of a call).
+    This extends triton.testing.do_bench in two ways. The GPU spins between clearing the cache and the call, so that the
+    host has queued the call before it starts; otherwise short kernels would be timed with their launch latency. And
+    calls cycle through the functions, each with its own tensors, because data loaded with an evict-last policy (as
+    torch.compile does) survives the clearing.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:
@@ -63,7 +63,7 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     end.record()
     host_ms = 1e3 * (time.perf_counter() - start)
     torch.cuda.synchronize()
-    spin = int(2e6 * (2 * host_ms + 0.1))  # cycles, at about 2 GHz
+    spin = int(2e6 * (2 * host_ms + 0.1))  # GPU cycles at about 2 GHz
     events = []
     for i in range(max(10, min(200, int(rep / begin.elapsed_time(end))))):
         cache.zero_()
@@ -78,7 +78,7 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
 
 
 def device_events(fn: Callable[[], Any]) -> list[Any]:
-    """What the GPU did for fn, by the profiler: kernels, copies, fills."""
+    """Return the GPU activities of a call as the profiler reports them: kernels, copies, fills."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         fn()
@@ -92,12 +92,12 @@ def device_events(fn: Callable[[], Any]) -> list[Any]:
 
 @dataclass
 class Session:
-    """What all measurements of a run share."""
+    """Settings and rows of one run."""
 
     out: Path
     device: torch.device
     deadline: float
-    rep: int  # milliseconds of GPU time for a measurement
+    rep: int  # GPU time per measurement, in milliseconds
     time_inexact: bool
     here: dict[str, Any]
     console: Console
@@ -110,7 +110,7 @@ class Session:
             csv.DictWriter(file, (*COLUMNS, *HERE), lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
-        """One row, on the disk at once."""
+        """Append a row to the CSV at once."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -122,7 +122,7 @@ class Session:
 
     @contextmanager
     def attempt(self, **key: Any) -> Iterator[None]:
-        """A measurement that may fail: the error becomes a row, and the next one finds its memory free."""
+        """Run a measurement that may fail: record the error as a row, and release the memory."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         try:
@@ -130,7 +130,7 @@ class Session:
         except OutOfTime:
             raise
         except Exception as error:
-            self.add(**key, note=in_words(error))
+            self.add(**key, note=describe_error(error))
         finally:
             release_memory(self.device)
 
@@ -139,7 +139,7 @@ class Session:
             torch.cuda.synchronize()
 
     def gpu_time(self, *fns: Callable[[], Any]) -> dict[str, Any]:
-        """Milliseconds with a cold L2 cache of calls that take turns; on a CPU a run of each by the clock."""
+        """Time calls that take turns, in milliseconds with a cold L2 cache; on a CPU, time one run of each."""
         if self.device.type == "cuda":
             return {**quantiles(cold_times(fns, self.rep)), "unit": "ms"}
         times = []
@@ -151,11 +151,11 @@ class Session:
         return {**quantiles(times), "unit": "ms"}
 
     def share(self, ms: float, floor_bytes: int) -> dict[str, Any]:
-        """The floor's bytes over the time, against the copy of this run."""
+        """Return the speed for ``floor_bytes`` as a share of this run's copy speed."""
         return {"floor_bytes": floor_bytes, "share": floor_bytes / ms / 1e6 / self.here["copy_gbps"]}
 
     def measure_copy(self, num_elements: int) -> None:
-        """The yardstick: GB/s, read and written, of a bfloat16 copy."""
+        """Measure the reference speed: GB/s of a bfloat16 copy, counting reads and writes."""
         x = torch.ones(num_elements, dtype=torch.bfloat16, device=self.device)
         y = torch.empty_like(x)
         found = self.gpu_time(lambda: y.copy_(x))
@@ -164,8 +164,8 @@ class Session:
         self.add(mode="copy", peer="copy", dtype="bfloat16", **found, **self.share(found["p50"], moved))
 
 
-def in_words(error: Exception) -> str:
-    """The first line, with files by their names alone."""
+def describe_error(error: Exception) -> str:
+    """Return the first line of the error, with file names instead of paths."""
     text = (str(error).strip() or "no message").splitlines()[0]
     text = re.sub(r"(?<!\S)(?:/[^/\s:,]+)*/(?=[^/\s:,])", "", text)
     return f"{type(error).__name__}: {text[:300]}"
@@ -186,9 +186,10 @@ def describe(mode: str, workload: str, peer: str, inputs: Inputs, variant: str =
 
 
 def floor_bytes(mode: str, inputs: Inputs) -> int:
-    """What must be read and written: cosine x, 2x forward and 2x, x backward; rotate x, x and x, x.
+    """Return the bytes that must be read and written.
 
-    An activation's backward reads x once more, and so does the gradient of the frequencies.
+    Forward and backward: cosine x, 2x and 2x, x; rotate x, x and x, x. The backward of an activation and the gradient
+    of the frequencies each read x once more.
     """
     case = inputs.case
     one_way = 3 if case.map == "cosine" else 2
@@ -198,7 +199,7 @@ def floor_bytes(mode: str, inputs: Inputs) -> int:
 
 
 def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs) -> None:
-    """What a copy of as many bytes reaches: at some 50 µs starting and ending cost some of the speed of a large one."""
+    """Time a copy of as many bytes; small copies are slower than large ones because of their fixed overhead."""
     for mode in modes:
         key = describe(mode, workload, COPY, inputs)
         with session.attempt(**key):
@@ -214,20 +215,20 @@ def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs)
 
 
 def scratch(peer: Peer, inputs: Inputs) -> Inputs:
-    """Copies of what the peer overwrites."""
+    """Clone the tensors that the peer overwrites."""
     if peer.overwrites == "nothing":
         return inputs
     xs, grads = inputs.xs, inputs.grads
-    if peer.overwrites == "all":  # contiguous as (B, N, H, D)
+    if peer.overwrites == "all":  # the peer overwrites inputs that are contiguous as (B, N, H, D)
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         xs = [x.clone() if x.data_ptr() == y.data_ptr() else x for x, y in zip(xs, inputs.xs, strict=True)]
-    else:  # what copies q and k out of a projection overwrites those that are contiguous
+    else:  # the peer copies q and k from a packed projection, but overwrites contiguous ones
         xs = [x.clone() if x.transpose(1, 2).is_contiguous() else x for x in xs]
     return replace(inputs, xs=xs, grads=[g.clone() for g in grads])
 
 
 def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
-    """A pass to be timed. Every backward is torch.autograd.grad on a graph made before, which stays."""
+    """Build a pass to be timed. Each backward is torch.autograd.grad on a retained graph."""
     if mode == "fwd":
         xs = tuple(x.detach() for x in inputs.xs)
         omega = inputs.omega.detach()
@@ -242,22 +243,27 @@ def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
 
 
 class Judge:
-    """The error budget on the first and the last head of the first and the last sample, with all their tokens."""
+    """Check results against the error budget, on all tokens of the first and last head of the first and last sample."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.samples = sorted({0, len(inputs.xs[0]) - 1})
-        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # of the first and the last group, whose heads are cut
-        part = replace(inputs, xs=[*map(self.cut, inputs.xs)], grads=[*map(self.cut, inputs.grads)], omega=omega)
+        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # for the first and last head of the slice
+        part = replace(
+            inputs,
+            xs=[*map(self.slice_corners, inputs.xs)],
+            grads=[*map(self.slice_corners, inputs.grads)],
+            omega=omega,
+        )
         with rounded_angles():
             self.same = run(part, "reference", frequencies=False)
         self.exact = run(part.to(torch.float64), "reference", frequencies=False)
 
-    def cut(self, t: Tensor) -> Tensor:
+    def slice_corners(self, t: Tensor) -> Tensor:
         return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
-        """Its gradient sums over all samples: float64 goes in parts, to fit into memory."""
+        """Compute the exact gradient of omega; it sums over all samples, so float64 runs in parts to save memory."""
         if "domega" in self.exact:
             return
         inputs = self.inputs
@@ -273,14 +279,16 @@ class Judge:
         self.exact["domega"] = total
 
     def violations(self, peer: Peer, forward: Forward, mode: str) -> list[str]:
-        """Where the pass, on the inputs to be timed, leaves the budget."""
+        """Return the violations of the error budget for the pass, on the inputs that will be timed."""
         if mode == "bwd_omega":
             self.add_omega()
         names = [f"{'y' if mode == 'fwd' else 'dx'}{i}" for i in range(len(self.inputs.xs))]
         names += ["domega"] if mode == "bwd_omega" else []
         results = make_pass(mode, forward, scratch(peer, self.inputs))()
         judged = [
-            budget_violation(k, t if k == "domega" else self.cut(t), self.same[k], self.exact[k], self.inputs.case)
+            budget_violation(
+                k, t if k == "domega" else self.slice_corners(t), self.same[k], self.exact[k], self.inputs.case
+            )
             for k, t in zip(names, results, strict=True)
         ]
         return [str(violation) for violation in judged if violation is not None]
@@ -290,7 +298,7 @@ def time_peer(
     session: Session, modes: list[str], workload: str, name: str, peer: Peer, inputs: Inputs, *, variant: str = "",
     judge: Judge | None = None, label: str | None = None,
 ) -> None:  # fmt: skip
-    """All passes of one peer on one problem; what leaves the budget is listed with its violation instead."""
+    """Time all passes of a peer on one problem. A pass outside the error budget is recorded with its violation only."""
     case = inputs.case
     if peer.adapt is not None:
         inputs, judge = peer.adapt(inputs), None

@@ -1,4 +1,4 @@
-"""The measurements of ``bench operators`` beside the passes: host time, first compile, memory, accuracy, scaling."""
+"""Measurements of ``bench operators`` other than passes: host time, first compile, memory, accuracy, scaling."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lrpe_md.testing import Inputs, Workload, as_tuple
 from .measure import Session, describe, device_events, quantiles, scratch, time_peer
 from .peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, make_call
 
-SMALL = Workload(1, 12, (14, 14), 1, 64)  # where the host is slower than the GPU
+SMALL = Workload(1, 12, (14, 14), 1, 64)  # a size at which the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")
 SCALING_PEERS = (OURS, "torch.compile, tables", "torch.compile, angles", "timm, compiled")
 
 
 def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
-    """What else a call may ask for, by its difference from the plain one."""
+    """Return variants of a call by their difference from the plain one."""
     found: dict[str, dict[str, Any]] = {"coordinates (N, K)": {"coords": "shared"}}
     found |= {f"act {act}": {"act": act} for act in ("relu", "silu", "softplus")}
     found["act softmax"] = {"act": "softmax", "dim": -1}
@@ -41,7 +41,7 @@ def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
 
 
 def measure_variants(session: Session, modes: list[str], op: Any, name: str, workload: Workload) -> None:
-    """Of our own operators, with shared frequencies."""
+    """Measure the variants of lrpe-md's operators, with shared frequencies."""
     for variant, changes in variants(op, workload).items():
         with session.attempt(mode="variants", op=op, workload=name, peer=OURS, variant=variant):
             inputs = large_inputs(workload.case(op, **changes), session.device)
@@ -65,9 +65,9 @@ def measure_variants(session: Session, modes: list[str], op: Any, name: str, wor
 def host_times(
     fns: Sequence[Callable[[], Any]], blocks: int, calls: int, synchronize: Callable[[], Any]
 ) -> list[list[float]]:
-    """Microseconds a call by the clock, in each block of so many calls between synchronisations.
+    """Return microseconds per call of each function, for each block of calls between synchronisations.
 
-    The functions take turns, so that all see the same machine.
+    The functions take turns, so that machine noise affects all alike.
     """
     times: list[list[float]] = [[] for _ in fns]
     gc.collect()
@@ -87,18 +87,18 @@ def host_times(
 
 
 def host_time(session: Session, fn: Callable[[], Any], blocks: int) -> dict[str, Any]:
-    """After three blocks of warm-up; short blocks keep the GPU's queue short."""
+    """Time a function after three warm-up blocks; blocks are short to keep the GPU's queue short."""
     calls = 50 if session.device.type == "cuda" else 2
     (times,) = host_times([fn], blocks + 3, calls, session.synchronize)
     return {**quantiles(times[3:]), "unit": "us"}
 
 
 class Listener:
-    """Stands in for a kernel, launches it, and keeps what it was launched with."""
+    """Proxy of a kernel that launches it and records the arguments of the launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
-        self.pre_run_hooks = [None]  # with hooks the launcher asks the kernel at every launch
+        self.pre_run_hooks = [None]  # with a hook, the launcher goes through the kernel at every launch
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Listener:
 
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
-    """Our forward kernel by hand: its own arguments, outputs allocated at each call, nothing else."""
+    """Launch the forward kernel directly: only output allocation and Triton's launch remain."""
     from lrpe_md.engine import launch
 
     kernel = launch.lrpe_kernel
@@ -140,7 +140,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
 
 
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
-    """The same launcher behind torch.library.custom_op and register_autograd."""
+    """Wrap the same launcher with torch.library.custom_op and register_autograd."""
     checked = make_call(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
@@ -183,7 +183,7 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
 
 
 def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int) -> None:
-    """Ours and the ways it could be called, on a call so small that the GPU waits."""
+    """Compare ways to call lrpe-md on inputs so small that the GPU waits for the host."""
     inputs = large_inputs(SMALL.case(op), session.device)
     xs, omega = tuple(inputs.xs), inputs.omega
     leaves = tuple(x.detach().requires_grad_() for x in xs)
@@ -250,7 +250,7 @@ for op in sys.argv[1:]:
 
 
 def first_calls(*ops: str) -> list[float]:
-    """Seconds in a fresh process with an empty Triton cache: Triton's own start, which any kernel pays, and each op."""
+    """Return the seconds of Triton's start-up and of each operator's first call, with an empty Triton cache."""
     root = Path(lrpe_md.__file__).parents[1]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as empty:
@@ -259,12 +259,12 @@ def first_calls(*ops: str) -> list[float]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, env=env)
     if done.returncode:
         said = done.stderr.strip() or "failed"
-        raise RuntimeError(f"{said.splitlines()[-1]}\n{said}")  # a row of the CSV keeps the first line
+        raise RuntimeError(f"{said.splitlines()[-1]}\n{said}")  # the CSV gets only the first line
     return [float(line) for line in done.stdout.split()]
 
 
 def measure_compile(session: Session, op: str, repeats: int) -> None:
-    """Fresh processes with an empty Triton cache: the first kernel, and one more after it."""
+    """Measure the first compile and one more, in fresh processes with an empty Triton cache."""
     key = {"mode": "compile", "op": op, "peer": OURS, "dtype": "bfloat16", "head_dim": 64}
     if session.device.type != "cuda":
         session.add(**key, note="needs a GPU")
@@ -284,9 +284,10 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Beyond the inputs: the peak of forward and backward, and what is kept between them beside the outputs.
+    """Measure memory beyond the inputs: the peak of forward and backward, and what is saved in between beside the
+    outputs.
 
-    The floor of the peak is y and dx, that of the rest nothing.
+    The minimum is y and dx for the peak, and nothing for the saved memory.
     """
     variant = "with frequencies" if with_omega else ""
 
@@ -302,7 +303,7 @@ def measure_memory(session: Session, workload: str, name: str, peer: Peer, input
         leaves = tuple(x.detach().requires_grad_() for x in mine.xs)
         omega = mine.omega.detach().requires_grad_(with_omega)
         wanted = [*leaves, omega] if with_omega else list(leaves)
-        torch.autograd.grad(forward(leaves, omega), wanted, mine.grads)  # compiles, tunes
+        torch.autograd.grad(forward(leaves, omega), wanted, mine.grads)  # warm-up: compiles and tunes
         gc.collect()
         session.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -325,7 +326,7 @@ def measure_memory(session: Session, workload: str, name: str, peer: Peer, input
 
 
 def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> None:
-    """The largest error of an angle at positions up to 2^20, read back from a rotation of (1, 0) in float32."""
+    """Measure the largest angle error at positions up to 2^20, from rotating (1, 0) in float32."""
     device = session.device
     for num_axes in (1, 2, 3, 4):
         generator = torch.Generator().manual_seed(0)
@@ -369,7 +370,7 @@ def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> N
 
 
 def measure_scaling(session: Session, op: Any, name: str, peer: Peer, exponents: list[int]) -> None:
-    """Forward of one sample with 8 heads of 64 channels, N = 2^e tokens on one axis and on two."""
+    """Time the forward of one sample with 8 heads of 64 channels, for N = 2^e tokens on one and two axes."""
     for num_axes in (1, 2):
         for e in exponents:
             shape = (2**e,) if num_axes == 1 else (2 ** (e // 2), 2 ** (e - e // 2))

@@ -1,12 +1,12 @@
-"""What would I gain, on my GPU, at my sizes? In about a minute, beside torch.compile, timm and what else is installed.
+"""Compare lrpe-md with torch.compile, timm and the other libraries you have installed, on your GPU and at your sizes.
 
     python -m scripts.bench my-shapes --batch 8 --heads 24 --grid 21x45x80 --head-dim 128
     python -m scripts.bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
     python -m scripts.bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
 
-It measures as `bench operators` and `bench linear` do, see there: each result is held against float64 before it is
-timed, times are medians on the GPU's clock with a cold L2 cache. Peers that rotate by tables have them made beforehand.
-Writes a CSV (with --linear a second one), with versions, GPU and commit in each row, and a plot.
+This takes about a minute and works like `bench operators` and `bench linear`: each result is checked against float64
+before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get them precomputed.
+The results go to a CSV (two with --linear) with versions, GPU and commit in each row, and to a plot.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
 from .linear_measure import Run
-from .measure import COPY, TURNS, OutOfTime, Session, in_words, release_memory
+from .measure import COPY, TURNS, OutOfTime, Session, describe_error, release_memory
 from .operators import environment, load_peers, run_passes
 from .peers import OURS, Peer
 
@@ -46,11 +46,11 @@ PASS_NAMES = {
     "fwd": "forward", "bwd": "backward", "bwd_omega": "backward with ω", "forward": "forward", "backward": "backward",
     "backward_omega": "backward with ω",
 }  # fmt: skip
-COLD = 2**30  # bytes of a call's tensors beyond which no cache keeps anything for the next
-SOFTMAX = 1e14  # operations of a forward beyond which softmax attention would take most of the minute
+COLD = 2**30  # size of a call's tensors, in bytes, that evicts everything from the caches
+SOFTMAX = 1e14  # largest forward, in operations, at which softmax attention is timed
 STAND_IN = "lrpe-md's reference in torch"
 FLOOR = "a copy of as many bytes"
-NAMES = {  # of the ways of linear attention
+NAMES = {  # display names of implementations
     linear.SDPA: "softmax attention, no positions", linear.UNFUSED: "the map by lrpe-md, products by torch",
     linear.COMPILED: "the same, torch.compile",
 }  # fmt: skip
@@ -58,7 +58,7 @@ NAMES = {  # of the ways of linear attention
 
 @dataclass(frozen=True)
 class Shapes(Workload):
-    """A layer of the user's: q and k go in, for either map."""
+    """The shapes of a layer of the user's model: q and k, for either map."""
 
     pairs: str = "half"
     dtype: torch.dtype = torch.bfloat16
@@ -74,7 +74,7 @@ class Shapes(Workload):
         )  # fmt: skip
 
     def bytes_needed(self, map: str) -> tuple[int, int]:
-        """Of one call's inputs, outputs and their gradients; and of one tensor q."""
+        """Return the bytes of one call's inputs, outputs and gradients, and those of q."""
         case = self.case(map)
         token = self.batch * self.num_tokens * torch.empty(0, dtype=self.dtype).element_size()
         wide = 2 * sum(case.heads) * case.out_dim  # y and its gradient
@@ -88,7 +88,7 @@ class Shapes(Workload):
 
 
 class Time(NamedTuple):
-    """A line of the CSV, as table and plot want it; ms None: not measured."""
+    """One measurement for table and plot; ms is None if it was not measured."""
 
     what: str
     peer: str
@@ -108,8 +108,8 @@ class Found:
     def passes(self, what: str) -> list[str]:
         return list(dict.fromkeys(each.which for each in self.times if each.what == what))
 
-    def of(self, what: str) -> dict[str, dict[str, Time]]:
-        """By peer and pass, ours first, then the fastest."""
+    def by_peer(self, what: str) -> dict[str, dict[str, Time]]:
+        """Return the times of an operation by peer and pass: lrpe-md first, then the fastest."""
         peers: dict[str, dict[str, Time]] = {}
         for each in self.times:
             if each.what == what:
@@ -119,7 +119,7 @@ class Found:
 
 
 def total(times: dict[str, Time], passes: list[str]) -> float:
-    """Milliseconds of all passes; infinite where one is missing."""
+    """Return the milliseconds of all passes; infinite if one is missing."""
     found = [times[which].ms if which in times else None for which in passes]
     return math.inf if None in found else sum(ms for ms in found if ms is not None)
 
@@ -128,7 +128,7 @@ def total(times: dict[str, Time], passes: list[str]) -> float:
 
 
 def installed() -> dict[str, Path]:
-    """The folders that hold other libraries' packages."""
+    """Return the folders of the other libraries that are installed."""
     found = {}
     for name, package in PACKAGES.items():
         spec = importlib.util.find_spec(package)
@@ -138,47 +138,47 @@ def installed() -> dict[str, Path]:
 
 
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
-    """Who can be compared, and what is to be said of the others. On a CPU what is ours is the reference."""
+    """Return the peers that support these shapes, and notes about the others. On a CPU the reference is timed."""
     known, broken = load_peers(dict(installed()))
-    said = [f"without {name}: {why}" for name, why in broken.items()]
-    said += [f"without {name}: not installed" for name in PACKAGES if name not in installed()]
+    messages = [f"without {name}: {why}" for name, why in broken.items()]
+    messages += [f"without {name}: not installed" for name in PACKAGES if name not in installed()]
     wrong = [name for name, peer in known.items() if shapes.pairs not in peer.pairs]
-    said += [f"without {name}: it has no {shapes.pairs} pairs" for name in wrong]
+    messages += [f"without {name}: it has no {shapes.pairs} pairs" for name in wrong]
     chosen = {name: replace(peer, text=False) for name, peer in known.items() if name not in wrong}
     if len(shapes.shape) > 1:
         chosen = {name: peer for name, peer in chosen.items() if not known[name].text}
     if device.type == "cuda":
-        return chosen, said
-    said.append(
-        "There is no GPU here: the kernels can't be measured. What follows times the reference in torch that stands in "
-        "for them on a CPU, and the others on the same CPU; it says nothing about a GPU. torch.compile is left out"
+        return chosen, messages
+    messages.append(
+        "PyTorch finds no GPU, so the kernels can't be measured. The following times are of the PyTorch reference that "
+        "replaces them on a CPU, and of the others on that CPU; they say nothing about a GPU. torch.compile is left out"
     )
     ours = {STAND_IN: chosen[OURS]}
-    return ours | {n: p for n, p in chosen.items() if n not in (OURS, "torch, eager") and not p.compiled}, said
+    return ours | {n: p for n, p in chosen.items() if n not in (OURS, "torch, eager") and not p.compiled}, messages
 
 
 def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
-    """How many copies of the inputs calls take in turns; refuses what can't fit."""
+    """Return the number of copies of the inputs that calls cycle through; refuse sizes that don't fit."""
     needed, one = max(shapes.bytes_needed(each) for each in maps)
     if needed > free:
         fits = shapes.batch * free // needed
         raise typer.BadParameter(
-            f"--batch {shapes.batch}: q, k and their gradients take {needed / 2**30:,.1f} GiB ({one / 2**30:,.1f} GiB "
-            f"each of them), {free / 2**30:,.1f} GiB are free; "
-            + (f"--batch {fits} fits, and times grow with the batch" if fits else "make the grid smaller")
+            f"--batch {shapes.batch}: q, k and their gradients need {needed / 2**30:,.1f} GiB ({one / 2**30:,.1f} GiB "
+            f"each), and {free / 2**30:,.1f} GiB are free; "
+            + (f"use --batch {fits} and scale the times by the batch" if fits else "use a smaller grid")
         )
     return 1 if needed > COLD else TURNS
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes."""
+    """Return the free memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned: bool, peers: dict[str, Peer]) -> None:
-    """Ours for each map, then the others: the time may be up before all are done."""
+    """Measure lrpe-md with each map first, then the peers, in case the time runs out."""
     passes, kind = (["fwd", "bwd_omega"], "per-head") if learned else (["fwd", "bwd"], "shared")
     ours = {name: peer for name, peer in peers.items() if name in (OURS, STAND_IN)}
     for group in (ours, {name: peer for name, peer in peers.items() if name not in ours}):
@@ -187,7 +187,7 @@ def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned
 
 
 def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
-    """Linear attention with each map, ours and in torch; and softmax attention, which has none."""
+    """Measure linear attention with each map, by lrpe-md and by torch, and softmax attention."""
     cases = [(impl, shapes.linear_case(op)) for impl in (linear.OURS, linear.UNFUSED, linear.COMPILED) for op in maps]
     cases.append((linear.SDPA, shapes.linear_case(None)))
     operations = 4 * shapes.batch * shapes.heads * shapes.num_tokens**2 * shapes.head_dim
@@ -198,17 +198,17 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
         if time.monotonic() > run.deadline:
             raise OutOfTime
         if impl == linear.SDPA and operations > SOFTMAX:
-            run.add(**key, note=f"left out: {operations:.1e} operations a forward; a smaller --batch shows it")
+            run.add(**key, note=f"left out: a forward has {operations:.1e} operations; use a smaller --batch")
             continue
         try:
             linear.measure(run, str(shapes), case, impl)
-        except Exception as error:  # out of memory: the next can be measured
-            run.add(**key, note=in_words(error))
+        except Exception as error:  # such as out of memory; go on with the next
+            run.add(**key, note=describe_error(error))
         release_memory(run.device)
 
 
 def collect(session: Session, run: Run | None) -> Found:
-    """The rows of both, as times."""
+    """Collect the rows of both CSVs as times."""
     found = Found()
     for row in session.rows:
         if row.get("op"):
@@ -220,26 +220,27 @@ def collect(session: Session, run: Run | None) -> Found:
     mapped = dict.fromkeys(row["map"] for row in rows if row["map"] != "none")
     for row in rows:
         which, impl = row.get("pass") or "forward", row["impl"]
-        if which == "backward_omega":  # ours alone has it
+        if which == "backward_omega":  # only lrpe-md has this pass
             continue
         peer = STAND_IN if impl == OURS and session.device.type == "cpu" else NAMES.get(impl, impl)
-        for each in mapped if row["map"] == "none" else [row["map"]]:  # what has no map stands beside every one
+        # Implementations without a map are compared with every map.
+        for each in mapped if row["map"] == "none" else [row["map"]]:
             what = f"linear attention, {each}"
             found.times.append(Time(what, peer, which, row.get("ms"), row.get("note", "")))
     return found
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def show(found: Found, console: Console, layers: int) -> None:
-    """A table for each operation: milliseconds, how many times ours that is, what a step saves."""
+    """Print a table for each operation: milliseconds, the ratio to lrpe-md, and the time saved per step."""
     for what in found.whats:
-        peers, passes = found.of(what), found.passes(what)
+        peers, passes = found.by_peer(what), found.passes(what)
         first, ours = next(iter(peers.items()))
         compared = first == OURS
         saved = [f"saved by {layers} layer{'s' * (layers > 1)}"] if compared else []
-        caption = f"×: as long as {OURS} takes; both passes are what a layer costs a step" if compared else None
+        caption = f"×: time relative to {OURS}; both passes together are a layer's time per step" if compared else None
         columns = *(PASS_NAMES[which] for which in passes), "both", *saved, ""
         table = Table(Column(no_wrap=True), *columns, title=f"{what}, milliseconds", box=None, caption=caption)
         for name, times in peers.items():
@@ -262,10 +263,10 @@ def in_text(one: Time | None, ours: Time | None) -> str:
 
 
 def plot(found: Found, path: Path, title: str) -> bool:
-    """A panel for each operation: a bar for each peer, the backward behind the forward."""
+    """Plot a panel for each operation: a bar for each peer, the backward stacked on the forward."""
     panels: dict[str, dict[str, dict[str, Time]]] = {}
     for what in found.whats:
-        whole = {n: times for n, times in found.of(what).items() if total(times, found.passes(what)) < math.inf}
+        whole = {n: times for n, times in found.by_peer(what).items() if total(times, found.passes(what)) < math.inf}
         panels |= {what: whole} if whole else {}
     if not panels:
         return False
@@ -298,7 +299,7 @@ def plot(found: Found, path: Path, title: str) -> bool:
 def parse_grid(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(x\d+)*", text) or not math.prod(map(int, text.split("x"))):
         raise typer.BadParameter(
-            f"--grid: expected sizes by axis, the slowest first, as 21x45x80 or 4096, got {text!r}"
+            f"--grid: expected sizes per axis, slowest first, such as 21x45x80 or 4096, got {text!r}"
         )
     return tuple(map(int, text.split("x")))
 
@@ -306,7 +307,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
 def make_shapes(
     batch: int, heads: int, kv_heads: int | None, grid: str, prefix: int, head_dim: int, pairs: str, dtype: str
 ) -> Shapes:
-    """What the options say, checked."""
+    """Validate the options and return the shapes."""
     choose("--pairs", [pairs], ("half", "interleaved"))
     choose("--dtype", [dtype], DTYPES)
     if kv_heads is not None and heads % kv_heads:
@@ -318,39 +319,45 @@ def make_shapes(
 
 
 def main(
-    heads: Annotated[int, typer.Option(min=1, help="Of q.")],
-    grid: Annotated[str, typer.Option(help="Tokens by axis, the slowest first: 21x45x80, 14x14, 8192.")],
-    head_dim: Annotated[int, typer.Option(min=2)],
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Of k, where they are fewer (GQA).")] = None,
-    prefix: Annotated[int, typer.Option(min=0, help="Class, register or text tokens in front.")] = 0,
-    map: Annotated[str, typer.Option(help="rotate, cosine or both.")] = "rotate",
-    pairs: Annotated[str, typer.Option(help="Of rotate: half or interleaved.")] = "half",
-    dtype: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = "bfloat16",
-    learned: Annotated[bool, typer.Option("--learned", help="Frequencies by head, and their gradient.")] = False,
-    linear_too: Annotated[bool, typer.Option("--linear", help="Linear attention with the map in it, too.")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="Of your model: what a step saves.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Number of query heads.")],
+    grid: Annotated[str, typer.Option(help="Tokens per axis, slowest first: 21x45x80, 14x14 or 8192.")],
+    head_dim: Annotated[int, typer.Option(min=2, help="Channels per head, an even number.")],
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Number of key heads, if fewer than --heads (GQA).")
+    ] = None,
+    prefix: Annotated[int, typer.Option(min=0, help="Number of class, register or text tokens before the grid.")] = 0,
+    map: Annotated[str, typer.Option(help="Map: rotate, cosine or both.")] = "rotate",
+    pairs: Annotated[str, typer.Option(help="Channel pairs of rotate: half or interleaved.")] = "half",
+    dtype: Annotated[str, typer.Option(help=f"Data type: {', '.join(DTYPES)}.")] = "bfloat16",
+    learned: Annotated[
+        bool, typer.Option("--learned", help="Use learned frequencies per head, and time their gradient.")
+    ] = False,
+    linear_too: Annotated[bool, typer.Option("--linear", help="Also measure linear attention with the map.")] = False,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Number of layers of your model, to show the time saved per step.")
+    ] = 1,
     limit: Annotated[float, LIMIT] = 60.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV; the plot lies beside it.")] = Path("my-shapes.csv"),
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
+    out: Annotated[Path, typer.Option(help="Output CSV; the plot is saved next to it.")] = Path("my-shapes.csv"),
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Measure your own sizes: our kernels beside torch.compile, timm and the peers that are installed."""
+    """Compare lrpe-md's kernels with torch.compile, timm and other installed libraries at your sizes."""
     start, where = time.monotonic(), choose_device(device)
     shapes = make_shapes(batch, heads, kv_heads, grid, prefix, head_dim, pairs, dtype)
     choose("--map", [map], ("rotate", "cosine", "both"))
     maps = ["rotate", "cosine"] if map == "both" else [map]
     if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: measured with as many kv heads as heads and half pairs; leave those out")
+        raise typer.BadParameter("--linear: expected no --kv-heads and half pairs; leave those options out")
     free = free_memory(where)
     turns = check_memory(shapes, maps, free)
     copied = 2**20 if where.type == "cpu" else 2**30 if free > 2**33 else 2**26  # elements
-    peers, said = choose_peers(shapes, where)
+    peers, messages = choose_peers(shapes, where)
     console, progress = Console(highlight=False), Console(stderr=True, width=160, soft_wrap=True)
-    for text in said:
+    for text in messages:
         console.print(text, markup=False, soft_wrap=True)
-    functorch_config.donated_buffer = False  # graphs are kept, and differentiated again and again
+    functorch_config.donated_buffer = False  # graphs are differentiated many times
     session = Session(out, where, start + limit, rep, True, environment(where, commit), progress, turns)
     run = None
     try:
@@ -363,7 +370,7 @@ def main(
             run.measure_copy(copied)
             measure_linear(run, shapes, maps)
     except OutOfTime:
-        console.print(f"Stopped after {limit:g} s, what is missing was not measured; --limit gives it longer")
+        console.print(f"Stopped after {limit:g} s before everything was measured; raise --limit for the rest")
     found = collect(session, run)
     gpu = session.here["gpu"]
     title = f"{shapes}, head_dim {head_dim}, {dtype}; {gpu}, torch {session.here['torch']}"

@@ -1,14 +1,14 @@
-"""How fast is a norm of q and k that the rotation takes with it, against a copy and what torch can do? Writes a CSV.
+"""Benchmark rotation fused with a norm of q and k, against a copy and PyTorch implementations. Writes a CSV.
 
     python -m scripts.bench norm                                  the workloads, over a head and over all heads
     python -m scripts.bench norm --workload wan --over heads
     python -m scripts.bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
 
-Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand, in turns on three copies of
-the inputs. A share is that of a copy of 2 units forward (q and k read and written), 3 backward (and the outputs'
-gradients) and 5 for both, a unit being q and k, against a copy of 2 GiB timed in the same run. Passes: backward forms
-the gradients of q, k and γ, backward_omega those of ω, too. A wrong result is not timed: values and gradients of a
-small case are held against float64 first.
+Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of q
+and k together these are 2 forward (read and write), 3 backward (also the outputs' gradients) and 5 for both. Pass
+"backward" computes the gradients of q, k and γ, "backward_omega" also that of ω. Before it is timed, values and
+gradients of a small case are checked against float64; wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lrpe_md.testing import Case, check
 from ..common.options import LIMIT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import in_words, release_memory
+from .measure import describe_error, release_memory
 from .operators import choose_in_order
 
 COLUMNS: tuple[str, ...] = (
     "workload", "over", "pass", "impl", "ms", "share", "gpu", "versions", "commit", "note",
 )  # fmt: skip
-PASSES = {"forward": 2, "backward": 3, "backward_omega": 3, "both": 5}  # and the elements that must move, in units
+PASSES = {"forward": 2, "backward": 3, "backward_omega": 3, "both": 5}  # minimum memory traffic, in units of q and k
 OVER = {"head": "head", "heads": "heads"}
 TURNS, EPS = 3, 1e-6
 BF16 = torch.bfloat16
@@ -53,7 +53,7 @@ WORKLOADS = {
 
 @dataclass
 class Inputs:
-    """Projections in memory as (B, N, H, D); weights float32, as training keeps them."""
+    """Projections with memory layout (B, N, H, D); weights are float32 as in training."""
 
     xs: tuple[Tensor, Tensor]
     grads: tuple[Tensor, Tensor]
@@ -64,7 +64,7 @@ class Inputs:
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """(N, D/2) each, float32."""
+        """Return cos and sin, float32 (N, D/2) each."""
         theta = angles(self.positions.coordinates(self.omega.device), self.omega)[0]
         return theta.cos().float(), theta.sin().float()
 
@@ -105,13 +105,13 @@ def normalise(x: Tensor, weight: Tensor, over: str) -> Tensor:
 
 
 def encode_after(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor, weights: Any) -> tuple[Tensor, ...]:
-    """torch's norm, then our rotation."""
+    """Apply torch's norm, then lrpe-md's rotation."""
     q, k = (normalise(x, w, inputs.case.norm_over) for x, w in zip(xs, weights, strict=True))
     return rotate(q, k, omega=omega, positions=inputs.positions, pairs=inputs.case.pairs)
 
 
 def build_plain(inputs: Inputs) -> Encode:
-    """All in torch, with tables that are made before."""
+    """Compute everything in torch, with precomputed tables."""
     cos, sin = inputs.cos_sin
 
     def encode(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor, weights: Any) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def build_plain(inputs: Inputs) -> Encode:
 
 
 def build_liger(inputs: Inputs) -> Encode:
-    """Liger's RMSNorm, then its rotation, in place on what the norm gave."""
+    """Apply Liger's RMSNorm, then its rotation in place."""
     liger_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     liger_rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (torch.cat([t, t], dim=-1)[None].to(BF16) for t in inputs.cos_sin)
@@ -197,21 +197,23 @@ def shrink(case: Case) -> Case:
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
-    over: Annotated[str | None, typer.Option(help=f"Of {', '.join(OVER)}; both where not given.")] = None,
-    impl: Annotated[str | None, typer.Option(help=f"Of {'; '.join(IMPLS)}; all where not given.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    over: Annotated[str | None, typer.Option(help=f"Norm over: {', '.join(OVER)}. (default: both)")] = None,
+    impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-norm.csv"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-norm.csv"),
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Measure rotations behind a norm, ours first. The CSV has every row as soon as it is known."""
+    """Benchmark rotations after a norm, lrpe-md first. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     overs, impls = choose_in_order("--over", over, OVER, OVER), choose_in_order("--impl", impl, IMPLS, IMPLS)
@@ -232,7 +234,7 @@ def main(
             break
         try:
             measure(run, name, case, by)
-        except Exception as error:  # out of memory, a peer that refuses: the next can be measured
-            run.add(workload=name, over=what, impl=by, note=in_words(error))
+        except Exception as error:  # such as out of memory; go on with the next
+            run.add(workload=name, over=what, impl=by, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

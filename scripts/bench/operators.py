@@ -1,15 +1,15 @@
-"""How fast, against the copy of a tensor and against other implementations? Writes a CSV.
+"""Benchmark the operators against a copy and other implementations. Writes a CSV.
 
-    python -m scripts.bench operators --peers lrpe-md                      our passes on three workloads
+    python -m scripts.bench operators --peers lrpe-md                      lrpe-md's passes on three workloads
     python -m scripts.bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
     python -m scripts.bench operators --modes host,compile,memory,accuracy
-    python -m scripts.bench operators --modes scaling --op rotate          cost against N, from 2^8 to 2^20
+    python -m scripts.bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
     python -m scripts.bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
-Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand. A share is the bytes that
-must move over the time, against a copy of 2 GiB timed in the same run. Before it is timed, each result is compared with
-float64; what leaves the error budget of lrpe_md.testing is listed with its violation, not timed. Each mode, and each
-workload, can be a run of its own; `make results` makes docs/results/performance.md from
+Times are medians of GPU time with a cold L2 cache; calls are queued in advance. A share is the bytes that must move
+divided by the time, relative to a copy of 2 GiB in the same run. Each result is compared with float64 first. A result
+outside the error budget of lrpe_md.testing is recorded with its violation and not timed. Each mode and each workload
+can be measured in a separate run. `make results` writes docs/results/performance.md from
 scripts/results/benchmark-*.csv.
 """
 
@@ -35,7 +35,7 @@ from ..common.devices import gpu_name
 from ..common.options import LIMIT, choose
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
-from .measure import PASSES, Judge, OutOfTime, Session, in_words, time_copy, time_peer
+from .measure import PASSES, Judge, OutOfTime, Session, describe_error, time_copy, time_peer
 from .peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
 
 OPS = ("cosine", "rotate")
@@ -46,7 +46,7 @@ ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 
 def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
-    """A list between semicolons, or commas where no name holds one; in the known order."""
+    """Split a list at semicolons, or at commas if no name has one; return the names in their known order."""
     known = list(known)
     if wanted is None:
         return list(default)
@@ -56,7 +56,7 @@ def choose_in_order(option: str, wanted: str | None, known: Iterable[str], defau
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Where the numbers come from, without names of hosts or paths."""
+    """Return machine, versions and commit, without host names or paths."""
     return {
         "copy_gbps": None,
         "gpu": gpu_name(device) or "cpu",
@@ -68,7 +68,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], console: Console) -> None:
-    """A line for each mode, op, frequencies and peer; a column for each workload."""
+    """Print a row for each mode, op, frequencies and peer, with a column for each workload."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         if row["mode"] == "copy":
@@ -105,7 +105,7 @@ def takes(peer: Peer, op: str, workload: str) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: each mode of each operator on each workload, by each peer."""
+    """Selection of measurements: each mode of each operator on each workload, by each peer."""
 
     modes: list[str]
     workloads: dict[str, Workload]
@@ -121,40 +121,48 @@ class Plan:
 
 
 def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[str, str]]:
-    """All peers, those in the folders among them, and why some could not be loaded."""
+    """Load all peers, including those in the folders; return them and the errors of those that failed."""
     known, broken = dict(PEERS), {}
     for name, root in folders.items():
         if root is not None:
             try:
                 known |= LIBRARIES[name](root.resolve())
-            except Exception as error:  # the others can still be measured
-                broken[name] = in_words(error)
+            except Exception as error:  # go on with the others
+                broken[name] = describe_error(error)
     return known, broken
 
 
 def main(
-    op: Annotated[str | None, typer.Option(help=f"Of {', '.join(OPS)}; all where not given.")] = None,
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(ALL_WORKLOADS)}; text only where given.")] = None,
-    omega: Annotated[str | None, typer.Option(help=f"Of {', '.join(OMEGAS)}; all where not given.")] = None,
-    modes: Annotated[str | None, typer.Option(help=f"Of {', '.join(MODES)}; the first three where not given.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Semicolons between; a wrong name lists them.")] = None,
-    variants: Annotated[bool, typer.Option("--variants", help="Also the variants of our own passes.")] = False,
-    liger: Annotated[Path | None, typer.Option(help="A checkout of Liger-Kernel, or the folder it is in.")] = None,
-    flash_attn: Annotated[Path | None, typer.Option(help="A checkout of flash-attention.")] = None,
-    xopes: Annotated[Path | None, typer.Option(help="A checkout of xopes.")] = None,
-    time_inexact: Annotated[bool, typer.Option("--time-inexact", help="Time peers outside the budget, too.")] = False,
+    op: Annotated[str | None, typer.Option(help=f"Operators: {', '.join(OPS)}. (default: all)")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but text)")
+    ] = None,
+    omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
+    modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
+    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
+    variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
+    liger: Annotated[
+        Path | None, typer.Option(help="Liger-Kernel checkout, or the folder that contains its package.")
+    ] = None,
+    flash_attn: Annotated[Path | None, typer.Option(help="flash-attention checkout.")] = None,
+    xopes: Annotated[Path | None, typer.Option(help="xopes checkout.")] = None,
+    time_inexact: Annotated[
+        bool, typer.Option("--time-inexact", help="Also time peers outside the error budget.")
+    ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="Default: scripts/results/benchmark-MODES.csv.")] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="Output CSV. (default: scripts/results/benchmark-MODES.csv)")] = None,
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Measure, ours first. The CSV has every row as soon as it is known."""
+    """Benchmark the operators, lrpe-md first. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     started = time.monotonic()
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
@@ -167,7 +175,7 @@ def main(
     chosen: dict[str, Peer] = {name: known[name] for name in choose_in_order("--peers", peers, known, known)}
     plan = Plan(wanted_modes, works, ops, omegas, chosen, variants, smoke)
 
-    functorch_config.donated_buffer = False  # graphs are kept, and differentiated again and again
+    functorch_config.donated_buffer = False  # graphs are differentiated many times
     out = out or Path("scripts/results") / f"benchmark-{'-'.join(wanted_modes)}.csv"
     here = environment(where, commit)
     session = Session(out, where, started + limit, rep, time_inexact, here, console)
@@ -191,7 +199,7 @@ def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None
 
 
 def measure_all(session: Session, plan: Plan) -> None:
-    """Ours first, since the time may be up before the others are done."""
+    """Measure lrpe-md first, in case the time runs out."""
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
     if plan.variants and plan.passes:
         for name, workload in plan.workloads.items():
@@ -213,7 +221,7 @@ def measure_all(session: Session, plan: Plan) -> None:
         for name in modes_of.SCALING_PEERS:
             for op in plan.ops:
                 if name in plan.peers and op in plan.peers[name].maps:
-                    step = 1 if name == OURS else 2  # each size is a compile
+                    step = 1 if name == OURS else 2  # peers may compile for each size
                     exponents = list(range(6 if plan.smoke else 8, 8 if plan.smoke else 21, step))
                     modes_of.measure_scaling(session, op, name, plan.peers[name], exponents)
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name != OURS})
@@ -222,7 +230,7 @@ def measure_all(session: Session, plan: Plan) -> None:
 def run_passes(
     session: Session, passes: list[str], name: str, work: Workload, op: Any, kind: str, peers: dict[str, Peer]
 ) -> None:
-    """One problem, every peer that can do it; the inputs and their float64 results are made once."""
+    """Measure all suitable peers on one problem; inputs and float64 results are computed once."""
     fitting = {n: p for n, p in peers.items() if takes(p, op, name) and (kind == "shared" or p.per_head)}
     if not passes or not fitting:
         return

@@ -1,9 +1,9 @@
-"""What ``scripts.bench operators`` compares: its inputs, our operators, and adapters to other implementations of them.
+"""Inputs of ``scripts.bench operators``, lrpe-md's operators, and adapters to other implementations.
 
-A peer computes the same function of the same inputs: q and k (B, H, N, D) as slices of one packed projection
-(B, N, 3, H, D) for rotate, one contiguous x for cosine. What it needs besides, tables or contiguous tensors, is its own
-affair: tables are made once before timing, copies are timed. With grouped queries q and k are (B, N, H, D) in memory,
-each a projection of its own.
+All peers compute the same function of the same inputs. For rotate, q and k (B, H, N, D) are slices of a packed
+projection (B, N, 3, H, D); for cosine, x is contiguous. If a peer needs tables, they are computed once before timing;
+if it needs contiguous tensors, the copies are timed. With grouped queries, q and k come from separate projections (B,
+N, H, D).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ BOTH = "half", "interleaved"
 class Peer:
     build: Callable[[Inputs], Forward]
     maps: tuple[str, ...] = ("cosine", "rotate")
-    per_head: bool = True  # takes frequencies by head
-    omega_grad: bool = False  # gives their gradient
+    per_head: bool = True  # supports frequencies per head
+    omega_grad: bool = False  # computes their gradient
     compiled: bool = False
     overwrites: Literal["nothing", "grads", "all"] = "nothing"
-    adapt: Callable[[Inputs], Inputs] | None = None  # the nearest call that it can do
-    text: bool = False  # compared on text alone
-    pairs: tuple[str, ...] = ("half",)  # that rotate can take
+    adapt: Callable[[Inputs], Inputs] | None = None  # converts the inputs to the nearest supported call
+    text: bool = False  # compared on text only
+    pairs: tuple[str, ...] = ("half",)  # pairs that its rotation supports
     note: str = ""
 
 
 def large_inputs(case: Case, device: torch.device) -> Inputs:
-    """Inputs made on the device. Shared frequencies are axial, the slowest axis first; those by head are dense."""
+    """Create inputs on the device. Shared frequencies are axial, slowest axis first; per-head ones are dense."""
     generator = torch.Generator(device).manual_seed(case.seed)
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
@@ -63,7 +63,7 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
-    for x, h in zip(xs, case.heads, strict=True):  # in the memory order of the outputs
+    for x, h in zip(xs, case.heads, strict=True):  # in the memory layout of the outputs
         tokens_first = case.grad_layout == "bnhd"
         size = (batch, num_tokens, h) if tokens_first else (batch, h, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
@@ -89,7 +89,7 @@ def shared_theta(case: Case) -> Tensor:
 
 
 def kernels(inputs: Inputs) -> Forward:
-    """The kernels; on a CPU, which has none, the reference."""
+    """Call the kernels or, on a CPU, the reference."""
     return bind(inputs, "triton" if inputs.omega.is_cuda else "reference")
 
 
@@ -98,14 +98,14 @@ def torch_eager(inputs: Inputs) -> Forward:
 
 
 def make_call(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> Call:
-    """For what is below the public functions."""
+    """Build the call description that the functions below the public API take."""
     case: Any = inputs.case
     options = Options(case.map, case.act, case.dim, case.pairs, case.rotary_dim)
     return validate(options, xs, omega, inputs.positions)
 
 
 def cached(inputs: Inputs) -> Forward:
-    """The kernels with the angles kept between the passes."""
+    """Call the kernels and save the angles for the backward."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         call = make_call(inputs, xs, omega)
@@ -119,10 +119,10 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """cos Θ and sin Θ (H or 1, N, C), exact to float32."""
+    """Return cos Θ and sin Θ (H or 1, N, C), exact to float32."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
-    theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at 0
+    theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin
     return theta.cos().float(), theta.sin().float()
 
 
@@ -153,13 +153,13 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tables (H, ..) of the key heads for each of q and k, whose heads share them in groups."""
+    """Select the tables (H, ..) for each of q and k; their heads share tables in groups."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 
 
 def rotate_half(inputs: Inputs) -> Forward:
-    """As in transformers: x cos + [-x_2, x_1] sin with tables of all channels, but in float32."""
+    """Rotate as transformers does, x cos + [-x_2, x_1] sin with tables of all channels, but in float32."""
     ready = by_tensor(inputs, *(torch.cat([t, t], dim=-1) for t in tables(inputs)))
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def rotate_half(inputs: Inputs) -> Forward:
     return forward
 
 
-def compiled(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Forward]:
+def compile_forward(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Forward]:
     def build_compiled(inputs: Inputs) -> Forward:
         backend = "inductor" if inputs.omega.is_cuda else "aot_eager"
         return torch.compile(build(inputs), dynamic=False, fullgraph=True, backend=backend)
@@ -184,7 +184,7 @@ def compiled(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Forward]:
 
 
 def timm(inputs: Inputs) -> Forward:
-    """As in timm's attention: prefix tokens are cut off and put back."""
+    """Rotate as timm's attention does: prefix tokens are split off and concatenated again."""
     from timm.layers import apply_rot_embed_cat  # pyright: ignore[reportPrivateImportUsage]
 
     cos, sin = tables(inputs)
@@ -205,7 +205,7 @@ def timm(inputs: Inputs) -> Forward:
 
 
 def load_file(name: str, root: Path, *places: str) -> Any:
-    """A module by its file, without its package, which may need what is not there."""
+    """Load a module from its file without importing its package, which may have missing dependencies."""
     for place in places:
         if (root / place).exists():
             spec = importlib.util.spec_from_file_location(name, root / place)
@@ -215,13 +215,13 @@ def load_file(name: str, root: Path, *places: str) -> Any:
             sys.modules[name] = module
             spec.loader.exec_module(module)
             return module
-    raise FileNotFoundError(f"none of {', '.join(places)} in {root}")
+    raise FileNotFoundError(f"none of {', '.join(places)} exists in {root}; pass another folder")
 
 
 def flash_attn(root: Path) -> dict[str, Peer]:
     rotary = load_file("flash_attn_rotary", root, "flash_attn/ops/triton/rotary.py", "ops/triton/rotary.py")
 
-    class Rotary(torch.autograd.Function):  # the package's own needs its CUDA extension
+    class Rotary(torch.autograd.Function):  # the package's autograd function needs its CUDA extension
         @staticmethod
         def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             ctx.save_for_backward(cos, sin)
@@ -272,7 +272,7 @@ def liger(root: Path) -> dict[str, Peer]:
 
 
 def xopes(root: Path) -> dict[str, Peer]:
-    # Its packages import all of their modules: stand-ins keep to the three that are wanted.
+    # The packages import all of their modules. Empty stand-ins avoid this, so that only three modules are loaded.
     for name in (
         "",
         "ops",
@@ -327,10 +327,12 @@ def xopes(root: Path) -> dict[str, Peer]:
 
 PEERS = {
     OURS: Peer(kernels, omega_grad=True, pairs=BOTH),
-    "torch.compile, tables": Peer(compiled(torch_tables), compiled=True, pairs=BOTH),
-    "torch.compile, angles": Peer(compiled(torch_eager), compiled=True, omega_grad=True, pairs=BOTH),
-    "torch.compile, rotate_half": Peer(compiled(rotate_half), ("rotate",), compiled=True, text=True, note="tables"),
-    "timm, compiled": Peer(compiled(timm), ("rotate",), compiled=True, pairs=BOTH, note="tables"),
+    "torch.compile, tables": Peer(compile_forward(torch_tables), compiled=True, pairs=BOTH),
+    "torch.compile, angles": Peer(compile_forward(torch_eager), compiled=True, omega_grad=True, pairs=BOTH),
+    "torch.compile, rotate_half": Peer(
+        compile_forward(rotate_half), ("rotate",), compiled=True, text=True, note="tables"
+    ),
+    "timm, compiled": Peer(compile_forward(timm), ("rotate",), compiled=True, pairs=BOTH, note="tables"),
     "timm, eager": Peer(timm, ("rotate",), pairs=BOTH, note="tables"),
     "torch, eager": Peer(torch_eager, omega_grad=True, pairs=BOTH),
 }

@@ -1,4 +1,4 @@
-"""A kernel that does next to nothing, as an operator of torch's own kind: what a launch of a compiled program costs."""
+"""A nearly empty kernel as a torch operator, to measure the launch overhead in a compiled program."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def copy_two_kernel(p_q, p_k, p_omega, p_a, p_b, size, BLOCK: tl.constexpr):
 
 @torch.library.triton_op("lrpe_md_bench::copy_two", mutates_args=())
 def copy_two(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Of q and k: as many tensors as ours has."""
+    """Launch the kernel on q and k, with as many tensor arguments as lrpe-md's operator."""
     a, b = torch.empty_like(q), torch.empty_like(k)
     grid = (triton.cdiv(q.numel(), BLOCK),)
     torch.library.wrap_triton(copy_two_kernel)[grid](q, k, omega, a, b, q.numel(), BLOCK=BLOCK)

@@ -1,8 +1,8 @@
-"""The pages of docs/results on speed and on adapted models, and their plots, from scripts/results.
+"""Write the pages and plots of docs/results on speed and on adapted models, from scripts/results.
 
     make results                  or python -m scripts.bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
-Of several files that measured the same, the latest counts.
+If several files contain the same measurement, the latest one is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", 
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
-    """All rows of one GPU (the one with most of them), the latest of each measurement."""
+    """Read the latest row of each measurement of one GPU, by default the one with most rows."""
     files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
@@ -50,13 +50,13 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Each value once: workloads and peers as they are listed in the benchmark, others as they come."""
+    """Return the unique values: workloads and peers in the benchmark's order, others as they come."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
 
 def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
-    """The one measured value among the rows, ✗ outside the budget, nothing where nothing was measured."""
+    """Return the one measured value of the rows, ✗ outside the error budget, or "" if nothing was measured."""
     measured: Any = rows.dropna(subset=["p50"])
     if len(measured):
         last = measured.iloc[-1]
@@ -68,7 +68,7 @@ def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str
 
 
 def render(rows: pd.DataFrame) -> str:
-    """The section in markdown, empty where nothing was measured."""
+    """Render the section as markdown; empty if nothing was measured."""
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton", "commit")}
@@ -100,7 +100,7 @@ def workloads() -> str:
 
 
 def adapters(folder: Path) -> str:
-    """How many models `adapt_rotary` takes, and which, with the reasons for the others."""
+    """Report which models `adapt_rotary` supports, and why it refuses the others."""
     parts: list[str] = []
     counts: list[list[str]] = []
     for file in sorted(folder / f"{library}.csv" for library in LIBRARIES):
@@ -123,13 +123,13 @@ def adapters(folder: Path) -> str:
 
 
 class Pivot(NamedTuple):
-    """A table of a file's own: a line an implementation, a column a case."""
+    """Layout of a table: a row for each implementation, a column for each case."""
 
     text: str
     columns: tuple[str, ...]
     value: str
     digits: int
-    more: str = ""  # beside the value, in brackets
+    more: str = ""  # column shown in brackets after the value
 
 
 PIVOTS = {
@@ -151,7 +151,7 @@ PIVOTS = {
 
 
 def pivot(file: Path) -> str:
-    """What was measured, and where."""
+    """Render the table of a file, and where it was measured."""
     if not file.is_file():
         return ""
     shown = PIVOTS[file.name]
@@ -181,7 +181,7 @@ HOST_TESTS = (
 
 
 def host_tests(file: Path) -> str:
-    """The tests of other libraries, stock and adapted."""
+    """Report the results of other libraries' tests with stock and adapted models."""
     if not file.is_file():
         return ""
     rows: Any = pd.read_csv(file, keep_default_na=False)
@@ -206,7 +206,7 @@ def host_tests(file: Path) -> str:
 
 
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
-    """Every page that there is something for, by its file."""
+    """Render every page that has results, by file name."""
     speed = render(rows), counters(folder / "counters.csv")
     others = [pivot(folder / name) for name in PIVOTS]
     found = {
@@ -231,7 +231,7 @@ def pass_rows(rows: pd.DataFrame) -> Any:
 
 
 def pass_table(rows: Any, names: dict[str, Any]) -> list[str]:
-    """A line for each name, a column for each pass and workload."""
+    """Render a row for each name, a column for each pass and workload."""
     measured = set(zip(*(rows[rows.p50.notna()][name] for name in ("mode", "workload")), strict=True))
     columns = [(p, w) for p in PASSES for w in ordered(rows.workload) if (p, w) in measured]
     first = {p: next((w for q, w in columns if q == p), "") for p in PASSES}
@@ -368,7 +368,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 
 def counters(file: Path) -> str:
-    """What limits the kernels, empty where nothing was counted."""
+    """Report what limits the kernels; empty without a file of counters."""
     if not file.exists():
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
@@ -391,7 +391,7 @@ def counters(file: Path) -> str:
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:
-    """What is outside the budget, and what failed, in its own words."""
+    """List results outside the error budget, and failures with their messages."""
     wrong: Any = rows[rows.in_budget == "False"]
     failed: Any = rows[rows.p50.isna() & (rows.in_budget != "False") & (rows.note != "")]
     lines = []
@@ -408,7 +408,7 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def save(figure: Any, axes: Any, path: Path) -> None:
-    """With one legend for all axes, each name once."""
+    """Save a figure with one legend for all axes."""
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -418,8 +418,10 @@ def save(figure: Any, axes: Any, path: Path) -> None:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Those to draw of an op, as many as a reader tells apart: what was measured in most places, then what is fastest.
-    All are in the tables."""
+    """Choose the peers of an operator to plot: those measured in most places, then the fastest.
+
+    The tables show all of them.
+    """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
     first = found.sort_values(["ours", "places", "share"], ascending=False).index[:SERIES]
@@ -427,7 +429,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
 
 
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
-    """Shared frequencies: ops by row, passes by column, a group of bars for each workload."""
+    """Plot shared frequencies: ops by row, passes by column, a group of bars for each workload."""
     part = pass_rows(rows)
     part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
     if not len(part):
@@ -465,7 +467,7 @@ def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Forward time against N: ops by row, axes by column; dotted: the copy's speed."""
+    """Plot forward time against N: ops by row, axes by column; the dotted line is the copy's speed."""
     part: Any = rows[(rows["mode"] == "scaling") & rows.p50.notna()]
     if not len(part):
         return False
@@ -500,11 +502,11 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where benchmark-*.csv are and the plots go.")] = RESULTS,
-    to: Annotated[Path, typer.Option("--pages", help="Where the pages go.")] = PAGES,
-    gpu: Annotated[str | None, typer.Option(help="The one with most rows where not given.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder with benchmark-*.csv; plots are written there.")] = RESULTS,
+    to: Annotated[Path, typer.Option("--pages", help="Output folder for the pages.")] = PAGES,
+    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
 ) -> None:
-    """The pages of what was measured, and the plots."""
+    """Write the pages and plots of all measurements."""
     rows = read(folder, gpu)
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):

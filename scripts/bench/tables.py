@@ -1,13 +1,13 @@
-"""Compare rotations that read given tables with rotations that compute their angles. Writes a CSV.
+"""Compare rotations that use precomputed tables with rotations that compute their angles. Writes a CSV.
 
     python -m scripts.bench tables                               all workloads, forms of tables and passes
     python -m scripts.bench tables --workload wan --form "angles;full, float32"
-    python -m scripts.bench tables --at-least 0.95               fails where tables are slower than that
+    python -m scripts.bench tables --at-least 0.95               fails if tables are slower than that
 
-Times are medians on the GPU's clock, with a cold L2 cache and the call queued beforehand, on three copies of the inputs
-in turn. ``speed`` is the time with computed angles over the time with tables, both from this run; ``share`` is the
-speed of a copy of as many bytes as q and k, read and written, have. Before a form is timed, a small case of it is
-checked against float64.
+Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
+inputs. ``speed`` is the time with computed angles divided by the time with tables in the same run. ``share`` is the
+speed relative to a copy that reads and writes as many bytes as q and k have. Before it is timed, a small case of each
+form is checked against float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lrpe_md.testing import Case, bind, check
 
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
-from .measure import floor_bytes, in_words, make_pass, release_memory
+from .measure import describe_error, floor_bytes, make_pass, release_memory
 from .operators import choose_in_order
 from .peers import large_inputs
 
@@ -67,7 +67,7 @@ def shrink(case: Case) -> Case:
 
 
 def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, float]) -> None:
-    """Time both passes of one form; ``angles_ms`` has, and is given, those with computed angles."""
+    """Time both passes of one form; ``angles_ms`` stores the times with computed angles."""
     case = make_case(whole, form)
     small = replace(shrink(case), tables_batch=2 if case.tables_batch > 1 else 1)
     wrong = check(small, "auto", run.device, frequencies=False)
@@ -88,21 +88,23 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 
 
 def main(
-    workload: Annotated[str | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; all where not given.")] = None,
-    form: Annotated[str | None, typer.Option(help=f"Of {'; '.join(FORMS)}; all where not given.")] = None,
-    at_least: Annotated[float, typer.Option(help="Fail where tables have less than this share of the speed.")] = 0.0,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement starts.")] = 3600.0,
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 60,
-    out: Annotated[Path, typer.Option(help="The CSV.")] = Path("scripts/results/benchmark-tables.csv"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: whether it runs, not how fast.")] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record, for files without their history.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
+    form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
+    at_least: Annotated[float, typer.Option(help="Fail if tables reach less than this fraction of the speed.")] = 0.0,
+    limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
+    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Time rotations with given tables beside those with computed angles. The CSV gets each row as it is known."""
+    """Compare rotations with precomputed tables and with computed angles. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: PyTorch has no {device} here")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
     if device == "cpu" and not smoke:
-        raise typer.BadParameter("--device cpu: only with --smoke; its times say nothing about a GPU")
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     chosen = choose_in_order("--form", form, FORMS, FORMS)
@@ -119,14 +121,14 @@ def main(
                 break
             try:
                 measure(run, name, each, shrink(WORKLOADS[name]) if smoke else WORKLOADS[name], angles_ms)
-            except Exception as error:  # out of memory, say: the next can be measured
-                run.add(workload=name, form=each, note=in_words(error))
+            except Exception as error:  # such as out of memory; go on with the next
+                run.add(workload=name, form=each, note=describe_error(error))
             release_memory(where)
     finish(run, at_least)
 
 
 def finish(run: Run, at_least: float) -> None:
-    """Print the speeds, slowest first; fail where one is too low, or was not measured."""
+    """Print the speeds, slowest first; fail if one is too low or missing."""
     timed = sorted((row for row in run.rows if "speed" in row and row["form"] != ANGLES), key=lambda row: row["speed"])
     for row in timed:
         run.console.print(f"{row['speed']:.3f}  {row['workload']}, {row['form']}, {row['pass']}", highlight=False)

@@ -1,4 +1,4 @@
-"""What an encoding costs in training: whole steps of ViTs, a video layer and our backbones, with and without it.
+"""Measure the overhead of encodings in whole training steps of ViTs, a video layer, and other models.
 
     python -m scripts.bench training --models vit_b --modes compiled --out training.csv
     python -m scripts.bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
@@ -8,11 +8,11 @@
     python -m scripts.bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
     python -m scripts.bench training --models wan,qwen3 --encodings adapted,adapted-other --other ../old-checkout
 
-A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step: eager, compiled, or with
-forward and backward as CUDA graphs (graphs); with "inference" and "inference-compiled" the forward alone. All models of
-a run are resident, and take their steps in turn, in a new order each round; each step is compared with that of its
-baseline in the same round. Every encoding is compared with the same model without it. vit_b, vit_b_1024 (at 1,024
-pixels) and vit_s (timm's ViTs) and video (a layer of a video transformer) have:
+A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step. Modes are eager, compiled,
+and graphs (forward and backward as CUDA graphs); "inference" and "inference-compiled" run only the forward. All models
+of a run stay in memory and take turns, in a new order each round. Each step is compared with the baseline's step in the
+same round; the baseline is the same model without the encoding. vit_b, vit_b_1024 (at 1,024 pixels), vit_s (timm's
+ViTs) and video (a layer of a video transformer) have:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
@@ -24,19 +24,22 @@ pixels) and vit_s (timm's ViTs) and video (a layer of a video transformer) have:
                          for each token                             (compared with timm-none; in the layer with none)
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
-image, video_model and dit are the models of `train image`, `train video` and `train diffusion`, of their
-default sizes and with their losses, on random data, at eight times their batches, which keep a GPU busy; they have
-their scripts' encodings, compared with none; dit also rotate-norms-first, whose norms of q and k are launches of
-their own.
+image, video_model and dit are the models of `train image`, `train video` and `train diffusion` with their default sizes
+and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They have the encodings of their
+scripts, compared with none. dit also has rotate-norms-first, which normalises q and k in separate launches.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
-transformers and timm with random weights in bfloat16, as wide as they are published and a few layers deep: stock, and
-by `adapt_rotary` (adapted, compared with stock), and by that of another checkout (adapted-other).
+transformers and timm with random bfloat16 weights, published widths and few layers. They have stock, adapted (by
+`adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
 
-Appends to the CSV, one row for each model, mode and encoding: tokens of a step (patches), quantiles of the time and of
-its ratio to the baseline, the largest memory that one step takes with its own model alone, the host's time to issue a
-step (below the GPU's where the GPU is the bottleneck), the attention kernel that PyTorch took, and for how many
-reasons the compiler broke the graph.
+The command appends a row to the CSV for each model, mode and encoding. It contains:
+
+    tokens               patches of a step
+    ms_p.., ratio_p..    quantiles of the time of a step, and of its ratio to the baseline
+    peak_gib             peak memory of a step, without the other models
+    host_ms              host time to issue a step; less than the GPU time if the GPU is the bottleneck
+    attention            PyTorch's attention kernel
+    graph_breaks         number of graph breaks
 """
 
 from __future__ import annotations
@@ -79,9 +82,9 @@ INFERENCE = ("inference", "inference-compiled")
 MODES = ("eager", "compiled", "graphs", *INFERENCE)
 Workload = Ours | Hosted
 MODELS: dict[str, Workload] = {**OURS, **HOSTED}
-WARMUP_ROUNDS = 3  # after two steps of each model
+WARMUP_ROUNDS = 3  # in addition to two steps of each model
 HOST_STEPS = 5
-KERNELS = 25  # of a step, in the table of --profile
+KERNELS = 25  # rows in the table of --profile
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -90,14 +93,15 @@ BACKENDS = {
 
 
 class Trainee:
-    """A model with an optimizer and a batch of its own."""
+    """A model with an optimizer and a fixed batch."""
 
     def __init__(
         self, workload: Workload, encoding: str, mode: str, batch: int, backend: str, device: torch.device
     ) -> None:
         self.workload, self.mode, self.device = workload, mode, device
         self.learning = mode not in INFERENCE
-        with device if isinstance(workload, Hosted) else nullcontext():  # billions of weights, slow to draw on a CPU
+        # Initialising billions of weights is slow on a CPU.
+        with device if isinstance(workload, Hosted) else nullcontext():
             self.raw = workload.build(encoding)
         self.raw = self.raw.to(device).train(self.learning)
         self.model: Any = torch.compile(self.raw, **COMPILE[mode]) if mode in COMPILE else self.raw
@@ -116,15 +120,15 @@ class Trainee:
             return loss
         loss.backward()
         self.optimizer.step()
-        # Nothing of this step may be held in the next: the graphs of all models share their memory. The loss is not
-        # in it, being computed outside of them.
+        # The CUDA graphs of all models share their memory, so no tensor of a graph may outlive the step. The loss is
+        # computed outside of the graphs.
         self.optimizer.zero_grad(set_to_none=True)
         for x in self.inputs:
             x.grad = None
         return loss.detach()
 
     def state_bytes(self) -> int:
-        """What this model holds between its steps."""
+        """Return the bytes that this model occupies between steps."""
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         tensors = [*self.raw.parameters(), *self.raw.buffers(), *states, *self.inputs]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -140,7 +144,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_step(trainee: Trainee) -> Callable[[], float]:
-    """Take a step; its milliseconds can be asked for once the device is done."""
+    """Run a step; the returned function gives its milliseconds once the device is done."""
     if trainee.device.type != "cuda":
         start = time.perf_counter()
         trainee.step()
@@ -154,7 +158,7 @@ def time_step(trainee: Trainee) -> Callable[[], float]:
 
 
 def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, limit: float) -> pd.DataFrame:
-    """Milliseconds, a row for each round, in which every model takes one step."""
+    """Return milliseconds, a row for each round, in which every model takes one step."""
     order, rounds, start = random.Random(0), [], time.perf_counter()
     for _ in range(steps):
         # No synchronisation here: the host runs ahead, as it does in training.
@@ -167,7 +171,7 @@ def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, 
 
 
 def peak_bytes(trainee: Trainee) -> float:
-    """The largest memory of a step, what the other models hold left out; NaN without a GPU."""
+    """Return the peak memory of a step without the other models; NaN without a GPU."""
     if trainee.device.type != "cuda":
         trainee.step()
         return math.nan
@@ -180,7 +184,7 @@ def peak_bytes(trainee: Trainee) -> float:
 
 
 def host_ms(trainee: Trainee) -> float:
-    """Until a step is issued to an idle device."""
+    """Return the milliseconds that the host takes to issue a step to an idle device."""
     times = []
     for _ in range(HOST_STEPS):
         synchronize(trainee.device)
@@ -192,10 +196,10 @@ def host_ms(trainee: Trainee) -> float:
 
 
 def observed_step(trainee: Trainee) -> tuple[str, float]:
-    """Which of PyTorch's attention kernels a step calls, and its :func:`peak_bytes`.
+    """Return the attention kernel that PyTorch uses in a step, and the step's :func:`peak_bytes`.
 
-    Of the second step: the first compiles, and from the third on CUDA graphs are replayed, which shows neither calls
-    nor allocations.
+    Call it for the second step: the first one compiles, and from the third on CUDA graph replay hides calls and
+    allocations.
     """
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         peak = peak_bytes(trainee)
@@ -206,7 +210,7 @@ def observed_step(trainee: Trainee) -> tuple[str, float]:
 
 
 def kernel_times(trainee: Trainee) -> pd.DataFrame:
-    """The CUDA kernels of a step with their calls and milliseconds, the slowest first."""
+    """Return the CUDA kernels of a step with their calls and milliseconds, slowest first."""
     events = [(event.name, event.time_range.elapsed_us() / 1000) for event in device_events(trainee.step)]
     table = pd.DataFrame(events, columns=["kernel", "ms"])
     table = table.groupby("kernel").agg(calls=("ms", "size"), ms=("ms", "sum")).reset_index()
@@ -216,7 +220,7 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Timing:
-    """How training steps are timed: rounds of one step of each, until ``limit`` seconds are over."""
+    """Settings of the timing: rounds of one step per model, until ``limit`` seconds have passed."""
 
     steps: int
     limit: float
@@ -229,7 +233,7 @@ class Timing:
 def compare(
     workload: Workload, encodings: list[str], mode: str, batch: int, timing: Timing
 ) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
-    """A row for each encoding, and with ``profiling`` the kernels of a step of each."""
+    """Return a row for each encoding and, with ``profiling``, the kernels of each one's step."""
     device = timing.device
     torch.compiler.reset()
     gc.collect()
@@ -249,7 +253,7 @@ def compare(
         breaks[name] = len(counters["graph_break"])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
             raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
-    # Of cosine q and k are wider than v, which other kernels take; linear attention takes none.
+    # With the cosine map, q and k are wider than v, which needs other kernels; linear attention uses none.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
         raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one by --backend")
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
@@ -279,7 +283,7 @@ def compare(
 
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """Those that this model has, and what they are compared with."""
+    """Return the wanted encodings that this model has, and their baselines."""
     names = {name for name in wanted or workload.default if name in workload.baselines}
     for _ in range(2):  # timm-axial, timm-none, none
         names |= {workload.baselines[name] for name in names}
@@ -299,38 +303,43 @@ def show(title: str, rows: pd.DataFrame) -> None:
 
 def main(
     models: Annotated[
-        str, typer.Option("--models", "--model", help=f"Any of {','.join(MODELS)}.")
+        str, typer.Option("--models", "--model", help=f"Models: {', '.join(MODELS)}.")
     ] = "vit_b,vit_s,video",
-    modes: Annotated[str, typer.Option(help=f"Any of {','.join(MODES)}.")] = "eager,compiled",
-    encodings: Annotated[str | None, typer.Option(help="Names; without it some that the model has.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every model takes one step.")] = 60,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step; each model has its own.")] = None,
+    modes: Annotated[str, typer.Option(help=f"Modes: {', '.join(MODES)}.")] = "eager,compiled",
+    encodings: Annotated[str | None, typer.Option(help="Encodings. (default: depends on the model)")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of rounds; every model takes one step per round.")] = 60,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. (default: depends on the model)")] = None,
     limit: Annotated[
-        float, typer.Option(callback=positive, help="Seconds after which no new round begins.")
+        float, typer.Option(callback=positive, help="Time budget in seconds; no round starts after it.")
     ] = math.inf,
     backend: Annotated[str, typer.Option(help=f"Attention kernel: auto or one of {', '.join(BACKENDS)}.")] = "auto",
-    profiling: Annotated[bool, typer.Option("--profile", help="Also list the CUDA kernels of a step of each.")] = False,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    profiling: Annotated[
+        bool, typer.Option("--profile", help="Also list the CUDA kernels of one step per model.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     other: Annotated[
-        Path | None, typer.Option(help="Another checkout of this repository, for --encodings adapted-other.")
+        Path | None, typer.Option(help="Another checkout of this repository, for adapted-other.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Recorded with the numbers; without it what git says.")] = None,
-    out: Annotated[Path, typer.Option(help="CSV to add rows to; kernels go to NAME-kernels.csv beside it.")] = Path(
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    out: Annotated[Path, typer.Option(help="CSV to append to; kernels go to NAME-kernels.csv next to it.")] = Path(
         "runs/training.csv"
     ),
 ) -> None:  # fmt: skip
-    """Time training steps with each positional encoding and without any.
+    """Time training steps with each position encoding and without any.
 
-    Encodings of the ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed, and of the
-    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts; of other libraries'
-    models stock and adapted. What they are compared with is added.
+    ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
+    ViTs only: linear-axial, linear-cosine.
+    image, video_model, dit: the encodings of their train scripts.
+    Other libraries' models: stock, adapted, adapted-other.
+
+    The baselines of the encodings that you choose are added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))
     choose("--backend", [backend], ("auto", *BACKENDS))
     on = choose_device(device)
     if profiling and on.type != "cuda":
-        raise typer.BadParameter("--profile: lists CUDA kernels, but there is no GPU")
+        raise typer.BadParameter("--profile: expected a GPU, PyTorch finds none; leave it out")
     chosen_modes = choose("--modes", modes.split(","), MODES)
     todo = {model: with_baselines(MODELS[model], wanted) for model in choose("--models", models.split(","), MODELS)}
     for model, names in todo.items():

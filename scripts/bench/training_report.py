@@ -1,4 +1,4 @@
-"""Tables of whole training steps, from the CSVs of ``scripts.bench training``."""
+"""Tables of training steps, from the CSVs of ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOW = "medians of interleaved steps in bfloat16; (host): issuing a step takes th
 
 
 def read(file: Path) -> pd.DataFrame:
-    """The latest row of each model, mode and encoding."""
+    """Read the latest row of each model, mode and encoding."""
     rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
     return rows.fillna({"commit": "unknown"})
 
@@ -28,7 +28,7 @@ def host(row: Any) -> str:
 
 
 def training(file: Path) -> str:
-    """A line for each encoding, a column for each model and mode."""
+    """Render a row for each encoding, a column for each model and mode."""
     if not file.exists():
         return ""
     rows = read(file)
@@ -53,7 +53,7 @@ def training(file: Path) -> str:
 
 
 def backbones(file: Path) -> str:
-    """A line for each model and encoding, a column for each mode."""
+    """Render a row for each model and encoding, a column for each mode."""
     if not file.exists():
         return ""
     rows = read(file)
@@ -75,7 +75,7 @@ def backbones(file: Path) -> str:
 
 
 def adapted(file: Path) -> str:
-    """A line for each model, a column for each mode: the stock model's time, and what the adapted one gains."""
+    """Render a row for each model, a column for each mode: the stock model's time, and the gain of the adapted one."""
     if not file.exists():
         return ""
     rows = read(file)

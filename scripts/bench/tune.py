@@ -1,21 +1,21 @@
-"""Which tiles are fastest on this GPU? Prints the tables ``TILES`` of lrpe_md/engine/plan.py and linear_plan.py.
+"""Find the fastest tiles for this GPU, and print the tables ``TILES`` of lrpe_md/engine/plan.py and linear_plan.py.
 
     python -m scripts.bench tune                                    every row, as plan.py writes it
     python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
     python -m scripts.bench tune --only "linear keys" --only "linear queries"
     python -m scripts.bench tune --check                            is each tile of the table within 3% of the best?
 
-A row is the bytes of an element, a map, a pass and whether there is an activation, or given tables of cos and sin; its
-tiles are for up to 16, up to 64 and more channels. Those up to 64 are tried on grids of 14×14 and 64×64 tokens with
-head_dim 64, those for more on 21×30×52 with 128, those up to 16 on 64×64 with head_dim 72 and 80, whose channels go in
-blocks; each with frequencies, or tables, that heads share and with those of each head. A row of linear attention
-("linear ..") is a pass, its tiles are for four sizes of state: they are timed within the whole forward or backward, on
-vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians on the GPU's clock with a cold
-L2 cache, as those of the other benchmarks.
+A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with given cos and
+sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of 14×14 and
+64×64 tokens with head_dim 64; those for more on 21×30×52 with 128; those for up to 16 on 64×64 with head_dim 72 and 80,
+whose channels are processed in blocks. Frequencies or tables are both shared and per head. A row of linear attention
+("linear ..") is keyed by pass and has tiles for four state sizes. They are timed in a whole forward or backward, on
+vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a cold L2
+cache.
 
-A tile's score is its time over that of the fastest tile, on the problem where that is most. The best tile has the
-lowest score: first among shapes with the registers and stages that the table has; then the three best with others of
-these; then those in front, and the table's, are timed again in turns. The CSV has every time.
+A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest; the lowest score is
+best. The search first tries all shapes with the table's registers and stages. It then varies these for the three best
+shapes, and finally times the leaders and the table's tile again in turns. The CSV has every time.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from ..common.options import LIMIT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
 from .linear_tune import LinearPlace
-from .measure import TURNS, OutOfTime, cold_times, in_words, make_pass, quantiles
+from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs
 
-WIDTHS = ("up to 16", "up to 64", "more")  # channels: what a row of TILES has a tile for
+WIDTHS = ("up to 16", "up to 64", "more")  # channels; one tile in each row of TILES
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
 PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
 MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DOMEGA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-WITHIN = 1.03  # of the best: what --check allows
+WITHIN = 1.03  # time relative to the best that --check accepts
 FINALISTS = 3
 FIELDS = dict.fromkeys((*Tile._fields, *LinearTile._fields))
 KEY = ("row", "channels", *FIELDS, "problem", "round")
@@ -71,7 +71,7 @@ class Place(NamedTuple):
     """One tile of the table."""
 
     key: tuple[int, Any, Pass, str]
-    width: int  # of WIDTHS
+    width: int  # index into WIDTHS
 
     @property
     def row(self) -> str:
@@ -83,7 +83,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the width."""
+        """Name of the width."""
         return WIDTHS[self.width]
 
     @property
@@ -99,7 +99,7 @@ class Place(NamedTuple):
         return TILES[self.key][self.width]
 
     def cases(self, small: bool = False) -> dict[str, Case]:
-        """Problems that this tile is for, by name. small: for the same compiled kernels, in no time."""
+        """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
         found = {}
         for name, work in PROBLEMS[self.width].items():
             for per_head in (False, True):
@@ -113,9 +113,9 @@ class Place(NamedTuple):
         return work.case(self.key[1], per_head=per_head, **options)
 
     def shapes(self) -> list[Tile]:
-        """Rows, elements and warps, with the registers and stages of the table's tile."""
+        """Return candidates that vary rows, elements and warps, with the table's registers and stages."""
         found = []
-        most = 64 if self.key[0] == 2 else 16  # elements of all rows that a thread holds
+        most = 64 if self.key[0] == 2 else 16  # most elements per thread, over all rows
         for rows in (1, 2, 4):
             for elements in (128, 256, 512, 1024, 2048):
                 for num_warps in (1, 2, 4):
@@ -125,7 +125,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """The same shape with other registers and stages, or with the rows asked for first."""
+        """Return candidates of the same shape with other registers and stages, or with rows requested first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
@@ -134,13 +134,13 @@ class Place(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: Tile) -> Iterator[None]:
-        """The table with this tile in its place, and nothing for other widths: a call that reads those fails."""
+        """Put this tile into the table and remove the tiles of other widths, so that calls that need those fail."""
         kept = TILES[self.key]
         tiles: list[Any] = [None] * len(kept)
         tiles[self.width] = tile
         try:
             TILES[self.key] = tuple(tiles)
-            remembered.clear()  # what was cut by another table
+            remembered.clear()  # launches planned with another table
             yield
         finally:
             TILES[self.key] = kept
@@ -161,12 +161,12 @@ def shrink(work: Workload) -> Workload:
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile
-Times: TypeAlias = dict[Any, dict[str, float]]  # of a tile, milliseconds by problem; infinite where it can't run
+Times: TypeAlias = dict[Any, dict[str, float]]  # tile → problem → milliseconds; infinite if it can't run
 Measure = Callable[[Any, str], float]
 
 
 def scores(times: Times) -> dict[Any, float]:
-    """Of each tile, lowest first: the time over the fastest, where that is most."""
+    """Score each tile, lowest first: its largest time relative to the fastest tile of a problem."""
     problems = next(iter(times.values())).keys()
     fastest = {p: min(each[p] for each in times.values()) for p in problems}
     found = {
@@ -180,18 +180,18 @@ class Found(NamedTuple):
     place: AnyPlace
     best: AnyTile
     score: float
-    table_score: float  # of the tile that the table has
+    table_score: float  # score of the table's tile
 
     @property
     def ratio(self) -> float:
-        """What the table's tile takes, over the best one's."""
+        """Time of the table's tile relative to the best one."""
         return self.table_score / self.score if self.score < math.inf else math.inf
 
 
 def search(
     place: Any, measure: Measure, rounds: int, prepare: Callable[[list[Any]], Any] = lambda tiles: None
 ) -> Found:
-    """The best tile. prepare: told what will be measured next."""
+    """Find the best tile; ``prepare`` is called with the tiles to be measured next."""
     problems, times = list(place.cases()), {}
 
     def attempt(tiles: Iterable[AnyTile]) -> None:
@@ -216,7 +216,7 @@ def search(
 
 
 def compile_small(place: Any, tile: Any) -> None:
-    """In a process of its own: the compiler's cache has the kernels when they are to be timed."""
+    """Compile a tile's kernels in a separate process, which fills the compiler's cache before timing."""
     for case in place.cases(small=True).values():
         with place.in_table(tile):
             place.passes([place.inputs(case, torch.device("cuda"))])[0]()
@@ -225,7 +225,7 @@ def compile_small(place: Any, tile: Any) -> None:
 
 @dataclass
 class Session:
-    """What all measurements share; each is a line of the CSV at once."""
+    """State shared by all measurements; each time is appended to the CSV at once."""
 
     out: Path
     device: torch.device
@@ -233,7 +233,7 @@ class Session:
     deadline: float
     here: dict[str, Any]
     pool: ProcessPoolExecutor | None = None
-    inputs: dict[str, list[Any]] = field(default_factory=dict)  # of the place that is measured
+    inputs: dict[str, list[Any]] = field(default_factory=dict)  # of the current place
 
     def __post_init__(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -241,15 +241,15 @@ class Session:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
 
     def measure(self, place: Any, counted: dict[tuple[AnyTile, str], int], tile: Any, problem: str) -> float:
-        """Milliseconds, the median; infinite where the tile can't be compiled or launched."""
+        """Return the median time in milliseconds; infinite if the tile can't be compiled or launched."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         row = {"row": place.row, "channels": place.name, **tile._asdict(), "problem": problem}
         row["round"] = counted[tile, problem] = counted.get((tile, problem), -1) + 1
         try:
             found = quantiles(self.time(place, tile, problem))
-        except Exception as error:  # too many registers, too much shared memory
-            found = {"p50": math.inf, "note": in_words(error)}
+        except Exception as error:  # such as too many registers or too much shared memory
+            found = {"p50": math.inf, "note": describe_error(error)}
         with self.out.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})
         return found["p50"]
@@ -262,13 +262,13 @@ class Session:
             return cold_times(place.passes(self.inputs[problem]), self.rep)
 
     def compile(self, place: AnyPlace, tiles: list[AnyTile]) -> None:
-        """All at once, before any is timed."""
+        """Compile the tiles in parallel before any is timed."""
         if self.pool is None:
             return
         if time.monotonic() > self.deadline:
             raise OutOfTime
         for job in [self.pool.submit(compile_small, place, tile) for tile in tiles]:
-            job.exception()  # what fails here fails when it is timed, and is told there
+            job.exception()  # a failure is reported when the tile is timed
 
     def tune(self, place: AnyPlace, rounds: int) -> Found:
         self.inputs.clear()
@@ -280,7 +280,7 @@ class Session:
 
 
 def write_tile(tile: AnyTile) -> str:
-    """As plan.py writes it: what is at its default is left out, and what follows is named."""
+    """Format a tile as in plan.py: defaults are omitted, and arguments after them are named."""
     defaults, given, named = tile._field_defaults, [], False
     for name, value in tile._asdict().items():
         if name in defaults and value == defaults[name]:
@@ -307,7 +307,7 @@ def write_table(tiles: dict[tuple[int, Any, Pass, str], tuple[Tile, ...]]) -> st
 
 
 def write_tables(found: list[Found]) -> list[str]:
-    """Those that a tile was looked for in, with the best ones."""
+    """Format the tables that were tuned, with the best tiles."""
     encode: Any = {key: list(row) for key, row in TILES.items()}
     linear: Any = {stage: list(row) for stage, row in linear_tune.TILES.items()}
     for place, best, *_ in found:
@@ -333,7 +333,7 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Those whose name contains one of the texts; all where there is none."""
+    """Return the tiles whose name contains one of the texts, or all without texts."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:
@@ -358,21 +358,25 @@ def open_pool(jobs: int) -> ProcessPoolExecutor | None:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Tiles with this in their name; may be repeated.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Fail where a tile of the table is over 3% slower.")] = False,
-    out: Annotated[Path, typer.Option(help="Every time, as CSV.")] = Path("scripts/results/tune.csv"),
-    rep: Annotated[int, typer.Option(min=1, help="Milliseconds of GPU time a measurement.")] = 30,
-    rounds: Annotated[int, typer.Option(min=1, help="How often those in front are timed again, in turns.")] = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Tune only tiles whose name contains this; repeatable.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail if a tile of the table is over 3% slower than the best.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="CSV of all times.")] = Path("scripts/results/tune.csv"),
+    rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times that the leading tiles are timed again.")] = 3,
     limit: Annotated[float, LIMIT] = 3600.0,
-    jobs: Annotated[int | None, typer.Option(min=0, help="Processes that compile; default: up to 12.")] = None,
-    commit: Annotated[str | None, typer.Option(help="To record where the files are without their history.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Number of compiler processes. (default: up to 12)")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
     """Find the fastest tiles for this GPU."""
     places = choose_places(only or [])
     if not torch.cuda.is_available():
-        raise typer.BadParameter("PyTorch finds no GPU here; tiles are timed on the GPU that they are for")
+        raise typer.BadParameter("tuning needs the target GPU, but PyTorch finds none")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        raise typer.BadParameter("TRITON_INTERPRET is set; unset it: tiles are timed on the GPU")
+        raise typer.BadParameter("TRITON_INTERPRET is set; unset it, since tiles are timed on the GPU")
     device = torch.device("cuda", torch.cuda.current_device())
     started, console = time.monotonic(), Console(width=160, soft_wrap=True)
     pool = open_pool(min(12, os.cpu_count() or 1) if jobs is None else jobs)
@@ -387,7 +391,9 @@ def main(
                 found.append(session.tune(place, rounds))
                 progress.advance(task)
         except OutOfTime:
-            console.print(f"stopped after {limit:g} s: {len(places) - len(found)} of {len(places)} tiles are left")
+            console.print(
+                f"stopped after {limit:g} s: {len(places) - len(found)} of {len(places)} tiles were not tuned"
+            )
         finally:
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
@@ -395,12 +401,12 @@ def main(
 
 
 def finish(console: Console, found: list[Found], wanted: int, check: bool, out: Path) -> None:
-    """Print what was found; fail where a check does."""
+    """Print the results; fail if --check finds a slow tile."""
     console.print(summarise(found))
     if not check:
         for text in write_tables(found):
             console.print(text, highlight=False, markup=False)
-    console.print(f"every time is in {out}", highlight=False)
+    console.print(f"all times are in {out}", highlight=False)
     slow = [each for each in found if each.ratio > WITHIN]
     if check:
         text = f"{len(slow)} of {len(found)} tiles take more than {WITHIN:g} times the best"

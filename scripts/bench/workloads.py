@@ -1,4 +1,4 @@
-"""What ``scripts.bench training`` trains: ViTs, a layer of a video transformer, the train scripts' models."""
+"""Models of ``scripts.bench training``: ViTs, a layer of a video transformer, the train scripts' models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..train.tasks import video as train_video
 
 @dataclass(frozen=True)
 class ViT:
-    """A ViT of timm's by three names: as it is, with axial and with mixed rope."""
+    """A timm ViT under three names: plain, with axial and with mixed rope."""
 
     plain: str
     rope: str
@@ -77,12 +77,12 @@ class ViT:
         return F.cross_entropy(model(images), labels)
 
     def tokens(self, model: Any, batch: int) -> int:
-        """Patches of a step; neither class tokens nor text count."""
+        """Return the patches of a step, without class and text tokens."""
         return batch * model.patch_embed.num_patches
 
 
 class TimmRotary(nn.Module):
-    """Rotary positions as timm applies them: a table of sines and cosines, the prefix by slice and cat."""
+    """Rotary positions as timm applies them: sine and cosine tables; prefix tokens by slice and cat."""
 
     table: Tensor
 
@@ -100,7 +100,7 @@ class TimmRotary(nn.Module):
 
 
 class VideoLayer(nn.Module):
-    """timm's block on the tokens of a video: x (B, N, C) → (B, N, C)."""
+    """Apply timm's block to the tokens of a video: x (B, N, C) → (B, N, C)."""
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, encoding: nn.Module | None) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class VideoLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Video:
-    """One layer of a video transformer, whose input takes a gradient as it does inside a model."""
+    """One layer of a video transformer; its input requires a gradient, as inside a model."""
 
     shape: tuple[int, int, int] = (21, 30, 52)
     prefix: int = 512
@@ -159,12 +159,12 @@ def random_bytes(*size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Backbone:
-    """What a train script trains: its model and loss, at its default sizes."""
+    """Model and loss of a train script, at its default sizes."""
 
     script: Any
     training: type[Training]
     default: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)  # of the script, in place of its defaults
+    options: dict[str, Any] = field(default_factory=dict)  # overrides of the script's defaults
 
     @cached_property
     def config(self) -> Any:
@@ -176,7 +176,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Eight times the script's: at its own the host's launches take longer than the GPU's work on such models."""
+        """Return eight times the script's batch, since at its default the host limits such small models."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:
@@ -186,8 +186,8 @@ class Backbone:
         return self.script.batch(self.config, *self.data(batch, device), *next(shuffle(batch, batch, seed=0)))
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
-        """``num`` random samples, as the script's batch takes them."""
-        raise NotImplementedError  # each script's own
+        """Return ``num`` random samples in the format of the script's batches."""
+        raise NotImplementedError  # subclasses define it
 
     def loss(self, model: Any, *inputs: Tensor) -> Tensor:
         return self.script.loss(model, inputs)
@@ -197,7 +197,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """On as many grey pixels and classes as Fashion-MNIST has."""
+    """The `train image` model for images and classes like Fashion-MNIST's."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)
@@ -222,11 +222,11 @@ class VideoBackbone(Backbone):
         return footage, sent(footage.starts(span, held_out=False), device)
 
 
-NORMS_FIRST = "-norms-first"  # q and k are normalised before they are encoded, not in the same launch
+NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before they are encoded
 
 
 class DiffusionBackbone(Backbone):
-    """Its captions have from half to all of the bytes that the script takes."""
+    """The `train diffusion` model; captions have half to all of the script's maximal length."""
 
     @property
     def baselines(self) -> dict[str, str]:

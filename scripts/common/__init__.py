@@ -1,1 +1,1 @@
-"""What the programs share."""
+"""Helpers shared by all programs."""

@@ -1,4 +1,4 @@
-"""What takes long to make, kept across runs: files that are used only where their content is what was written."""
+"""Disk cache for expensive tensors; damaged files are detected and recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAY = 24 * 3600
 
 
 def user_cache() -> Path:
-    """The user's own folder for what can be made again."""
+    """Return the user's cache folder for lrpe-md."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lrpe-md"
 
 
@@ -34,13 +34,13 @@ def digest_file(path: Path) -> str:
 
 
 def kept(folder: Path | None, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    """The tensor that ``make`` gives, read from the folder where it was kept by an earlier run with this key.
+    """Return ``make()``, or its result from an earlier run with the same key.
 
-    A file that is damaged or half-written is made anew. Where the folder can't be written, nothing is kept.
+    A damaged or incomplete file is recomputed. If the folder can't be written, nothing is cached.
 
     Args:
-        folder: None: nothing is read or kept.
-        key: all that the tensor depends on.
+        folder: cache folder; None disables the cache.
+        key: everything that the tensor depends on.
     """
     if folder is None:
         return make()
@@ -54,7 +54,7 @@ def kept(folder: Path | None, key: tuple[object, ...], make: Callable[[], Tensor
         _sweep(folder)
         save_whole(path, lambda part: save_file({"value": made}, part, {"key": name, "digest": _digest(made)}))
     except (SaveError, SafetensorError, OSError) as error:
-        typer.echo(f"Nothing is kept for other runs ({error})", err=True)
+        typer.echo(f"Nothing is cached for later runs ({error})", err=True)
     return made
 
 
@@ -75,7 +75,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left half-written."""
+    """Delete old incomplete files of killed processes."""
     for part in folder.glob("*.part"):
         if time.time() - part.stat().st_mtime > DAY:
             part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The device that is computed on."""
+"""Device selection and transfers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .options import choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """What --device auto, cpu or cuda means here."""
+    """Resolve the --device option: auto, cpu or cuda."""
     choose("--device", [wanted], ("auto", "cpu", "cuda"))
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: PyTorch finds no GPU")
+        raise typer.BadParameter("--device: cuda needs a GPU, but PyTorch finds none; use cpu or auto")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -26,13 +26,15 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """The file that this user's trainings lock while one alone uses a device, "cuda" or "cpu"."""
+    """Return the user's lock file for a device ("cuda" or "cpu"); trainings hold it while they run alone."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 
 
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device. From pinned memory: from other memory the host would wait for all that the device still
-    has to do."""
+    """Copy an array to the device.
+
+    From pinned memory the copy is asynchronous; otherwise the host would wait for all queued work.
+    """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

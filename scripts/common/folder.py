@@ -1,4 +1,4 @@
-"""A folder of runs: written whole, of one setting, resumable."""
+"""Output folders of runs: atomic writes, one configuration per folder, resumable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 try:
     import fcntl
-except ImportError:  # Windows
+except ImportError:  # not available on Windows
     fcntl = None
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class SaveError(OSError):
-    """A file can't be written; what was there before is whole."""
+    """A file can't be written; its previous content is intact."""
 
 
 def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
-    """The whole file or nothing, whenever the process is killed."""
+    """Write a file atomically, so that a killed process never leaves a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -40,19 +40,19 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
 
 @contextmanager
 def claim(out: Path) -> Iterator[None]:
-    """Keep a folder for one program while it writes there; what a killed one has left half-written goes.
+    """Lock a folder for this program while it writes there, and delete incomplete files of killed programs.
 
     Raises:
-        typer.BadParameter: it can't be written, or another program keeps it.
+        typer.BadParameter: the folder can't be written, or another program has locked it.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out, suffix=".part"):  # a name that others pass over
+        with tempfile.TemporaryFile(dir=out, suffix=".part"):  # a suffix that readers ignore
             pass
     except OSError as error:
         raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
     with ExitStack() as stack:
-        if fcntl is not None:  # not everywhere
+        if fcntl is not None:  # not available on Windows
             handle = os.open(out, os.O_RDONLY)
             stack.callback(os.close, handle)
             try:
@@ -61,7 +61,7 @@ def claim(out: Path) -> Iterator[None]:
                 raise typer.BadParameter(
                     f"--out {out}: another training is writing there; wait for it, or choose another folder"
                 ) from error
-            except OSError:  # a file system without locks
+            except OSError:  # the file system has no locks
                 pass
         for part in out.glob("*.part"):
             part.unlink(missing_ok=True)
@@ -69,16 +69,16 @@ def claim(out: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file that a program of ours wrote.
+    """Read a JSON file that one of these programs wrote.
 
     Raises:
-        typer.BadParameter: it can't be read, or is no JSON.
+        typer.BadParameter: the file can't be read, or is not valid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise typer.BadParameter(f"{path} can't be read ({said}); delete it, or choose another folder") from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise typer.BadParameter(f"{path} can't be read ({reason}); delete it, or choose another folder") from error
 
 
 def write(path: Path, text: str) -> None:
@@ -86,7 +86,7 @@ def write(path: Path, text: str) -> None:
 
 
 def from_root(folder: Path) -> Path:
-    """As the README refers to it."""
+    """Return a folder relative to the repository root if it is inside, else its absolute path."""
     shown = folder.resolve()
     return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
 
@@ -99,20 +99,20 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 
 def missing(jobs: dict[Path, T], shard: tuple[int, int] = (0, 1)) -> dict[Path, T]:
-    """Of every n-th job, from the i-th on, those whose file is not there yet."""
+    """Return the jobs of this shard (every n-th job, starting with the i-th) whose file does not exist yet."""
     number, count = shard
     return {file: job for file, job in list(jobs.items())[number::count] if not file.exists()}
 
 
 def flat(nested: Any, name: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """Flatten nested dictionaries: {"a": {"b": 1}} -> {"a.b": 1}."""
     if not isinstance(nested, dict):
         return {name: nested}
     return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
 
 
 def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> None:
-    """Write config.json, or check that the folder's settings are these."""
+    """Write config.json, or check that the folder's settings match these."""
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))
     environments: list[Any] = []
@@ -121,12 +121,14 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> No
         found, environments = config["settings"], config["environments"]
         found, now = flat(found), flat(wanted)
         differ = [
-            f"{k}: {found.get(k)} there, {now.get(k)} now" for k in {**found, **now} if found.get(k) != now.get(k)
+            f"{k}: {found.get(k)} in the folder, {now.get(k)} requested"
+            for k in {**found, **now}
+            if found.get(k) != now.get(k)
         ]
         if differ:
             text = "; ".join(differ)
             raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
     elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
-        raise typer.BadParameter(f"--out {out} is not empty and has no config.json: not a folder of this script")
+        raise typer.BadParameter(f"--out {out} is not empty and has no config.json; choose an empty or new folder")
     environments += [] if here in environments else [here]
     write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")

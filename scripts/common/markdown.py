@@ -1,4 +1,4 @@
-"""Tables, and pages of the documentation that are written by a command."""
+"""Markdown tables, and documentation pages written by a command."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from pathlib import Path
 from .folder import ROOT, write
 
 PAGES = ROOT / "docs" / "results"
-PICTURES = "../../scripts/results"  # as a page refers to them
+PICTURES = "../../scripts/results"  # relative to a page
 
 
 def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
-    """Lines of markdown, an empty one behind them; the first columns are words, the others numbers."""
+    """Return a table as lines of markdown, with an empty line at the end.
+
+    The first ``words`` columns are left-aligned text, the others right-aligned numbers.
+    """
     rule = ["---"] * words + ["---:"] * (len(head) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]
 
 
 def page(title: str, command: str, *parts: str) -> str:
-    """A whole page; parts that are empty are left out."""
+    """Return a whole page; empty parts are left out."""
     body = "\n\n".join(part.strip() for part in parts if part.strip())
     return f"# {title}\n\n<!-- Written by `{command}`, from scripts/results. -->\n\n{body}\n"
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: machine, versions, commit."""
+"""Provenance of results: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .devices import gpu_name
 
 
 def git_commit(digits: int = 40) -> str:
-    """The checkout's commit, with a + where files differ from it; empty where git knows none."""
+    """Return the checkout's commit, with a + if files differ from it, or "" without a git history."""
     command = ["git", "describe", "--always", f"--abbrev={digits}", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # no git
+    except OSError:  # git is not installed
         return ""
     return done.stdout.strip()
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of the packages, empty where one is not installed."""
+    """Return the versions of packages, "" for those that are not installed."""
     found = {}
     for name in names:
         try:
@@ -35,7 +35,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
-    """Where a row's numbers come from; commit: of files without their history."""
+    """Return the columns that say where a row was measured. ``commit`` replaces git's answer."""
     found = versions("torch", "triton", "timm").items()
     return {
         "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
@@ -45,7 +45,7 @@ def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:
-    """Where the numbers come from, without names of hosts or paths."""
+    """Return machine, versions and commit, without host names or paths."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -58,8 +58,8 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     }
 
 
-def in_words(environments: list[dict[str, Any]]) -> str:
-    """Environments, for a report: machines and versions, and commits."""
+def describe_environments(environments: list[dict[str, Any]]) -> str:
+    """Summarise environments for a report: machines, versions and commits."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
     commits = dict.fromkeys((found["commit"] or "unknown")[:12] for found in environments)
     return f"{' and '.join(where)}, commit {', '.join(commits)}"

@@ -1,1 +1,1 @@
-"""Random configurations of the maps and of linear attention, checked against a second statement of the formula."""
+"""Check random configurations of the maps and of linear attention against an independent implementation."""

@@ -1,4 +1,4 @@
-"""``python -m scripts.fuzz``: compare random configurations with the formula; exits with 1 if one disagrees."""
+"""Compare random configurations with the formula: ``python -m scripts.fuzz``. Exits with 1 on a mismatch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import typer
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
-SHRUNK = 1  # failures of a job that are reduced to a smaller configuration
+SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
 class GPUError(RuntimeError):
-    """An error that ends a process's use of the GPU; names the seed, or one soon after it."""
+    """An error after which the process can't use the GPU; it names the seed, or one soon after the cause."""
 
 
 class Job(NamedTuple):
-    """Seeds for one process, all of one kind."""
+    """Seeds of one kind for one process."""
 
     kind: str
     seeds: range
@@ -42,7 +42,7 @@ class Result(NamedTuple):
     job: Job
     done: int
     reports: list[str]
-    largest: tuple[float, str] = (0.0, "")  # factors that rounding explains, and where
+    largest: tuple[float, str] = (0.0, "")  # error relative to rounding, and its seed
     mean: tuple[float, str] = (0.0, "")
 
 
@@ -70,7 +70,7 @@ def main(
     if interpreting and not (TESTS / "interpreting.py").is_file():
         raise typer.BadParameter("--impl triton: Triton's interpreter needs a checkout of the repository, or a GPU")
     if interpreting:
-        os.environ["TRITON_INTERPRET"] = "1"  # for the new processes, before they import triton
+        os.environ["TRITON_INTERPRET"] = "1"  # inherited by new processes, before they import triton
     repeat = repeat or (20 if kind == "cuda" else 1)
     size = -(-max(repeat, 10) // repeat) * repeat
     starts = range(seed // repeat * repeat, seed + count, size)
@@ -145,7 +145,7 @@ def run_job(job: Job, end: float | None) -> Result:
     limits = Limits(repeat=job.repeat)
     if job.device == "cuda":
         limits = Limits(300, 1500, job.repeat, compiled=True)
-    elif job.impl == "triton":  # interpreted: a program takes milliseconds
+    elif job.impl == "triton":  # the interpreter takes milliseconds per program
         limits = Limits(24, 100, job.repeat, copies=2)
     reports: list[str] = []
     done, largest, mean = 0, (0.0, ""), (0.0, "")
@@ -156,7 +156,7 @@ def run_job(job: Job, end: float | None) -> Result:
         try:
             verdict = check(config, job.impl, job.device)
         except Exception as error:
-            if "CUDA error" in str(error):  # nothing works after it
+            if "CUDA error" in str(error):  # later CUDA calls of the process fail, too
                 raise GPUError(f"seed {seed}: {config!r}\n    {describe(error)}") from None
             reports.append(f"seed {seed}: {config!r}\n    {describe(error)}")
             continue

@@ -1,11 +1,11 @@
-"""The judge: decides whether rounding explains the difference between the library and the formula.
+"""Decide whether rounding explains the difference between the library and the formula.
 
 It runs the formula :data:`SAMPLES` more times with random relative errors in each step, as large as the library's
-rounding (:class:`~.formula.Rounding`), and measures how far each element of each result moves. This is what rounding
-can do to the element: much where terms cancel, little elsewhere. An element may differ by :data:`LARGEST` times the
-standard deviation, taken from the element and its row, plus one unit in its last place; in the root mean square over
-all elements the factor is :data:`MEAN`. In 5,000 runs of the reference the factors were at most 8 and 2.5. A wrong
-token, sign or index in float32 exceeds them by a factor of 10,000; memory that no kernel wrote is NaN.
+rounding (:class:`~.formula.Rounding`). Then it measures how much each element of each result changes. This estimates
+the effect of rounding on the element, which is large only where terms cancel. An element may differ by :data:`LARGEST`
+times the standard deviation, taken from the element and its row, plus one unit in its last place. For the root mean
+square over all elements the factor is :data:`MEAN`. A wrong token, sign or index in float32 exceeds these bounds by
+orders of magnitude, and memory that no kernel wrote is NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mismatch(NamedTuple):
     place: tuple[int, ...]  # index of the worst element
     actual: float
     expected: float
-    times: float  # its error over what rounding can do
+    times: float  # its error relative to rounding
     mean: float  # the same over all elements, root mean square
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Mismatch(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The results of one configuration that rounding does not explain, and the largest factors of all results."""
+    """The mismatches of one configuration, and the largest factors of all results."""
 
     mismatches: list[Mismatch]
     largest: float = 0.0
@@ -89,27 +89,27 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
         for name, x in run_formula(c, inputs, rounding).items():
             total[name] += (x - exact[name]).square() / SAMPLES
     with nan_filled():
-        if c.again:
+        if c.is_repeated:
             run_library(c, make_inputs(replace(c, seed=c.seed + 1), device), impl)
-        actual = run_library(c, inputs, impl)  # last, since it writes into out=
+        actual = run_library(c, inputs, impl)  # last, since it overwrites out=
     for name in actual.keys() & {"o", "q", "k", "v"}:
         assert actual[name].dtype == getattr(torch, c.dtype), (name, actual[name].dtype)
     results = [judge(name, y, exact[name], total[name], ambiguous.get(name)) for name, y in actual.items()]
-    mismatches = [m for m in results if not (m.times <= LARGEST and m.mean <= MEAN)]  # NaN is one
+    mismatches = [m for m in results if not (m.times <= LARGEST and m.mean <= MEAN)]  # also catches NaN
     return Verdict(mismatches, max((m.times for m in results), default=0), max((m.mean for m in results), default=0))
 
 
 def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> Tensor:
-    """Return the rows of o, (B, H, N, 1), whose denominator rounding moves across a bound; these are not judged."""
+    """Return the rows of o, (B, H, N, 1), whose denominator may cross a bound by rounding; they are not judged."""
     no_grads = inputs._replace(grads={})
     exact = run_formula(c, no_grads)
     ambiguous = torch.zeros_like(exact["o"][..., :1], dtype=torch.bool)
-    if c.dtype == "float16":  # whose range the gradients of such rows exceed
+    if c.dtype == "float16":  # gradients of such rows overflow float16
         ambiguous = exact["o"].abs().amax(-1, keepdim=True) > 100
     if c.normalizer == "none":
         return ambiguous
     z = exact["z"]
-    if c.normalizer == "unrotated":  # a sum of terms that are never negative, so that its relative error is small
+    if c.normalizer == "unrotated":  # a sum of non-negative terms has a small relative error
         return ambiguous | ((z > c.eps / 2) & (z < 2 * c.eps))
     for _ in range(SAMPLES):
         error = (run_formula(c, no_grads, rounding)["z"] - z).abs()
@@ -119,7 +119,7 @@ def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> 
 
 
 def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: Tensor | None) -> Mismatch:
-    """Compare one result with the exact one. variance: of its elements under random errors."""
+    """Compare one result with the exact one; ``variance`` is that of its elements under random errors."""
     assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
     if not actual.numel():
         return Mismatch(name, (), 0.0, 0.0, 0.0, 0.0)
@@ -142,7 +142,7 @@ def shrink(c: Config, impl: str, device: Any, attempts: int = 60) -> Config:
     def fails(candidate: Config) -> bool:
         try:
             return bool(check(candidate, impl, device).mismatches)
-        except Exception:  # mostly an invalid call
+        except Exception:  # usually an invalid call
             return False
 
     tried, progress = 0, True

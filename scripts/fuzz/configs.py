@@ -1,4 +1,4 @@
-"""Configurations: everything that one call depends on, as values whose repr can be pasted into a test."""
+"""Configurations: all arguments of one call, as values whose repr can be pasted into a test."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid
 
-SHARED = {  # layouts with strides of 0: the part that all others share
+SHARED = {  # layouts with strides of 0: index of the part that is repeated
     "one sample": (slice(1),), "one head": (slice(None), slice(1)), "one number": (slice(1),) * 4,
 }  # fmt: skip
-PADDING = 16  # elements of NaN before and after each input; keeps addresses multiples of 16 bytes
+PADDING = 16  # NaN elements before and after each input; a multiple of 16 keeps addresses aligned to 16 bytes
 
 
 class _Small:
@@ -27,7 +27,7 @@ class _Small:
 
 @dataclass(frozen=True, repr=False)
 class Place(_Small):
-    """Where tokens are. A table has a row for each token of ``shape``, and a column for each of its axes."""
+    """Positions of tokens. A table has a row for each token of ``shape`` and a column for each axis."""
 
     kind: str = "grid"  # | "tensor" | "coordinates"
     shape: tuple[int, ...] = (3,)
@@ -35,14 +35,14 @@ class Place(_Small):
     suffix: int = 0
     scale: tuple[float, ...] | None = None
     shift: tuple[float, ...] | None = None
-    as_tensors: bool = False  # scale and shift
+    as_tensors: bool = False  # pass scale and shift as tensors
     start: int = 0
     length: int | None = None
     origin: bool = False
-    by_sample: bool = False  # origin or coordinates
+    by_sample: bool = False  # origin or coordinates differ by sample
     masked: bool = False  # some rows of coordinates are not rotated
-    far: float = 20.0  # largest coordinate or origin
-    dtype: str = "float32"  # of coordinates; of an origin int32 or int64
+    max_coordinate: float = 20.0  # largest coordinate or origin
+    dtype: str = "float32"  # dtype of coordinates, or of an origin (int32 or int64)
 
     @property
     def num_tokens(self) -> int:
@@ -57,9 +57,9 @@ class NormConfig(_Small):
     kind: str = "rms"
     over: str = "head"
     weight: str = "none"  # | "shared" by the heads | "heads"
-    groups: int = 1  # of tokens
+    groups: int = 1  # groups of tokens with separate weights
     bias: bool = False
-    pair: bool = False  # weights of q and of k
+    pair: bool = False  # separate weights for q and k
     offset: float = 0.0
     eps: float = 1e-6
     dtype: str = "float32"
@@ -67,14 +67,14 @@ class NormConfig(_Small):
 
 @dataclass(frozen=True, repr=False)
 class Config(_Small):
-    """The fields that calls of a map and of linear attention share."""
+    """Fields that the maps and linear attention share."""
 
     map: str | None = "rotate"
     dtype: str = "float32"
     batch: int = 1
-    heads: tuple[int, int] = (1, 1)  # of q, and of k
+    heads: tuple[int, int] = (1, 1)  # heads of q and of k
     head_dim: int = 4
-    places: tuple[Place | None, ...] = (Place(),)  # one, or a pair for q and k
+    places: tuple[Place | None, ...] = (Place(),)  # one for both, or a pair for q and k
     act: str = "none"
     dim: int | None = None
     pairs: Any = "half"
@@ -85,11 +85,11 @@ class Config(_Small):
     phase: str = "none"  # | "shared" | "pair" | "q" | "k"
     amplitude: str = "none"  # | "number" | "channels" | "heads"
     norm: NormConfig | None = None
-    layout: str = "dense"  # of inputs in memory: see arrange()
+    layout: str = "dense"  # memory layout of inputs; see arrange()
     grad_layout: str = "dense"
     zeros: bool = False  # some tokens are zero
     frozen: tuple[str, ...] = ()  # tensors that require no gradient
-    again: bool = False  # the second call of these sizes, after one with other values
+    is_repeated: bool = False  # repeat a call of the same sizes with other values
     seed: int = 0
 
     @property
@@ -127,16 +127,16 @@ class LinearConfig(Config):
     normalizer: str = "unrotated"
     mask: str = "full"
     block: int = 1
-    gate: str = "none"  # | "float" | "zeros": some | "nan": k and v are, at zeros | "bool" | "closed": all zeros
+    gate: str = "none"  # | "float" | "zeros": some | "nan": some, where k and v are NaN | "bool" | "closed": all zeros
     gate_heads: bool = False
     gate_dtype: str = "float32"
-    lengths: tuple[int, ...] | None = None  # of packed sequences
+    lengths: tuple[int, ...] | None = None  # lengths of packed sequences
     cu_dtype: str = "int32"
     state: bool = False
     return_state: bool = False
     gradient_of: str = "both"  # | "o" | "state"
     eps: float = 1e-6
-    cut: str = "own"  # how tokens are cut into programs: see patch_cuts() in run.py
+    cut: str = "own"  # how programs divide the tokens; see patch_cuts() in run.py
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -154,12 +154,12 @@ class MapConfig(Config):
     """One call of :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
 
     form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
-    samples: tuple[Place, ...] = ()  # packed end to end, instead of places
-    flat: bool = False  # packed tokens come without a batch
-    groups: int = 1  # of phases
+    samples: tuple[Place, ...] = ()  # positions of packed samples, instead of places
+    flat: bool = False  # packed tokens have no batch dimension
+    groups: int = 1  # groups of phases
     inverse: bool = False
-    out: str = "none"  # | "slice" | "start" | "starts" | "first": of q alone
-    length: int = 0  # by how many tokens the cache is longer
+    out: str = "none"  # | "slice" | "start" | "starts" | "first": only q
+    length: int = 0  # additional rows of the cache
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class MapConfig(Config):
 
 @dataclass(frozen=True)
 class Where:
-    """Positions as the library and as the formula take them."""
+    """Positions in the forms that the library and the formula take."""
 
     positions: Any
     coords: Tensor  # (B or 1, N, K) float64
@@ -199,7 +199,9 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
         cells = torch.stack(
             [inside // max(step, 1) % max(n, 1) for step, n in zip(steps, place.shape, strict=True)], -1
         )
-        origin = torch.randint(-int(place.far), int(place.far) + 1, (*size, axes), generator=generator)
+        origin = torch.randint(
+            -int(place.max_coordinate), int(place.max_coordinate) + 1, (*size, axes), generator=generator
+        )
         origin = origin.int() if place.dtype == "int32" else origin
         at = cells + origin[..., None, :] if place.origin else cells
         scale, shift = (
@@ -215,7 +217,7 @@ def locate(place: Place | None, num_tokens: int, batch: int, device: Any, genera
                 pad(origin.to(device)) if place.origin else None,
             )  # fmt: skip
     else:
-        table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.far)
+        table = torch.rand(*size, rows, axes, generator=generator).mul(2).sub(1).mul(place.max_coordinate)
         table = table.to(getattr(torch, place.dtype))
         rotated = torch.rand(*size, rows, generator=generator) < 0.6 if place.masked else None
         positions = pad(table.to(device))
@@ -253,13 +255,13 @@ def arrange(values: Tensor, layout: str) -> Tensor:
     b, h, n, d = values.shape
     if layout == "tokens first":
         return pad(values.transpose(1, 2)).transpose(1, 2)
-    if layout == "packed":  # one of three in a projection
+    if layout == "packed":  # one of three tensors in a projection
         memory = values.new_full((b, n, 3, h, d), float("nan"))
         memory[:, :, 1] = values.transpose(1, 2)
         return memory[:, :, 1].transpose(1, 2)
     if layout == "channels first":
         return pad(values.transpose(2, 3)).transpose(2, 3)
-    if layout == "odd":  # no stride of 1, nothing aligned
+    if layout == "odd":  # no stride is 1, and addresses are unaligned
         memory = values.new_full((n + 1, b, d, h, 3), float("nan"))
         view = memory[1:, :, :, :, 1].permute(1, 3, 0, 2)
         view.copy_(values)
@@ -298,7 +300,7 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """Draw omega, phase_q, phase_k and amplitude, as far as the configuration has them."""
+        """Draw those of omega, phase_q, phase_k and amplitude that the configuration has."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
@@ -316,7 +318,7 @@ class Draws:
         return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Draw weight_q, weight_k, bias_q and bias_k, as far as the configuration has them."""
+        """Draw those of weight_q, weight_k, bias_q and bias_k that the configuration has."""
         c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}

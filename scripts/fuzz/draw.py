@@ -18,10 +18,10 @@ class Limits(NamedTuple):
     """Sizes that a device can run in a short time."""
 
     tokens: int = 40
-    long: int = 150  # of one configuration in ten
+    long: int = 150  # number of tokens of one configuration in ten
     repeat: int = 1  # number of seeds in a row that share their compiled kernels
-    pairs: int = 10**7  # of tokens and heads, which the formula stores
-    copies: int = 3  # samples, and key heads, at most
+    pairs: int = 10**7  # limit of token pairs times heads, which the formula stores
+    copies: int = 3  # largest number of samples and of key heads
     compiled: bool = False  # on a GPU: no linear attention in float64, states that fit the kernels
 
 
@@ -59,7 +59,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
         shape = tuple(max(1, n // 2) for n in shape)
     if f.random() < 0.02:
         shape = (0, *shape[1:])
-    place = Place(kind, shape, far=pick(f, 20.0, 1000.0, 1e6, share=0.8))
+    place = Place(kind, shape, max_coordinate=pick(f, 20.0, 1000.0, 1e6, share=0.8))
     by_sample = v.random() < 0.4
     if kind != "tensor" and v.random() < 0.6:
         place = replace(place, prefix=f.randint(0, 3), suffix=f.randint(1, 2) * v.randint(0, 1))
@@ -127,7 +127,7 @@ def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int)
         "omega_heads": encoded and f.random() < 0.4, "omega_dtype": pick(v, "float32", "float64", share=0.8),
         "phase": pick(v, "none", "shared", "pair", "q", "k", share=0.5) if encoded else "none",
         "amplitude": pick(v, "none", "number", "channels", "heads", share=0.7) if encoded else "none",
-        "frozen": frozen, "again": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
+        "frozen": frozen, "is_repeated": f.random() < 0.2, "zeros": f.random() < 0.2, "seed": seed,
         "layout": pick(f, *DENSE, "one sample", "one head", share=0.4),
         "grad_layout": pick(f, *DENSE, "one sample", "one number", share=0.5),
     }  # fmt: skip
@@ -178,7 +178,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
             c, gate=v.choice(("float", "zeros", "nan", "bool", "closed")), gate_heads=f.random() < 0.5,
             gate_dtype=v.choice(("float32", dtype)),
         )  # fmt: skip
-    if c.gate == "nan" and c.layout not in DENSE:  # whose tokens share memory
+    if c.gate == "nan" and c.layout not in DENSE:  # tokens of other layouts share memory
         c = replace(c, layout="dense")
     state = f.random() < 0.35
     kept = f.random() < 0.35
@@ -186,7 +186,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the places of q and k, and the numbers of tokens, which count where there is no place."""
+    """Draw the places of q and k, and the numbers of tokens, which apply without a place."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()
@@ -234,10 +234,10 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
     pair = form in ("two", "qkv") and not packed and v.random() < 0.4
     kept = {"whole": over_tokens, "packed": packed}
     places = [draw_place(d, axes, **kept) for _ in range(1 + pair)]
-    if pair and form == "qkv":  # as many tokens each
+    if pair and form == "qkv":  # q, k and v have the same number of tokens
         shape = (places[0].num_tokens,) + (1,) * (axes - 1)
         places[1] = replace(places[0], kind="grid", shape=shape, prefix=0, suffix=0, start=0, length=None, masked=False)
-    own = d._replace(variant=Random(v.random()))  # packed positions are a table, whatever they are made of
+    own = d._replace(variant=Random(v.random()))  # packed positions become a table, so their fields select no kernel
     samples = tuple(draw_place(own, axes, whole=True, packed=True) for _ in range(f.randint(1, 4) * packed))
     if form == "one" and common["phase"] != "none":
         common["phase"] = "shared"
@@ -251,7 +251,7 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
         inverse=map == "rotate" and v.random() < 0.2,
     )  # fmt: skip
     if not over_tokens and v.random() < 0.4:
-        places = (None,) if samples else c.places  # packed tokens are all of the grid's group
+        places = (None,) if samples else c.places  # packed tokens all belong to the grid
         c = replace(c, norm=draw_norm(d, places, form == "qkv" or repeats == 1, dtype, form != "one"))
     if v.random() < 0.25:
         forms = ("slice", "start", "starts", *(("first",) if form != "one" else ()))

@@ -1,11 +1,12 @@
-"""The formula, stated a second time: in float64, from pair to pair of tokens, with nothing but torch.
+"""Independent float64 implementation of the formula, written with explicit token pairs in plain torch.
 
     Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c] on the grid, 0 for prefix and suffix        x̄ = act(norm(x))
     cosine   [x̄ cos Θ, x̄ sin Θ]           rotate   (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ)
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
 
-It is written from the documentation, not from the reference, and differentiated by autograd. A :class:`Rounding` adds
-random errors to the steps after which an implementation may round; check.py measures what they do.
+It follows the documentation rather than the reference implementation, and autograd differentiates it. A
+:class:`Rounding` adds random errors to the steps after which an implementation may round; check.py measures what they
+do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw errors, a part of which all tokens share, since equal tokens are rounded alike."""
+    """Draw errors, partly shared by all tokens, since equal tokens are rounded alike."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
@@ -40,12 +41,12 @@ class _Perturb(torch.autograd.Function):
 
 
 class Rounding(NamedTuple):
-    """Relative errors of single steps, as standard deviations; all 0 is exact."""
+    """Relative errors of single steps, as standard deviations; zeros mean exact."""
 
     arithmetic: float = 0.0
-    operand: float = 0.0  # of matrix products
-    result: float = 0.0  # stored between two launches
-    parameters: Mapping[str, float] = MappingProxyType({})  # name: of the gradient that one launch leaves
+    operand: float = 0.0  # operands of matrix products
+    result: float = 0.0  # results stored between two launches
+    parameters: Mapping[str, float] = MappingProxyType({})  # error of the gradient that one launch stores, by parameter
 
     def perturb(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
         if not self.arithmetic:
@@ -53,12 +54,12 @@ class Rounding(NamedTuple):
         return _Perturb.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
 
     def read(self, t: dict[str, Tensor], name: str) -> Any:
-        """Return a parameter as one launch reads it, whose share of the gradient is rounded."""
+        """Return a parameter as read by one launch, which rounds its part of the gradient."""
         x = t.get(name)
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add errors as of float32 within one turn, and as of float64 in a large angle."""
+        """Add errors of float32 within one turn, and of float64 to large angles."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)
@@ -140,7 +141,7 @@ def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], lis
 
 
 def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Rounding) -> Tensor:
-    """Map x̄ to x̂; the cosine map puts the groups of phases side by side."""
+    """Map x̄ to x̂; the cosine map concatenates the groups of phases."""
     start, width = c.part
     if c.map == "cosine":
         middle = []
@@ -192,7 +193,7 @@ def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str,
 
 def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
     """Return whether a query sees a key, (N_q, N_k)."""
-    if c.mask == "block":  # prefix and suffix are blocks of their own
+    if c.mask == "block":  # prefix and suffix are separate blocks
         number = torch.where(k.part == 1, k.index.clamp_min(0) // c.block, torch.where(k.part == 0, -1, 1 << 40))
         return number[:, None] >= number
     if c.mask == "causal":
@@ -208,12 +209,12 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
     heads = q.shape[1]
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
-    if gate is not None:  # 0 takes a token out, whatever it holds, and has no gradient
+    if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
     q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
     k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
     k_bar, k_hat = beta * k_bar, beta * k_hat
-    # Two uses each, whose gradients may be rounded before they are added up.
+    # Each is used twice, and the gradients may be rounded before they are summed.
     feature_q, feature_k = (q_bar, k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
     feature_q, feature_k = r.perturb(feature_q), r.perturb(feature_k)
     q_hat, k_hat, v = r.perturb(q_hat, "operand"), r.perturb(k_hat, "operand"), r.perturb(v, "operand")
@@ -237,7 +238,7 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
     mask = make_mask(c, *wheres, sequence)
     weights = r.perturb(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
     rows = weights @ share(v, heads) + read_state(q_hat, r.perturb(S, "operand"))
-    if r.arithmetic:  # of an implementation that sums up a state of the keys that a query sees
+    if r.arithmetic:  # rounding of implementations that sum the state over the keys that a query sees
         seen = mask.sum(-1, keepdim=True) / max(mask.shape[1], 1)
         rows = rows + seen * read_state(q_hat, r.perturb(own_S, "operand") - own_S)
     rows = r.perturb(rows, "exact", "operand")

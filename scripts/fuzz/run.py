@@ -1,4 +1,4 @@
-"""Run one configuration by the library and by the formula: its outputs, and the gradients of its inputs."""
+"""Run one configuration with the library and with the formula: outputs, and gradients of the inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Inputs(NamedTuple):
     """The tensors and positions of one call, and the gradients of its outputs."""
 
     tensors: Named  # arguments of the call, by name
-    wheres: list[Where]  # of q and of k
-    grads: Named  # of the outputs
+    wheres: list[Where]  # positions of q and of k
+    grads: Named  # gradients of the outputs
     positions: Any
 
 
@@ -267,7 +267,7 @@ def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
     if name in ("pieces", "parts"):
         changes += [(linear_plan, "SHORTEST", 4 * unit), (linear_plan, "PIECE", 4 * unit)]
         changes += [(linear_plan, "PROGRAMS", 10**6)]
-    if name == "parts":  # causal pieces, whose states are summed up by parts
+    if name == "parts":  # causal pieces, whose states are summed in parts
         long, short = 12 * unit, 8 * unit
         changes.append((linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // long)), long)))
         changes.append((linear_launch, "cut_parts", lambda length, *_: min(length, short)))

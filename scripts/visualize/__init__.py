@@ -1,1 +1,1 @@
-"""Pictures of encodings: ``python -m scripts.visualize``."""
+"""Plots of encodings: ``python -m scripts.visualize``."""

@@ -1,4 +1,7 @@
-"""``python -m scripts.visualize``. The import is absolute: under this name no relative one reaches the backbones."""
+"""Entry point of ``python -m scripts.visualize``.
+
+The import is absolute because a relative import from the top-level package ``scripts`` can't reach the backbones.
+"""
 
 from lrpe_md.scripts.cli import run_program  # pyright: ignore[reportMissingImports]
 

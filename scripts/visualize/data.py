@@ -1,7 +1,7 @@
-"""The numbers behind the pictures of ``scripts.visualize``: where tokens are, their angles, similarity, wavelengths.
+"""Numbers behind the plots of ``scripts.visualize``: token positions, angles, similarity, wavelengths.
 
-Everything is float64 on the CPU. Shapes: N tokens, the L text tokens in front first, C channels (cosine) or pairs
-(rotate), K axes of positions.
+Everything is float64 on the CPU. Shapes: N grid tokens after L text tokens, C channels (cosine) or pairs (rotate), and
+K axes of positions.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")
-NO_ORDER = "no order"  # of a scheme with one axis, with a direction a channel, or which says all of it
+NO_ORDER = "no order"  # for schemes with one axis, a direction per channel, or a fixed layout
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}
 SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 
 
-# --- what is pictured ------------------------------------------------------------------------------------------------
+# --- subjects --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A preset or frequencies of one's own, with the variants that it is compared with.
+    """A preset or custom frequencies, with the variants to compare.
 
     Attributes:
-        preset: positions, pairs, and the frequencies as published.
-        frequencies: by axis order, its own first.
-        seed: of random directions.
+        preset: positions, pairs, and the published frequencies.
+        frequencies: frequencies by axis order, the subject's own first.
+        seed: seed of random directions.
     """
 
     preset: Preset
@@ -46,17 +46,17 @@ class Subject:
 
     @property
     def variants(self) -> list[tuple[str, str]]:
-        """Maps and axis orders, its own first."""
+        """Return (map, axis order) pairs, the subject's own first."""
         own = self.preset.scheme.map
         return [(m, order) for m in (own, *(m for m in MAPS if m != own)) for order in self.frequencies]
 
     @property
     def base(self) -> float | None:
-        """Of the series, None where there is none."""
+        """Base of the frequency series, or None without one."""
         return next(iter(self.frequencies.values())).base
 
     def omega(self, map: str, order: str) -> Tensor:
-        """(H or 1, C, K): C = D for cosine, D/2 for rotate."""
+        """Return omega (H or 1, C, K) with C = D for cosine, D/2 for rotate."""
         part = self.preset.rotary_dim
         width = self.preset.head_dim if part is None else part.stop - part.start
         channels = width if map == "cosine" else width // 2
@@ -66,7 +66,7 @@ class Subject:
 def published(
     name: str, head_dim: int | None = None, num_heads: int | None = None, base: float | None = None, seed: int = 0
 ) -> Subject:
-    """One of :func:`lrpe_md.list_presets`; None: the original's own."""
+    """Return the subject of one of :func:`lrpe_md.list_presets`; None selects the preset's default."""
     seeded = "seed" in SCHEMES[name].frequencies.takes if name in SCHEMES else False
     made = preset(name, head_dim, num_heads, base=base, seed=seed if seeded else None)
     own = made.scheme.frequencies if base is None else replace(made.scheme.frequencies, base=base)
@@ -87,7 +87,7 @@ def custom(
     axis_order: AxisOrder = "minor_first",
     seed: int = 0,
 ) -> Subject:
-    """The frequencies of :class:`lrpe_md.RotateMd` and :class:`lrpe_md.CosineMd`; base: 10000, for "mixed" 10."""
+    """Return a subject with the frequencies of :class:`lrpe_md.RotateMd` and :class:`lrpe_md.CosineMd`."""
     for name, value, known in (("frequencies", frequencies, FREQUENCIES), ("map", map, MAPS)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {known}, got {value!r}")
@@ -119,7 +119,7 @@ def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, g
 
 
 def default_shape(made: Preset) -> tuple[int, ...]:
-    """A sequence, an image, or a video where the first axis counts frames and not also images or text."""
+    """Return the size of a sequence, an image or, if the first axis only counts frames, a video."""
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
     if made.num_axes > 2 and (scheme.apart is not None or text_first):
@@ -127,21 +127,21 @@ def default_shape(made: Preset) -> tuple[int, ...]:
     return SHAPES[min(made.num_axes, 3)]
 
 
-# --- where tokens are ------------------------------------------------------------------------------------------------
+# --- positions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Tokens in the order in which they are drawn: the text in front, then the grid row by row.
+    """Tokens in drawing order: the text first, then the grid row by row.
 
     Attributes:
-        shape: of the grid, (N,), (H, W) or (T, H, W).
-        text: L.
-        coords: (L + N, K).
-        rotated: (L + N,), False for tokens that are not.
-        steps: (K,) from one token to the next on the axis of the grid that an axis of positions follows, 0 where it
-            follows none (text's own axis, the time of an image).
-        sizes: tokens on that axis, 1 where there is none.
+        shape: grid shape (N,), (H, W) or (T, H, W).
+        text: number of text tokens L.
+        coords: positions (L + N, K).
+        rotated: (L + N,), False for tokens that are not rotated.
+        steps: (K,), distance between neighbouring tokens on the grid axis that a position axis follows; 0 if it follows
+            none (text's own axis, or the time of an image).
+        sizes: number of tokens on that grid axis, 1 without one.
     """
 
     shape: tuple[int, ...]
@@ -153,13 +153,13 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes of positions."""
+        """Names of the position axes."""
         num_axes = self.coords.shape[-1]
         return AXES.get(num_axes, tuple(f"axis {j}" for j in range(num_axes)))
 
     @property
     def frames(self) -> tuple[int, int, int]:
-        """The shape as (T, H, W)."""
+        """Grid shape as (T, H, W)."""
         frames, height, width = (1, 1, *self.shape)[-3:]
         return frames, height, width
 
@@ -168,10 +168,10 @@ class Layout:
         return tuple(n // 2 for n in self.shape)
 
     def index(self, token: Sequence[int]) -> int:
-        """Row of a token of the grid, given by its coordinates (h, w), ..
+        """Return the row of a grid token with coordinates (h, w), ..
 
         Raises:
-            ValueError: not on the grid.
+            ValueError: the token is not on the grid.
         """
         if len(token) != len(self.shape) or not all(0 <= i < n for i, n in zip(token, self.shape, strict=True)):
             raise ValueError(f"token: expected coordinates on the grid {self.shape}, from 0, got {tuple(token)}")
@@ -184,10 +184,10 @@ class Layout:
 def lay_out(
     positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
 ) -> Layout:
-    """Text tokens and a grid, where ``positions(text, shape)`` puts them (:meth:`lrpe_md.Preset.positions`).
+    """Return the layout of text tokens and a grid at ``positions(text, shape)`` (:meth:`lrpe_md.Preset.positions`).
 
-    row_major: False for positions that come in another order, in blocks that are merged later: they are put in the
-        grid's.
+    row_major: False if the positions come in another order, such as blocks that are merged later; they are then sorted
+        into the grid's order.
     """
     shape = tuple(shape)
     alone = positions(shape)
@@ -206,71 +206,71 @@ def lay_out(
 
 
 def _table(positions: Grid | Coordinates) -> tuple[Tensor, Tensor]:
-    """A row a token, and which are rotated."""
+    """Return a row of positions per token, and which tokens are rotated."""
     rows = (positions.explicit() if isinstance(positions, Grid) else positions).explicit()
     everywhere = torch.ones(rows.coords.shape[0], dtype=torch.bool)
     return rows.coords.double(), everywhere if rows.rotated is None else rows.rotated
 
 
 def _raster(coords: Tensor, frames: int) -> Tensor:
-    """Indices of the tokens, frame by frame, in the order of their coordinates, the last axis fastest."""
+    """Return the indices that sort tokens frame by frame in the order of their coordinates, last axis fastest."""
     order = torch.arange(coords.shape[0]).reshape(frames, -1)
     for j in reversed(range(coords.shape[-1])):
         order = order.gather(1, coords[order, j].argsort(dim=1, stable=True))
     return order.flatten()
 
 
-# --- what the panels show --------------------------------------------------------------------------------------------
+# --- values in the panels --------------------------------------------------------------------------------------------
 
 
 def of_head(omega: Tensor, head: int) -> Tensor:
-    """omega (H or 1, C, K) → (C, K)."""
+    """Select a head: omega (H or 1, C, K) → (C, K)."""
     return omega[head if omega.shape[0] > 1 else 0]
 
 
 def angles(layout: Layout, omega: Tensor) -> Tensor:
-    """Θ (N, C) in radians, from omega (C, K); the learned phase of a scheme that has one is taken as zero."""
+    """Return Θ (N, C) in radians from omega (C, K); learned phases are taken as zero."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
 
 def wrap(theta: Tensor) -> Tensor:
-    """Θ less whole turns, in [-π, π)."""
+    """Reduce Θ by whole turns to [-π, π)."""
     return torch.remainder(theta + math.pi, 2 * math.pi) - math.pi
 
 
 def similarity(theta: Tensor, token: int) -> Tensor:
-    """Mean over the channels of cos(Θ_i − Θ_token): theta (N, C) → (N,).
+    """Return the mean over the channels of cos(Θ_i − Θ_token): theta (N, C) → (N,).
 
-    What q·k is expected to be, relative to q·k at the same place:
+    This is the expected q·k relative to q·k at equal positions:
 
-    - rotate: of equal content, where all pairs have the same share of it on average
+    - rotate: for equal content that all pairs share equally on average
       (Men et al., arXiv 2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3);
-    - cosine: each channel weighs x̄_q x̄_k. With x̄ ≥ 0 that is never negative, so this also holds for tokens of
-      different content, as long as the channels are alike on average (arXiv 2307.09270, arXiv 2509.10534).
+    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens of
+      different content if the channels are alike on average (arXiv 2307.09270, arXiv 2509.10534).
     """
     return (theta - theta[token]).cos().mean(-1)
 
 
 def wavelengths(layout: Layout, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens a turn: (C, K) on each axis, and (C,) along the channel's own direction; ∞ for no rotation.
+    """Return tokens per turn: (C, K) on each axis, and (C,) along the channel's own direction; ∞ without rotation.
 
-    On an axis that the grid does not follow: positions a turn.
+    On an axis that the grid does not follow, the unit is positions per turn.
     """
     turn = omega.abs() * torch.where(layout.steps == 0, 1.0, layout.steps.abs())
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 
 def aliased(layout: Layout, omega: Tensor) -> bool:
-    """Whether a channel (K,) turns by more than half a turn from a token to the next, so that it seems slower."""
+    """Return whether a channel (K,) turns by more than half a turn per token, so that it appears slower."""
     return bool(((omega * layout.steps).abs() > math.pi).any())
 
 
 def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
-    """``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
+    """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    Evenly spaced in the logarithm of the angle that they turn over the grid, down to a quarter of a turn where there
-    are slower ones, and the slowest; the axes take turns where several are near. None twice with the same frequencies,
-    none that does not turn.
+    They are evenly spaced in the logarithm of their angle over the grid, down to a quarter of a turn if there are
+    slower ones, plus the slowest. Among similar channels the axes alternate. No two have the same frequencies, and all
+    of them rotate.
     """
     step = (omega * layout.steps).abs()
     turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
@@ -292,7 +292,7 @@ def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
 
 
 def choose_frames(layout: Layout, token: Sequence[int], number: int = 3) -> list[int]:
-    """Frames that are drawn: the token's, and others evenly over time."""
+    """Choose the frames to draw: the token's, and others evenly spaced over time."""
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
     even = [round(i * (frames - 1) / max(number - 1, 1)) for i in range(min(number, frames))]
@@ -303,12 +303,12 @@ def choose_frames(layout: Layout, token: Sequence[int], number: int = 3) -> list
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Values of all tokens as one image: frames side by side, the text in rows above, NaN between.
+    """Values of all tokens as one image: frames side by side, the text in rows above, NaN in the gaps.
 
     Attributes:
         image: 2-D, NaN where there is no token.
-        frames: those that are drawn.
-        top: rows above the grid.
+        frames: the frames drawn.
+        top: number of rows above the grid.
         size: (H, W) of a frame.
     """
 
@@ -318,8 +318,8 @@ class Picture:
     size: tuple[int, int]
 
     @property
-    def left(self) -> list[int]:
-        """First column of each frame."""
+    def first_columns(self) -> list[int]:
+        """Return the first column of each frame."""
         return [i * (self.size[1] + GAP) for i in range(len(self.frames))]
 
 
@@ -327,7 +327,7 @@ GAP = 1
 
 
 def arrange(layout: Layout, values: Tensor, frames: list[int]) -> Picture:
-    """values (N,) of all tokens → the picture of these frames."""
+    """Arrange values (N,) of all tokens as the picture of these frames."""
     _, height, width = layout.frames
     across = len(frames) * (width + GAP) - GAP
     rows = -(-layout.text // across)
@@ -336,13 +336,13 @@ def arrange(layout: Layout, values: Tensor, frames: list[int]) -> Picture:
     image[:rows].view(-1)[: layout.text] = values[: layout.text]
     grid = values[layout.text :].reshape(layout.frames)
     picture = Picture(image, frames, top, (height, width))
-    for left, frame in zip(picture.left, frames, strict=True):
+    for left, frame in zip(picture.first_columns, frames, strict=True):
         image[top:, left : left + width] = grid[frame]
     return picture
 
 
-def cut(layout: Layout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
-    """values (N,) through a token along an axis of the grid: distances in tokens, and values."""
+def slice_through(layout: Layout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
+    """Slice values (N,) through a token along a grid axis: return distances in tokens, and values."""
     grid = values[layout.text :].reshape(layout.shape)
     line = grid[tuple(slice(None) if a == axis else i for a, i in enumerate(token))]
     return torch.arange(layout.shape[axis]) - token[axis], line

@@ -1,4 +1,4 @@
-"""The README's picture: what an encoding does on a grid. ``python -m lrpe_md.scripts.visualize.encoding [OUT]``."""
+"""Draw the README's picture of an encoding on a grid: ``python -m lrpe_md.scripts.visualize.encoding [OUT]``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GRID, QUERY = (18, 28), (6, 10)
 HEAD_DIM = 64
 
 
-def main(out: Annotated[Path, typer.Argument(help="The PNG.")] = Path("scripts/results/encoding.png")) -> None:
-    """Angles of single channels over the grid, and the score of one query with every key."""
+def main(out: Annotated[Path, typer.Argument(help="Output PNG.")] = Path("scripts/results/encoding.png")) -> None:
+    """Draw the angles of single channels over the grid, and the score of one query with every key."""
     grid = Grid(GRID)
     axial = {c: axial_omega(geometric_theta(-(-c // 2), 100.0), c, 2) for c in (HEAD_DIM, HEAD_DIM // 2)}
     mixed = mixed_omega(HEAD_DIM // 2, 2, base=10.0, generator=torch.Generator().manual_seed(3))

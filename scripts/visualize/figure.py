@@ -1,4 +1,4 @@
-"""The figures of ``scripts.visualize``: panels of angles, similarity, cuts and wavelengths."""
+"""Figures of ``scripts.visualize``: panels of angles, similarity, cuts and wavelengths."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Look(NamedTuple):
     colour: str
     marker: str
     line: str
-    width: float  # equal lines still show, the thin one on the wide one
+    width: float  # a thin line stays visible on top of a wide one
 
 
-# Of the axes of positions, told apart in grey, too.
+# Colours of the position axes; they also differ in greyscale.
 LOOKS = {
     "N": Look(OKABE_ITO["black"], "o", "--", 1.2),
     "T": Look(OKABE_ITO["vermilion"], "^", "-.", 5),
@@ -46,7 +46,7 @@ SMALL: Any = {
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
-ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # its lightness is |Θ|, its hue the sign
+ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
 FOOT = (
     "Similarity with a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k over that at no "
     "distance.\n"
@@ -56,7 +56,7 @@ FOOT = (
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A subject on a grid, and what of it is drawn."""
+    """Parts of a subject to draw on a grid."""
 
     subject: Subject
     layout: Layout
@@ -66,15 +66,15 @@ class View:
     frames: list[int]
 
     @property
-    def own(self) -> tuple[str, str]:
+    def default_variant(self) -> tuple[str, str]:
         return self.subject.variants[0]
 
     def omega(self, variant: tuple[str, str]) -> Tensor:
-        """(C, K) of the head that is drawn."""
+        """Return omega (C, K) of the selected head."""
         return data.of_head(self.subject.omega(*variant), self.head)
 
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Similarity with the token (N,), of each variant; the axis orders together where no colour would tell them."""
+        """Return the similarity with the token (N,) by variant; axis orders with equal values are merged."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
             score = data.similarity(data.angles(self.layout, self.omega(variant)), self.layout.index(self.token))
@@ -87,25 +87,25 @@ class View:
 
 
 def draw(view: View) -> Figure:
-    """The whole figure; the caller closes it."""
+    """Draw the whole figure; the caller closes it."""
     with plt.rc_context(SMALL):
         return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view)
 
 
 def _draw_grid(view: View) -> Figure:
-    """Angle maps in rows, then similarity, then cuts and wavelengths; two a row where frames lie side by side."""
+    """Draw angle maps in rows, then similarity, then cuts and wavelengths; two per row if frames are side by side."""
     layout, scores = view.layout, view.scores()
     columns = 4 if len(view.frames) == 1 else 2
     shown = data.arrange(layout, scores[0][1], view.frames).image.shape
     panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
     map_rows, score_rows = -(-len(view.channels) // columns), -(-len(scores) // columns)
-    beside = len(scores) <= columns // 2  # room for the last two panels in the row of the similarities
+    beside = len(scores) <= columns // 2  # whether the last two panels fit into the row of similarities
     heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
     figure = plt.figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
     rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
-    theta, image = data.angles(layout, view.omega(view.own)), None
+    theta, image = data.angles(layout, view.omega(view.default_variant)), None
     panels = _panels(rows[0], map_rows, columns)
     for axis, channel in zip(panels, view.channels, strict=False):
         image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
@@ -132,11 +132,11 @@ def _draw_grid(view: View) -> Figure:
 
 
 def _draw_sequence(view: View) -> Figure:
-    """Angles as a row a channel, similarity as lines, wavelengths."""
+    """Draw angles with a row per channel, similarity as lines, and wavelengths."""
     layout, length = view.layout, view.layout.shape[0]
     figure = plt.figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
-    omega = view.omega(view.own)
+    omega = view.omega(view.default_variant)
     rows = data.wrap(data.angles(layout, omega)[:, view.channels]).T
     before = layout.text + data.GAP if layout.text else 0
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
@@ -177,7 +177,7 @@ def _blank(axes: list[Any]) -> None:
 
 
 def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
-    """Tokens of the frames side by side, text above them, a ring at the chosen token."""
+    """Draw the frames side by side with the text above them, and a ring around the selected token."""
     layout = view.layout
     picture = data.arrange(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
@@ -189,39 +189,42 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_xlabel("W", labelpad=1)
     else:
-        axis.set_xticks([left + (width - 1) / 2 for left in picture.left], [f"W  (T = {t})" for t in view.frames])
+        axis.set_xticks(
+            [left + (width - 1) / 2 for left in picture.first_columns], [f"W  (T = {t})" for t in view.frames]
+        )
         axis.tick_params(axis="x", length=0)
     axis.set_ylabel("H", labelpad=1)
     axis.grid(False)
     axis.spines[:].set_visible(False)
     frame = view.token[0] if len(layout.shape) == 3 else 0
-    x, y = picture.left[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
+    x, y = picture.first_columns[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
     ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8)[0]
     ring.set_path_effects([patheffects.Stroke(linewidth=2.6, foreground="black"), patheffects.Normal()])
     return image
 
 
 def _cuts(axis: Any, view: View, score: Tensor) -> None:
-    """Similarity along each axis of the grid, through the token."""
+    """Plot the similarity along each grid axis, through the token."""
     for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
             line = "-" if look.width > 2 else look.line
-            distance, values = data.cut(view.layout, score, view.token, j)
+            distance, values = data.slice_through(view.layout, score, view.token, j)
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
-    axis.set_title(f"cuts through the ring, {view.own[0]}")
+    axis.set_title(f"cuts through the ring, {view.default_variant[0]}")
     axis.legend(**LEGEND, handlelength=2.6)
 
 
 def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
-    """Tokens a turn of each channel, on the axes that it turns along; those that don't rotate, at the top.
+    """Plot tokens per turn of each channel, on the axes along which it rotates; channels without rotation are at the
+    top.
 
-    height, columns: of the axes in inches, and of the legend, which gets room of its own.
+    height, columns: of the axes in inches, and of the legend, for which space is reserved.
     """
-    layout, omega = view.layout, view.omega(view.own)
+    layout, omega = view.layout, view.omega(view.default_variant)
     each, along = data.wavelengths(layout, omega)
     handles = []
     for j, name in enumerate(layout.names):
@@ -243,7 +246,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
         handles.append(Patch(color="0.9", label="aliased, λ < 2"))
     none = (omega == 0).all(-1).nonzero().flatten()
     if len(none):
-        # In a band of their own: the axis ends below them.
+        # Channels without rotation get a band above the axis.
         handles += axis.plot(
             none.tolist(), [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
             transform=axis.get_xaxis_transform(), label="not rotated",
@@ -265,7 +268,7 @@ def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
 
 
 def _head_and_foot(figure: Figure, view: View) -> None:
-    made, layout, omega = view.subject.preset, view.layout, view.omega(view.own)
+    made, layout, omega = view.subject.preset, view.layout, view.omega(view.default_variant)
     used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
     dense = ((omega != 0).sum(-1) > 1).any()
     parts = [
@@ -286,7 +289,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
 
 
 def _what(view: View) -> str:
-    return "channel" if view.own[0] == "cosine" else "pair"
+    return "channel" if view.default_variant[0] == "cosine" else "pair"
 
 
 def _number(value: Any) -> str:
@@ -298,7 +301,7 @@ def _number(value: Any) -> str:
 
 
 def _channel_name(view: View, channel: int) -> str:
-    layout, omega = view.layout, view.omega(view.own)[channel]
+    layout, omega = view.layout, view.omega(view.default_variant)[channel]
     on = [name for name, w in zip(layout.names, omega.tolist(), strict=True) if w]
     text = f"{_what(view)} {channel}, {on[0] if len(on) == 1 else 'mixed'}: "
     each, along = data.wavelengths(layout, omega[None])
@@ -311,4 +314,4 @@ def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
     mine = "published" if view.subject.preset.name in list_presets() else "as asked"
-    return f"{mapping}{orders}" + (f" ({mine})" if view.own in names else "")
+    return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")

@@ -1,4 +1,4 @@
-"""All presets on one page of the documentation: what each is, and what a token has in common with all others."""
+"""Documentation page of all presets: a description of each, and the similarity of one token to every other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = "python -m scripts.visualize.gallery"
 
 
 def over_grid(made: Preset) -> torch.Tensor:
-    """Similarity of the token in the middle with all others: (N,), or (H, W) of an image or the middle frame."""
+    """Return the similarity of the central token to all others: (N,), or (H, W) of an image or the middle frame."""
     layout = lay_out(made.positions, default_shape(made), row_major=made.scheme.row_major)
     values = similarity(angles(layout, of_head(made.omega, 0)), layout.index(layout.centre)).reshape(layout.shape)
     return values[layout.centre[0]] if values.ndim == 3 else values
@@ -51,7 +51,7 @@ def draw(names: list[str], path: Path) -> None:
 
 
 def describe(scheme: Scheme) -> list[str]:
-    """Axes, map, pairs, width of a head, and what is learned."""
+    """Return the axes, map, pairs, head width and learned parameters of a scheme."""
     ours = {name for name, on in (("ω", scheme.learned), ("φ", scheme.phase)) if on}
     activation = "" if scheme.act == "none" else f", {scheme.act}"
     pairs = scheme.pairs if scheme.map == "rotate" else ""
@@ -79,10 +79,13 @@ def render(files: list[str]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the pictures go.")] = ROOT / "scripts" / "results" / "gallery",
-    pages: Annotated[Path, typer.Option(help="Where the page goes.")] = PAGES,
+    out: Annotated[Path, typer.Option(help="Output folder for the pictures.")] = ROOT
+    / "scripts"
+    / "results"
+    / "gallery",
+    pages: Annotated[Path, typer.Option(help="Output folder for the page.")] = PAGES,
 ) -> None:
-    """The page and its pictures, from the presets themselves."""
+    """Write the page and its pictures."""
     names, size = list_presets(), COLUMNS * ROWS
     files = [f"presets-{i // size + 1}.png" for i in range(0, len(names), size)]
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The drawings of docs/kernel.md: ``python -m lrpe_md.scripts.visualize.kernel [FOLDER]``."""
+"""Drawings of docs/kernel.md: ``python -m lrpe_md.scripts.visualize.kernel [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLUE, LIGHT, ORANGE, GREY = "#2b6cb0", "#d6e6f5", "#dd6b20", "#e8e8e8"
 
 
 def box(axis: Any, corner: tuple[float, float], size: tuple[float, float], color: str, text: str = "") -> None:
-    """Draw a rectangle with text in its middle."""
+    """Draw a rectangle with centred text."""
     axis.add_patch(Rectangle(corner, *size, facecolor=color, edgecolor="black", linewidth=0.7))
     axis.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
 

@@ -1,12 +1,12 @@
-"""What an encoding does, as pictures: angles over the grid, similarity of a token with all others, wavelengths.
+"""Plot encodings: angles over the grid, similarity of one token to every other, wavelengths.
 
     python -m scripts.visualize --preset wan --preset dinov3
     python -m scripts.visualize --preset all --out runs/visualize --format pdf
     python -m scripts.visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-A figure an encoding. On top Θ of a few pairs over the grid, below it how much a token (the ring) agrees with all others
-for each map and axis order, cuts through that, and the wavelengths. :mod:`.data` has the numbers, and says what
-similarity assumes, :mod:`.figure` draws them.
+There is one figure per encoding. At the top it shows Θ of a few pairs over the grid. Below are the similarity of the
+marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths. :mod:`.data`
+computes the numbers and explains the assumptions of similarity; :mod:`.figure` draws them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORMATS = ("png", "pdf", "svg")
 
 
 @contextmanager
-def _says(option: str) -> Iterator[None]:
-    """An error of the library, under the option's name."""
+def _name_option(option: str) -> Iterator[None]:
+    """Prefix errors of the library with the option's name."""
     try:
         yield
     except ValueError as error:
@@ -41,17 +41,17 @@ def _says(option: str) -> Iterator[None]:
 
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
-    """ "4x18x28", "4,18,28" or "4 18 28"; with gaps a "-" is None."""
+    """Parse "4x18x28", "4,18,28" or "4 18 28"; with ``gaps``, "-" is None."""
     parts = [part for part in re.split(r"[x×,\s]+", text.strip()) if part]
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
     if not parts or not all(good) or any(part != "-" and int(part) < least for part in parts):
         raise typer.BadParameter(
-            f"{option}: expected whole numbers of at least {least} such as 18x28 or 9x18x28, got {text!r}"
+            f"{option}: expected integers of at least {least}, such as 18x28 or 9x18x28, got {text!r}"
         )
     return tuple(None if part == "-" else int(part) for part in parts)
 
 
-def look(
+def build_view(
     subject: Subject,
     *,
     shape: str | None = None,
@@ -62,10 +62,10 @@ def look(
     channels: Sequence[int] = (),
     maps: int = 4,
 ) -> View:
-    """What the options ask for, of one subject.
+    """Build the view of a subject that the options describe.
 
     Raises:
-        typer.BadParameter: what does not fit it, under the option's name.
+        typer.BadParameter: an option that does not fit the subject.
     """
     made = subject.preset
     size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
@@ -75,14 +75,14 @@ def look(
         options["reference"] = sizes[0] if len(sizes) == 1 else sizes
     if len(size) > 3:
         raise typer.BadParameter(f"--shape: expected N, HxW or TxHxW, got {shape!r}")
-    with _says(f"--shape {'x'.join(map(str, size))} of {made.name}"):
+    with _name_option(f"--shape {'x'.join(map(str, size))} of {made.name}"):
         made.positions(size)
-    with _says(f"--reference of {made.name}"):
+    with _name_option(f"--reference of {made.name}"):
         made.positions(size, **options)
-    with _says(f"--text of {made.name}"):
+    with _name_option(f"--text of {made.name}"):
         layout = data.lay_out(partial(made.positions, **options), size, text, made.scheme.row_major)
     chosen = layout.centre if token is None else numbers("--token", token, least=0)
-    with _says("--token"):
+    with _name_option("--token"):
         layout.index(chosen)
     if not 0 <= head < made.num_heads:
         raise typer.BadParameter(f"--head: expected 0 to {made.num_heads - 1} (--heads {made.num_heads}), got {head}")
@@ -92,46 +92,54 @@ def look(
             raise typer.BadParameter(f"--channel of {made.name}: expected 0 to {len(omega) - 1}, got {channel}")
     shown = list(channels) or data.choose_channels(layout, omega, maps)
     if not shown:
-        raise typer.BadParameter(f"--shape: nothing of {made.name} turns on a grid of {'x'.join(map(str, size))}")
+        raise typer.BadParameter(
+            f"--shape: expected a grid on which {made.name} rotates some channel, got {'x'.join(map(str, size))}"
+        )
     return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen))
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option("--preset", "-p", help="Scheme, or all; repeatable.")] = None,
-    frequencies: Annotated[str | None, typer.Option(help="Instead of a preset: axial or mixed, as RotateMd's.")] = None,
-    map: Annotated[str | None, typer.Option(help="Without a preset: rotate or cosine. (default: rotate)")] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", "-p", help="Preset to plot, or all; repeatable.")
+    ] = None,
+    frequencies: Annotated[
+        str | None, typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd.")
+    ] = None,
+    map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
-        str | None, typer.Option(help="Without a preset: minor_first (default) or major_first.")
+        str | None, typer.Option(help="Axis order, without a preset: minor_first (default) or major_first.")
     ] = None,
     base: Annotated[
-        float | None, typer.Option(help="Of the series. (default: the preset's; axial 10000, mixed 10)")
+        float | None, typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="D. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Head width D. (default: the preset's; 64)")] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads that the frequencies are made for. (default: the preset's; 1)")
+        int | None, typer.Option(min=1, help="Number of heads with separate frequencies. (default: the preset's; 1)")
     ] = None,
-    head: Annotated[int, typer.Option(min=0, help="The one that is drawn.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Of random directions.")] = 0,
+    head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed of random directions.")] = 0,
     shape: Annotated[
-        str | None, typer.Option(help="Of the grid: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)")
+        str | None, typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)")
     ] = None,
-    reference: Annotated[str | None, typer.Option(help="Interpolate onto 16 or 16x16; - leaves an axis alone.")] = None,
-    text: Annotated[int, typer.Option(min=0, help="Text (or class) tokens in front of the grid.")] = 0,
-    token: Annotated[str | None, typer.Option(help="The chosen token: N, HxW or TxHxW. (default: the centre)")] = None,
-    channel: Annotated[list[int] | None, typer.Option(help="Angle maps of this channel or pair; repeatable.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Else so many, from the fastest to the slowest.")] = 4,
-    out: Annotated[Path, typer.Option(help="Folder; a picture a preset goes there.")] = Path("runs/visualize"),
-    format: Annotated[str, typer.Option(help=f"One of: {', '.join(FORMATS)}.")] = "png",
-    dpi: Annotated[int, typer.Option(min=20, help="Of a PNG.")] = 150,
+    reference: Annotated[
+        str | None, typer.Option(help="Rescale positions to a grid such as 16 or 16x16; - keeps an axis.")
+    ] = None,
+    text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
+    token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
+    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair to map; repeatable.")] = None,
+    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps, without --channel.")] = 4,
+    out: Annotated[Path, typer.Option(help="Output folder for the figures.")] = Path("runs/visualize"),
+    format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
+    dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
 ) -> None:
-    """Angle maps, similarity and wavelengths of encodings, a figure each."""
+    """Plot angle maps, similarity and wavelengths of encodings, one figure each."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
-        raise typer.BadParameter("--preset, --frequencies: expected one of the two (--preset all draws every scheme)")
+        raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
     if preset:
         for option, value in (("--map", map), ("--axis-order", axis_order)):
             if value is not None:
-                raise typer.BadParameter(f"{option}: a preset has its own, and the figure compares both; got {value!r}")
+                raise typer.BadParameter(f"{option}: expected no value with --preset, which defines it, got {value!r}")
         names = list_presets() if preset == ["all"] else choose("--preset", preset, list_presets())
         subjects = [_preset(name, head_dim, heads, base, seed) for name in names]
     else:
@@ -141,10 +149,10 @@ def main(
         choose("--axis-order", [axis_order or "minor_first"], data.AXIS_ORDERS)
         own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
         own = {key: value for key, value in own.items() if value is not None}
-        with _says("--frequencies"):
+        with _name_option("--frequencies"):
             subjects = [data.custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
     views = [
-        look(
+        build_view(
             subject,
             shape=shape,
             reference=reference,
@@ -165,5 +173,5 @@ def main(
 
 
 def _preset(name: str, head_dim: int | None, heads: int | None, base: float | None, seed: int) -> Subject:
-    with _says("--head-dim, --base"):
+    with _name_option("--head-dim, --base"):
         return data.published(name, head_dim, heads, base, seed)

@@ -1,4 +1,4 @@
-"""Cases of linear attention for sharded.py; every one compares with the unsharded computation."""
+"""Cases of linear attention for sharded.py; each compares with the unsharded computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 
 
 def inputs(mesh, *, q_tokens: int = 15, k_tokens: int = 15, batch: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
-    """Of map "cosine" with head_dim 8 and two axes; v has another."""
+    """Return inputs of map "cosine" with head_dim 8 and two axes; v has another head_dim."""
     q, k = normal(mesh, batch, 4, q_tokens, 8), normal(mesh, batch, key_heads, k_tokens, 8)
     v, gate = normal(mesh, batch, key_heads, k_tokens, 6), normal(mesh, batch, 1, k_tokens).abs()
     omega, phase = normal(mesh, 1, 8, 2), normal(mesh, 1, 8)
@@ -32,7 +32,7 @@ def with_state(mesh, tensors: dict[str, Tensor], normalizer: str = "unrotated") 
 
 
 def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """o, S and Σ."""
+    """Return o, S and Σ."""
     tensors = dict(tensors)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
     state = tuple(tensors.pop(name) for name in ("S", "sums") if name in tensors)
@@ -45,8 +45,10 @@ def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ..
 
 
 def same(mesh, tensors: dict[str, Tensor], where: dict[str, Any], **options: Any) -> None:
-    """Outputs, states and all gradients of DTensors are those of one process. where: a placement by name; without
-    one a tensor stays plain, which stands for a replicated one."""
+    """Check that outputs, states and all gradients of DTensors equal those of one process.
+
+    where: placements by name; tensors without one stay plain, which is equivalent to replicated.
+    """
     whole = {name: leaf(t) for name, t in tensors.items()}
     expected = attend(whole, options)
     grads = [normal(mesh, *y.shape, seed=7 + i) for i, y in enumerate(expected)]
@@ -103,7 +105,7 @@ def linear_batch_and_heads(mesh, impl):
 
 @case
 def linear_tokens(mesh, impl):
-    """One all-reduce of the state; for causal masks the sum of the ranks before. Unequal parts."""
+    """Shard tokens unevenly: the state needs one all-reduce, causal masks the sum over earlier ranks."""
     tensors = inputs(mesh)
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     table = normal(mesh, 12, 2)
@@ -111,7 +113,7 @@ def linear_tokens(mesh, impl):
     for positions in (GRID, Coordinates(table, 1, 2, rotated), Coordinates(normal(mesh, 2, 12, 2), 1, 2)):
         close_enough(mesh, tensors, where, positions=positions)
         close_enough(mesh, tensors, {**where, "gate": TOKENS, "phase": ALL}, positions=positions, is_causal=True)
-    # Blocks of whole rows: 2 + 3 * 4 + 2 tokens in two.
+    # Shards of whole blocks: 2 + 3 * 4 + 2 tokens in two parts.
     close_enough(
         mesh, inputs(mesh, q_tokens=16, k_tokens=16), where, positions=Grid((4, 3), prefix=2, suffix=2), block=3
     )
@@ -140,7 +142,7 @@ def linear_a_rank_without_tokens(mesh, impl):
 
 
 def have_second_derivatives(mesh):
-    """Whether ``DTensor.to_local`` has them: not in torch 2.11."""
+    """Return whether ``DTensor.to_local`` has second derivatives; torch 2.11 does not."""
     x = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()
     (first,) = torch.autograd.grad(x.to_local().pow(3).sum(), [x], create_graph=True)
     return torch.autograd.grad(first.sum(), [x], allow_unused=True)[0] is not None
@@ -148,7 +150,7 @@ def have_second_derivatives(mesh):
 
 @case
 def linear_double_backward(mesh, impl):
-    """The sums between the ranks have derivatives of any order."""
+    """Sums across ranks are differentiable to any order."""
     if not have_second_derivatives(mesh):
         return
     tensors = {name: t for name, t in inputs(mesh).items() if name in (*QKV, "omega")}

@@ -1,4 +1,4 @@
-"""What each of several processes runs for test_sharding.py; every case compares with the unsharded computation."""
+"""Cases that each process of test_sharding.py runs; each compares with the unsharded computation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def run(rank: int, world_size: int, backend: str, impl: str, folder: str) -> None:
-    """A process: all cases, and a file that says which failed."""
+    """Run all cases in one process, and write the failures to a file."""
     import linear_sharded  # noqa: F401 its cases
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def normal(mesh: Any, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same on every rank."""
+    """Draw the same values on every rank."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(mesh.device_type, dtype)
 
@@ -71,10 +71,10 @@ def leaf(t: Tensor) -> Tensor:
 
 
 def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str, Tensor], **others: Any) -> None:
-    """``encode(*xs, **frequencies)``: outputs and gradients of DTensors are those of one process.
+    """Check that outputs and gradients of ``encode(*xs, **frequencies)`` with DTensors equal those of one process.
 
-    plain: frequencies that stay plain tensors, which stand for replicated ones. others: q, k, and the frequencies with
-    their placements.
+    plain: frequencies that stay plain tensors, which is equivalent to replicated. others: q, k, and the frequencies
+    with their placements.
     """
     xs = [others.pop(name) for name in ("q", "k") if name in others]
     placements = [placements] * len(xs) if isinstance(placements[0], (Shard, Replicate)) else placements
@@ -92,7 +92,7 @@ def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str
     actual = actual if isinstance(actual, tuple) else (actual,)
     for y, x in zip(actual, shards, strict=True):
         assert y.placements == x.placements
-    # Not .backward(): torch 2.11 replicates what it accumulates into uneven shards.
+    # Not .backward(), since torch 2.11 replicates gradients that it accumulates into uneven shards.
     shard_grads = [distribute_tensor(g, mesh, y.placements) for g, y in zip(grads, actual, strict=True)]
     dshards = torch.autograd.grad(actual, [*shards, *tables.values()], shard_grads)
     for i, (y, right) in enumerate(zip(actual, expected, strict=True)):
@@ -110,7 +110,7 @@ def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str
 
 @case
 def batch(mesh, impl):
-    """Sharded in two and in a part and none; positions and origins by sample are cut along."""
+    """Shard the batch evenly, unevenly and with an empty rank; positions and origins by sample follow."""
     omega, phase = normal(mesh, 2, 4, 2), normal(mesh, 1, 4)
     origin = torch.tensor([[1, 2], [30, 4], [5, 60]], device=mesh.device_type)
     for n in (3, 1):
@@ -128,7 +128,7 @@ def batch(mesh, impl):
 
 @case
 def kernel(mesh, impl):
-    """Through the kernels; a rank without samples launches nothing, but takes part in the sum over the ranks."""
+    """Run the kernels; a rank without samples launches nothing but takes part in the all-reduce."""
     for batch, p in ((2, Shard(1)), (1, Shard(0))):
         same(
             mesh, [p], lambda *xs, **w: rotate(*xs, positions=GRID, impl=impl, **w), {}, q=normal(mesh, batch, 4, 7, 8),
@@ -138,7 +138,7 @@ def kernel(mesh, impl):
 
 @case
 def tables(mesh, impl):
-    """Cos and sin, whole and plain or sharded as x is, with their gradients; through the kernels without these."""
+    """Shard cos and sin like x or keep them whole and plain, with gradients; the kernels run without gradients."""
 
     def encode(*xs, cos, sin, prefix=1, impl="reference", norm=None):
         return rotate(*xs, tables=(cos, sin), prefix=prefix, norm=norm, impl=impl)
@@ -151,7 +151,7 @@ def tables(mesh, impl):
         shards = [distribute_tensor(x, mesh, [p]) for x in (q, k)]
         for y, expected in zip(encode(*shards, cos=cos, sin=sin, norm=Norm("rms"), impl=impl), whole, strict=True):
             close("y", y.full_tensor(), expected)
-        if len(size) == 4 and size[0] > 1:  # heads and samples that share rows, without a copy of these
+        if len(size) == 4 and size[0] > 1:  # heads and samples share rows without a copy
             table = normal(mesh, 5, 8).expand(3, 2, 5, 8)
             ys = encode(*shards, cos=table, sin=table, impl=impl)
             close("expanded", ys[1].full_tensor(), encode(q, k, cos=table[0, 0], sin=table[0, 0])[1])
@@ -176,7 +176,7 @@ def heads(mesh, impl):
     same(mesh, [Shard(1)], encode, {"omega": omega}, q=q, k=k, phase=(phase, [Shard(0)]))
     same(mesh, [Shard(1)], encode, {"phase": phase}, q=q, k=k, omega=(omega, [Shard(0)]))
     same(mesh, [Shard(1)], encode, {}, q=q, k=k, omega=(omega[:1], [Shard(1)]), phase=(phase, [Replicate()]))
-    # One key head, which every rank holds, and heads that don't divide.
+    # Every rank holds the only key head; then heads that the ranks don't divide.
     same(mesh, [[Shard(1)], [Replicate()]], encode_shared, {"omega": omega[:1]}, q=q, k=k[:, :1])
     same(mesh, [Shard(1)], encode_shared, {"omega": omega[:1]}, q=q[:, :3], k=k[:, :1])
 
@@ -187,7 +187,7 @@ def encode_shared(*xs, **w):
 
 @case
 def norms(mesh, impl):
-    """Weights are cut where they are by head, and their gradients are summed up over the ranks."""
+    """Shard weights by head if they are per head, and sum their gradients over the ranks."""
     q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 1, 4, 2)
 
     def encode(*xs, weight, weight_k, over="head", impl="reference", **w):
@@ -221,7 +221,7 @@ def norms(mesh, impl):
 
 @case
 def tokens(mesh, impl):
-    """Unequal parts of a sequence; each keeps its positions."""
+    """Shard a sequence unevenly; each token keeps its position."""
     q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 2, 4, 2)
     rotated = torch.tensor([True, False, True, True, True], device=mesh.device_type)
     for positions in (
@@ -244,7 +244,7 @@ def tokens(mesh, impl):
 
 @case
 def coordinates_learn(mesh, impl):
-    """What the reference differentiates beside x and the frequencies."""
+    """Differentiate by coordinates, amplitude and scale, which only the reference supports."""
     omega = normal(mesh, 1, 4, 2)
     for p, shape in ((Shard(0), (7, 2)), (Shard(2), (7, 2)), (Shard(2), (2, 7, 2)), (Shard(1), (2, 7, 2))):
         same(
@@ -269,7 +269,7 @@ def two_axes_of_a_mesh(mesh, impl):
 
 @case
 def modules(mesh, impl):
-    """A module's own frequencies, plain or distributed over the same mesh, and the strides of (B, N, H, D)."""
+    """Use a module's frequencies, plain or distributed over the same mesh, on inputs in (B, N, H, D) layout."""
     from torch.distributed.tensor import distribute_module
 
     x = normal(mesh, 2, 7, 4, 8).transpose(1, 2)
@@ -300,7 +300,7 @@ def modules(mesh, impl):
 
 @case
 def composed(mesh, impl):
-    """What is made of views and of several operators: packed projections, a part of the channels, xPos."""
+    """Encode views and compositions of operators: packed projections, partial rotation, xPos."""
     qkv, part, xpos = normal(mesh, 2, 7, 3, 4, 8), CosineMd(8, rotary_dim=4, impl=impl), Rotate1d(8, scale_base=4.0)
     part, xpos, rope = (m.to(mesh.device_type) for m in (part, xpos, RotateMd(8, impl=impl)))
     for dim in (0, 1, 3):
@@ -317,10 +317,10 @@ def composed(mesh, impl):
 
 @case
 def compiled(mesh, impl):
-    """One graph, with the frequencies' sum in its backward."""
+    """Compile one graph that sums the frequencies' gradient in its backward."""
 
     def plain(*xs, **w):
-        return rotate(*xs, positions=GRID, impl="auto", **w)  # the interpreter can't be traced
+        return rotate(*xs, positions=GRID, impl="auto", **w)  # torch.compile can't trace the interpreter
 
     fast = torch.compile(plain, backend="aot_eager", fullgraph=True)
     same(
@@ -366,7 +366,7 @@ def refused(mesh, impl):
     for tables in ({"omega": by_head}, {"omega": by_head[:1], "phase": by_head[..., 0]}):
         with pytest.raises(ValueError, match=r"x: expected shards .*, here 2 of 4 heads, got [13]; .* of its heads"):
             rotate(cut, positions=GRID, **tables)
-    with pytest.raises(ValueError, match=r"x: expected shards .* heads"):  # q is cut well, k is not
+    with pytest.raises(ValueError, match=r"x: expected shards .* heads"):  # q's shards are valid, k's are not
         rotate(distribute_tensor(x[:, :4], mesh, [Shard(1)]), cut, omega=by_head, positions=GRID)
     assert rotate(cut, omega=by_head[:1], positions=GRID).to_local().shape == one_and_three.shape  # shared by all
     cut = DTensor.from_local(
@@ -381,7 +381,7 @@ def refused(mesh, impl):
 
 @case
 def sequence_parallel(mesh, impl):
-    """Plain tensors: each rank its slice of the tokens, the frequencies' gradients summed by hand."""
+    """Give each rank a slice of plain tensors, and sum the gradients of the frequencies by hand."""
     rank, cut = mesh.get_local_rank(), 3
     start, length = (0, cut) if rank == 0 else (cut, 7 - cut)
     q, k = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8)
@@ -412,7 +412,7 @@ def sequence_parallel(mesh, impl):
 
 @case
 def fsdp2(mesh, impl):
-    """Frequencies in a group of their own stay float32 under bf16; their gradient is the mean over the ranks."""
+    """Keep frequencies float32 under bf16 in a separate group; their gradient is the mean over the ranks."""
 
     class Block(torch.nn.Module):
         def __init__(self):

@@ -1,12 +1,12 @@
-"""The boundary with PyTorch: derivatives of every kind, transforms, compilers, modes.
+"""Integration of the operators with PyTorch: derivatives, transforms, compilers, modes.
 
-``triton`` on a CPU is the interpreter in eager mode and the registered operator under compilers; ``auto`` is
-the reference there, and the kernels on a GPU.
+On a CPU, ``triton`` is the interpreter in eager mode and the registered operator under compilers. ``auto`` is the
+reference on a CPU and the kernels on a GPU.
 """
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
@@ -40,7 +40,7 @@ def fresh_compiler():
 
 
 def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1), **kwargs):
-    """A call as a function of x's, omega and phase alone, and arguments for it."""
+    """Return a call as a function of the inputs, omega and phase only, and arguments for it."""
     case = Case(map, (2, 3), heads=heads, head_dim=4, batch=1, act=act, dtype=dtype, phase=True, **kwargs)
     inputs = make_inputs(case, device)
     assert inputs.phase is not None
@@ -55,7 +55,7 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
     return call, [a.detach().requires_grad_() for a in args]
 
 
-@spread(
+@parametrize_each(
     "chosen map impl", [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)], list(MAPS), IMPLS,
     fixtures=["map", "impl"],
 )  # fmt: skip
@@ -66,13 +66,13 @@ def test_gradcheck_and_gradgradcheck(chosen, map, impl, device):
     def f(*args):
         return call(*args, impl=impl)
 
-    fast = impl == "triton"  # a random direction instead of every entry: an interpreted kernel takes its time
+    fast = impl == "triton"  # random directions instead of all entries, since interpreted kernels are slow
     assert torch.autograd.gradcheck(f, args, fast_mode=fast)
     assert torch.autograd.gradgradcheck(f, args, fast_mode=True)
 
 
 def test_double_backward_of_a_linear_map(map, impl, device):
-    """Nothing but omega is saved; the second derivative goes through the first one's gradient."""
+    """Only omega is saved; the second derivative passes through the first one's gradient."""
     call, args = example(map, device, act="none")
     fixed = [a.detach() for a in args[2:]]
 
@@ -83,7 +83,7 @@ def test_double_backward_of_a_linear_map(map, impl, device):
     assert torch.autograd.gradgradcheck(f, args[:2], fast_mode=True)
 
 
-def test_only_what_is_needed_is_saved(map, device):
+def test_backward_saves_only_required_tensors(map, device):
     def saved(act, frequencies, impl="triton"):
         call, args = example(map, device, act=act)
         args = args[:2] + [a if frequencies else a.detach() for a in args[2:]]
@@ -122,7 +122,7 @@ def test_forward_mode_and_transforms(map, device):
     hessian = jacfwd(jacrev(total, argnums=2), argnums=2)(*args)
     (again,) = torch.autograd.functional.hessian(lambda w: total(args[0], args[1], w, args[3]), (args[2],))[0]
     torch.testing.assert_close(hessian, again)
-    # finite differences know nothing of our formulas
+    # finite differences are independent of our formulas
     eps = 1e-6
     shifted = [call(*(a + s * eps * t for a, t in zip(args, tangents, strict=True))) for s in (1, -1)]
     for plus, minus, t in zip(*shifted, tangents_out, strict=True):
@@ -143,7 +143,7 @@ def test_vmap(map, device):
 
 
 def test_gradient_to_coordinates(device):
-    """The kernels have none, so auto takes the reference."""
+    """The kernels do not differentiate by coordinates, so auto selects the reference."""
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64, device=device)
     omega = torch.rand(1, 2, 3, dtype=torch.float64, device=device)
     coords = torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True)
@@ -169,12 +169,12 @@ def test_triton_refuses_transforms(map, device):
 
 
 def tracing(device: str) -> str:
-    """For what shows in the graph that is traced: inductor's C++ takes seconds to compile."""
+    """Return a compiler that only traces, since inductor takes seconds to compile C++."""
     return "inductor" if device == "cuda" else "aot_eager"
 
 
-def counted():
-    """A backend that counts graphs."""
+def graph_counter():
+    """Return a backend that counts graphs."""
     graphs = []
 
     def backend(gm, example_inputs):
@@ -205,14 +205,14 @@ def test_compile_once_for_all_image_sizes(map, impl, device):
         return MAPS[map](x, omega=omega, positions=Grid(shape, prefix=1, scale=scale), act="silu", impl=impl)
 
     torch.manual_seed(0)
-    backend, graphs = counted()
+    backend, graphs = graph_counter()
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
     for height, width in ((4, 6), (5, 3), (9, 7), (16, 2)):
         x = torch.randn(2, 2, height * width + 1, 8, device=device, requires_grad=True)
         scale = torch.tensor([4 / height, 6 / width], dtype=torch.float64, device=device)
         y, expected = compiled(x, (height, width), scale), f(x, (height, width), scale)
         torch.testing.assert_close(y, expected)
-        dy = torch.randn_like(y)  # a rotation leaves squares alone: ω would have no gradient but rounding errors
+        dy = torch.randn_like(y)  # rotations preserve squares, whose gradient to ω would consist of rounding errors
         for a, b in zip(*(torch.autograd.grad(t, (x, omega), dy) for t in (y, expected)), strict=True):
             torch.testing.assert_close(a, b)
     assert len(graphs) == 1
@@ -305,7 +305,7 @@ def test_opcheck(map, act, dim, device):
 
 
 def test_operator_agrees_with_launcher(map, device):
-    """What compilers run on a CPU (the reference) and what the interpreter runs (the kernels)."""
+    """The registered operator (the reference on a CPU) agrees with the interpreted kernels."""
     _, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
     *xs, omega, phase = (a.detach() for a in args)
     call = validate(Options(map, "softmax", -2), tuple(xs), omega, Grid((2, 3), 1), phase)
@@ -380,7 +380,7 @@ def test_functional_call_of_a_module(device):
 @pytest.mark.parametrize(
     ("act", "dim"), [(act, None) for act in ACTIVATIONS if act != "softmax"] + [("softmax", -1), ("softmax", -2)]
 )
-def test_closed_form_backward_is_autograds(map, act, dim, pairs, device):
+def test_closed_form_backward_equals_autograd(map, act, dim, pairs, device):
     case = Case(map, (3, 4), heads=(4,), omega_heads=2, head_dim=12, act=act, dim=dim, dtype=torch.float64, phase=True,
                 pairs=pairs, rotary_dim=None if map == "cosine" else slice(2, 10))  # fmt: skip
     inputs = make_inputs(case, device).to(torch.float64)
@@ -404,8 +404,8 @@ def test_closed_form_backward_is_autograds(map, act, dim, pairs, device):
 
 @pytest.mark.parametrize("graph", ["one tensor twice", "k from q", "omega of two layers"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
-    """A double backward differentiates the call, not the user's graph behind its inputs."""
+def test_double_backward_with_dependent_inputs(map, graph, create_graph, device):
+    """A double backward differentiates the call, but not the user's graph before its inputs."""
     channels = 4 if map == "cosine" else 2
     leaf = torch.randn(1, 2, 6, 4, dtype=torch.float64, device=device, requires_grad=True)
     omega = torch.rand(1, channels, 2, dtype=torch.float64, device=device, requires_grad=True)
@@ -430,9 +430,9 @@ def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
             torch.testing.assert_close(a, b)
 
 
-def test_batched_and_dual_gradients(map, device):
-    """Transforms that begin after the forward."""
-    call, args = example(map, device, act="none")  # torch has no dual number for silu's backward
+def test_transforms_that_begin_after_the_forward(map, device):
+    """Vectorise and differentiate the gradients of a call that ran outside of any transform."""
+    call, args = example(map, device, act="none")  # torch has no forward mode for silu's backward
     y = call(*args, impl="triton")[0]
     expected = call(*args, impl="reference")[0]
     batch = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
@@ -464,8 +464,8 @@ def test_gradient_to_scale_and_shift(map, which, device):
     f(value.detach(), impl="triton")
 
 
-def test_scale_made_anywhere_serves_everywhere(map, device):
-    """A grid first used in inference mode, under a transform or with fake tensors, and then to train."""
+def test_grid_is_usable_across_modes(map, device):
+    """A grid that was first used in inference mode, in a transform or with fake tensors can be trained."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
@@ -490,7 +490,7 @@ def test_outputs_may_be_changed_in_place(map, impl, device):
         x = base.permute(order).contiguous().permute(back)
         omega = torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
         y = MAPS[map](x * 1, omega=omega, positions=Grid((5,)), impl=impl)
-        assert y.permute(order).is_contiguous()  # the memory order of x
+        assert y.permute(order).is_contiguous()  # the memory layout of x
         y.mul_(2)
         y.sum().backward()
 
@@ -511,7 +511,7 @@ def test_negative_views(map, device):
 
 
 def test_masked_sequence_softmax(map, device):
-    """A channel that begins with more -inf than a block has tokens."""
+    """Apply softmax to a channel that begins with more -inf than a block has tokens."""
     x = torch.randn(1, 1, 4096, 4, dtype=torch.float64, device=device)
     x[:, :, :2500, 1] = float("-inf")
     omega = torch.rand(1, 4 if map == "cosine" else 2, 1, dtype=torch.float64, device=device)

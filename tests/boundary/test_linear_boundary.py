@@ -1,7 +1,7 @@
-"""The boundary of linear attention with PyTorch: derivatives of every kind, transforms, compilers, modes.
+"""Integration of linear attention with PyTorch: derivatives, transforms, compilers, modes.
 
-``triton`` is the registered operator under compilers, and in eager mode the launcher: on a CPU one that stands in for
-it, so that what is tested here is the boundary alone. ``auto`` is the reference there, and the kernels on a GPU.
+``triton`` is the registered operator under compilers and the launcher in eager mode. On a CPU the launcher is replaced
+by a fake, so that the tests cover only the boundary. ``auto`` is the reference on a CPU and the kernels on a GPU.
 """
 
 from itertools import product
@@ -28,7 +28,7 @@ NAMES = ("omega", "phase", "gate", "S", "sums")
 
 
 class Launcher(SimpleNamespace):
-    """The launcher's interface, by the reference. What it keeps is S, and the backward must get it."""
+    """Fake launcher that calls the reference. It saves S, which the backward must receive."""
 
     def forward(self, call, operands, return_state, keep):
         self.seen.append("forward")
@@ -68,17 +68,17 @@ def map(request):
 
 
 def exact_dtype(device, impl="triton"):
-    """Float64, of which a GPU has no kernel."""
+    """Return float64 where it is supported; the GPU's kernels do not."""
     return torch.float32 if (device, impl) == ("cuda", "triton") else torch.float64
 
 
 def assert_near(a, b, msg=None):
-    """Within what products in float32 round away: what a wrong path leaves out or counts twice is far more."""
+    """Compare within the rounding of float32 products, far below the effect of an omitted or doubled term."""
     torch.testing.assert_close(a, b, msg=msg, **({"rtol": 1e-3, "atol": 1e-4} if a.dtype == torch.float32 else {}))
 
 
 def example(map, device, dtype=torch.float64, **changes):
-    """A call as a function of tensors alone, and arguments for it: q, k, v, omega, phase, gate, S, Σ."""
+    """Return a call as a function of tensors only, and its arguments: q, k, v, omega, phase, gate, S, Σ."""
     case = LinearCase(
         map, (2, 3), head_dim=4, v_dim=3, heads=(2, 1), batch=1, act="softplus", dtype=dtype, phase="both",
         gate="float", state=True, return_state=True,
@@ -86,7 +86,7 @@ def example(map, device, dtype=torch.float64, **changes):
     case = LinearCase(**{**vars(case), **changes})
     inputs = make_linear_inputs(case, device)
     assert inputs.gate is not None
-    given = {  # at 0 a gate has no derivative
+    given = {  # a gate of 0 has no derivative
         "omega": inputs.omega, "phase": inputs.phase, "gate": inputs.gate + 0.5,
         **dict(zip(("S", "sums"), inputs.state, strict=False)),
     }  # fmt: skip
@@ -127,8 +127,8 @@ def test_gradcheck_and_gradgradcheck(map, impl, changes, device):
 
 
 @pytest.mark.parametrize("learned", ["q", "v", "omega", "phase", "gate", "S", "sums", "gate sums"])
-def test_each_gradient_alone(learned, device):
-    """What is not learned leaves no gap in the list of gradients."""
+def test_single_gradients(learned, device):
+    """Differentiate by one input at a time; the list of gradients has no gaps."""
     call, args = example("cosine", device, exact_dtype(device))
     names = ("q", "k", "v", *NAMES)
     for t, name in zip(args, names, strict=True):
@@ -143,7 +143,7 @@ def test_each_gradient_alone(learned, device):
 
 def test_the_launcher_is_called(launcher, device):
     if launcher is None:
-        pytest.skip("a GPU's has tests of its own")
+        pytest.skip("the GPU's launcher has separate tests")
     call, args = example("rotate", device)
     call(*args, impl="triton")[0].sum().backward()
     assert launcher.seen == ["forward", "backward"]
@@ -175,7 +175,7 @@ def test_forward_mode_and_transforms(map, device):
     hessian = jacfwd(jacrev(total, argnums=1), argnums=1)(*args)  # forward over reverse against reverse over reverse
     again = torch.autograd.functional.hessian(lambda k: total(args[0], k, *args[2:]), args[1])
     torch.testing.assert_close(hessian, again)
-    eps = 1e-6  # finite differences know nothing of our formulas
+    eps = 1e-6  # finite differences are independent of our formulas
     plus, minus = (call(*(a + s * eps * t for a, t in zip(args, tangents, strict=True))) for s in (1, -1))
     for a, b, t in zip(plus, minus, tangents_out, strict=True):
         torch.testing.assert_close((a - b) / (2 * eps), t, rtol=1e-5, atol=1e-6)
@@ -193,8 +193,8 @@ def test_vmap(changes, device):
     assert per_sample.shape == (2, *omega.shape)
 
 
-def test_other_gradients(device):
-    """The kernels have none to coordinates and amplitude, so auto takes the reference."""
+def test_gradients_to_coordinates_and_amplitude(device):
+    """The kernels do not compute these, so auto selects the reference."""
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, device=device) for _ in range(3))
     omega = torch.rand(1, 4, 3, dtype=torch.float64, device=device)
     coords = torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True)
@@ -207,7 +207,7 @@ def test_other_gradients(device):
     q, k, v = (t.to(exact_dtype(device)) for t in (q, k, v))
     with pytest.raises(ValueError, match="coords"):
         f(coords, amplitude, "triton")
-    with pytest.raises(ValueError, match="coords"):  # of the keys alone
+    with pytest.raises(ValueError, match="coords"):  # of the keys only
         linear_attention(q, k, v, omega=omega, positions=(coords.detach(), coords), impl="triton")
 
 
@@ -227,8 +227,8 @@ def test_triton_refuses_transforms(map, device):
 # --- compilers -------------------------------------------------------------------------------------------
 
 
-def counted():
-    """A backend that counts graphs."""
+def graph_counter():
+    """Return a backend that counts graphs."""
     graphs = []
 
     def backend(gm, example_inputs):
@@ -269,9 +269,9 @@ def test_compile_once_for_all_image_sizes(map, impl, mask, device):
         )  # fmt: skip
 
     torch.manual_seed(0)
-    backend, graphs = counted()
+    backend, graphs = graph_counter()
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
-    for height, width in ((8, 9), (5, 13), (21, 7), (64, 2)):  # the reference has another graph for a single chunk
+    for height, width in ((8, 9), (5, 13), (21, 7), (64, 2)):  # a single chunk would give another graph
         qkv = [torch.randn(2, h, height * width + 1, 8, device=device, requires_grad=True) for h in (4, 2, 2)]
         y, expected = compiled(*qkv, (height, width)), f(*qkv, (height, width))
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
@@ -345,7 +345,7 @@ def test_checkpoint(map, impl, device):
 
 
 def operator_call(case, device):
-    """Arguments of the operators, and the call."""
+    """Return the arguments of the operators, and the call."""
     inputs = make_linear_inputs(case, device)
     phase = (None, inputs.phase) if case.phase == "k" else inputs.phase
     options = LinearOptions(
@@ -456,8 +456,8 @@ def test_autocast_and_inference_mode(map, impl, device):
 
 @pytest.mark.parametrize("graph", ["one tensor three times", "k from q", "omega of two layers"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
-    """A double backward differentiates the call, not the user's graph behind its inputs."""
+def test_double_backward_with_dependent_inputs(map, graph, create_graph, device):
+    """A double backward differentiates the call, but not the user's graph before its inputs."""
     dtype = exact_dtype(device)
     leaf = torch.randn(1, 2, 6, 4, dtype=dtype, device=device, requires_grad=True)
     channels = 4 if map == "cosine" else 2
@@ -484,8 +484,8 @@ def test_inputs_that_depend_on_each_other(map, graph, create_graph, device):
             assert_near(a, b)
 
 
-def test_batched_and_dual_gradients(map, device):
-    """Transforms that begin after the forward."""
+def test_transforms_that_begin_after_the_forward(map, device):
+    """Vectorise and differentiate the gradients of a call that ran outside of any transform."""
     call, args = example(map, device, exact_dtype(device), act="none", normalizer="none")
     y = call(*args, impl="triton")[0]
     expected = call(*args, impl="reference")[0]
@@ -504,8 +504,8 @@ def test_batched_and_dual_gradients(map, device):
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-def test_a_known_call_is_not_checked_again(case, monkeypatch, device):
-    """The memo gives what the first call gave, of new tensors; an origin's values are read anew."""
+def test_cached_call_is_not_validated_again(case, monkeypatch, device):
+    """A cache hit computes with the new tensors, and reads the values of an origin again."""
     from lrpe_md.engine import linear_dispatch
 
     case = LinearCase(**{**vars(case), "phase": "none" if case.phase == "k" else case.phase, "origin": "by_sample"})
@@ -522,8 +522,8 @@ def test_a_known_call_is_not_checked_again(case, monkeypatch, device):
     assert (expected[0]["o"] != expected[1]["o"]).any()
 
 
-def test_calls_of_other_options_are_other_calls(device):
-    """Each after all the others are known: values, keys by value and by type."""
+def test_cache_distinguishes_options(device):
+    """Repeat calls in the presence of all others; the cache compares options by value and type."""
     there = {"dtype": exact_dtype(device), "device": device}
     q, k, v = (torch.randn(1, 2, 6, 4, **there) for _ in range(3))
     omega = torch.rand(1, 4, 1, **there)
@@ -543,7 +543,7 @@ def test_calls_of_other_options_are_other_calls(device):
     plain = {"omega": omega, "positions": Grid((6,))}
 
     def run(changes, impl):
-        whole = changes.get("dim") == -2  # has no state
+        whole = changes.get("dim") == -2  # such a call has no state
         found = linear_attention(q, k, v, **{**plain, **changes}, return_state=not whole, impl=impl)
         return [found] if whole else [found[0], *(t for t in found[1] if t is not None)]
 
@@ -556,7 +556,7 @@ def test_calls_of_other_options_are_other_calls(device):
             for a, b in zip(run(changes, "triton"), right, strict=True):
                 assert_near(a, b, msg=lambda m, c=changes: f"{c}: {m}")
     with pytest.raises(ValueError, match="block: expected an integer"):
-        run({"block": True}, "triton")  # 1 is known
+        run({"block": True}, "triton")  # block=1 is cached
     with pytest.raises(ValueError, match="block: expected an integer"):
         run({"block": 2.0}, "triton")
 
@@ -570,6 +570,6 @@ def test_outputs_may_be_changed_in_place(map, impl, device):
         omega = None if map is None else torch.rand(1, 4 if map == "cosine" else 2, 1, device=device)
         y = linear_attention(q * 1, q, q[..., :2], map=map, omega=omega, positions=positions, impl=impl)
         assert y.shape[-1] == 2
-        assert y.permute(order).is_contiguous()  # the memory order of q
+        assert y.permute(order).is_contiguous()  # the memory layout of q
         y.mul_(2)
         y.sum().backward()

@@ -1,4 +1,4 @@
-"""The boundary with PyTorch of maps behind a norm."""
+"""Integration of maps after a norm with PyTorch."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def fresh_compiler():
 
 
 def example(device, form, dtype=torch.float64, impl="auto", shape=(2, 3)):
-    """A call as a function of q, k, omega, phase and weights, and arguments for it."""
+    """Return a call as a function of q, k, omega, phase and weights, and arguments for it."""
     case = Case("rotate", shape, heads=(2, 1), head_dim=4, batch=1, act="silu", dtype=dtype, phase=True, **form)
     inputs = make_inputs(case, device)
     forward = bind(inputs, impl)
@@ -43,7 +43,7 @@ def example(device, form, dtype=torch.float64, impl="auto", shape=(2, 3)):
 
 @forms
 def test_gradcheck_of_the_kernels(form, device):
-    call, args = example(device, form, impl="triton", shape=(1, 2))  # dozens of calls, interpreted
+    call, args = example(device, form, impl="triton", shape=(1, 2))  # small, since it takes dozens of interpreted calls
     assert torch.autograd.gradcheck(call, args, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, args, fast_mode=True)
 
@@ -158,8 +158,8 @@ def test_export(over, device):
 
 
 @pytest.mark.parametrize("over", ["head", "heads"])
-def test_a_warm_call_sees_other_weights(over, device):
-    """What is remembered of a call is no weight: another form is checked again."""
+def test_cached_call_uses_new_weights(over, device):
+    """The cache holds no weights, and validates weights of another form again."""
     q = torch.randn(1, 4, 6, 8, device=device)
     omega, grid = torch.randn(1, 4, 2, device=device), Grid((2, 3))
     size = (4, 8) if over == "heads" else (8,)

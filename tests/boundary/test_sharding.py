@@ -1,4 +1,4 @@
-"""DTensor, FSDP2 and sequence parallelism in two processes; the cases are in sharded.py."""
+"""DTensor, FSDP2 and sequence parallelism in two processes; sharded.py has the cases."""
 
 import itertools
 from types import SimpleNamespace
@@ -23,14 +23,14 @@ def in_two_processes(backend, impl, folder):
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
 def test_two_processes(tmp_path):
-    """One start for all cases: importing torch twice takes longer than they do."""
+    """Run all cases in one start, since importing torch twice takes longer than the cases."""
     in_two_processes("gloo", "triton", tmp_path)
 
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
 @pytest.mark.parametrize("num_tokens", [1, 7, 12])
 def test_tokens_of_a_rank(num_tokens):
-    """Sharded over two axes of a mesh: chunks of chunks."""
+    """Shard over two axes of a mesh, which gives chunks of chunks."""
     from torch.distributed.tensor import Shard
 
     for outer, inner in itertools.product(range(2), range(3)):

@@ -1,13 +1,13 @@
-"""Given tables at the boundary with PyTorch: derivatives of every kind, transforms, compilers, operators.
+"""Integration of given tables with PyTorch: derivatives, transforms, compilers, operators.
 
-``triton`` on a CPU is the interpreter in eager mode and the registered operator under compilers; ``auto`` is the
-reference there, and the kernels on a GPU.
+On a CPU, ``triton`` is the interpreter in eager mode and the registered operator under compilers. ``auto`` is the
+reference on a CPU and the kernels on a GPU.
 """
 
 import pytest
 import torch
-from spreading import spread
-from test_boundary import counted, tracing
+from parametrizing import parametrize_each
+from test_boundary import graph_counter, tracing
 from torch import nn
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +30,7 @@ def fresh_compiler():
 
 
 def draw(device, kind, dtype=torch.float64, num_tokens=7):
-    """q, k and tables for all but two of their tokens."""
+    """Draw q, k and tables for all but two of their tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*size):
@@ -47,7 +47,7 @@ def encode(q, k, tables, impl="auto", **options):
     return rotate(q, k, tables=tables, prefix=1, act="silu", pairs="interleaved", impl=impl, **options)
 
 
-@spread("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
+@parametrize_each("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
 def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
     xs, tables = draw(device, kind)
 
@@ -70,8 +70,8 @@ def test_gradients_of_a_norm(device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tables_that_learn(kind, device):
-    """They have a gradient, by the reference; the kernels refuse them."""
+def test_gradients_to_tables_need_the_reference(kind, device):
+    """The reference differentiates by tables; the kernels refuse."""
     xs, tables = draw(device, kind)
     leaves = [t.requires_grad_() for t in (tables if isinstance(tables, tuple) else (tables,))]
 
@@ -119,7 +119,7 @@ def test_transforms(device):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
-@spread("kind impl dynamic", KINDS, IMPLS, [False, True])
+@parametrize_each("kind impl dynamic", KINDS, IMPLS, [False, True])
 def test_compile_training(kind, impl, dynamic, device):
     xs, tables = draw(device, kind, torch.float32)
 
@@ -136,7 +136,7 @@ def test_compile_training(kind, impl, dynamic, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compile_once_for_all_lengths(impl, device):
-    backend, graphs = counted()
+    backend, graphs = graph_counter()
     compiled = torch.compile(
         lambda q, k, cos, sin: encode(q, k, (cos, sin), impl=impl), fullgraph=True, dynamic=True, backend=backend
     )
@@ -168,7 +168,7 @@ def test_export(impl, kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
 def test_operators(act, dim, kind, device):
-    """opcheck, and that a compiler's operator on a CPU agrees with the kernels."""
+    """The operators pass opcheck, and agree with the kernels on a CPU."""
     xs, tables = draw(device, kind, torch.float32)
     xs = [x.detach() for x in xs]
     cos_sin = CosSin(torch.view_as_real(tables), None) if kind == "complex" else CosSin(*tables, inverse=True)

@@ -1,4 +1,4 @@
-"""docs/examples: each runs at a small size and does what it says; so do the notebook and the blocks of recipe.md."""
+"""docs/examples, the notebook and the code of recipe.md run at small sizes and give the documented results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 
 
 def load(name):
-    """An example as a module of its own."""
+    """Import an example as a separate module."""
     path = DOCS / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +33,7 @@ def load(name):
 
 
 def write_video(path, frames):
-    """(F, H, W, 3) uint8 as an mp4."""
+    """Write frames (F, H, W, 3) uint8 as an mp4."""
     av = pytest.importorskip("av")
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
@@ -45,7 +45,7 @@ def write_video(path, frames):
 
 
 def moving_square(num_frames, size, step, seed=0):
-    """A white square that moves to the right, or to the left."""
+    """Return frames of a white square that moves right or left."""
     frames = np.zeros((num_frames, size, size, 3), np.uint8)
     top = np.random.default_rng(seed).integers(0, size - 8)
     for i in range(num_frames):
@@ -55,7 +55,7 @@ def moving_square(num_frames, size, step, seed=0):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_short_and_say_how_they_are_run(path):
+def test_example_is_short_and_documents_its_command(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 80
     assert f"python docs/examples/{path.name}" in text.split('"""')[1]
@@ -75,11 +75,11 @@ def test_vit_cosine():
     module = load("vit_cosine")
     accuracy = module.main(["--epochs", "2"])
     assert set(accuracy) == {8, 12}
-    assert accuracy[8] > 0.2  # a tenth by chance
+    assert accuracy[8] > 0.2  # chance is 0.1
     model = module.ViT()
     model(torch.randn(2, 8, 8)).sum().backward()
     grads = model.encoding.omega.grad
-    assert grads.shape == (3, 16, 2)  # each head's own
+    assert grads.shape == (3, 16, 2)  # one per head
     assert grads.abs().amax((1, 2)).min() > 0
 
 
@@ -96,7 +96,7 @@ def test_finetune_timm(tmp_path):
 
     kwargs = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 2}
     plain = timm.create_model("vit_small_patch16_rope_mixed_224", dynamic_img_size=True, **kwargs)
-    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # without this library
+    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # loads without this library
 
 
 def test_video_clips(tmp_path):
@@ -109,7 +109,7 @@ def test_video_clips(tmp_path):
     assert set(accuracy) == {4, 8}
     clip = module.read_clip(tmp_path / "data" / "right" / "0.mp4", 5, 32)
     assert clip.shape == (3, 5, 32, 32)
-    places = (clip[0] > 0).float().sum(1).argmax(-1)  # the square's column in each frame
+    places = (clip[0] > 0).float().sum(1).argmax(-1)  # column of the square in each frame
     assert places.tolist() == sorted(set(places.tolist()))
 
 
@@ -143,8 +143,8 @@ def test_stream_video(tmp_path):
         assert len(attention.kept) == min(time + 1, 2)
 
 
-def test_a_moving_window_is_the_mask_over_the_whole_video():
-    """The kept keys give what one call over all frames with a mask of the window gives."""
+def test_moving_window_equals_window_mask():
+    """Attention to cached keys equals one call over all frames with a window mask."""
     import timm
 
     module = load("stream_video")
@@ -181,7 +181,7 @@ def test_ablate_own_model(tmp_path):
     with out.open(encoding="utf-8") as file:
         rows = list(csv.reader(file))
     assert rows == [["encoding", "0", "1"], *([name, *map(str, values)] for name, values in found.items())]
-    assert found["none"] == module.main([*command[:-2]])["none"]  # seeds repeat themselves
+    assert found["none"] == module.main([*command[:-2]])["none"]  # equal seeds repeat the result
     for encoding in ("cosine", "mixed", "dinov3"):
         assert module.Net(encoding)(torch.randn(2, 8, 8)).shape == (2, 10)
 
@@ -201,15 +201,16 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     assert len(plt.get_fignums()) >= 4
-    torch.testing.assert_close(names["here"][:10, :18], names["there"][5:15, 10:28])  # what it says of distances
+    # equal distances give equal scores, as the notebook says
+    torch.testing.assert_close(names["here"][:10, :18], names["there"][5:15, 10:28])
     plt.close("all")
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """All blocks of recipe.md but those of ONNX, in their order, with random weights where it asks for trained ones.
+    """Run the code of recipe.md in order, except ONNX, with random weights instead of pretrained ones.
 
-    Yields the folder, the names that the blocks made, whether trained weights were asked for, and the other blocks.
+    Yields the folder, the variables, whether pretrained weights were requested, and the remaining blocks.
     """
     import timm
 
@@ -245,12 +246,12 @@ def test_the_recipe_runs(recipe):
     targets = {node.target for node in names["program"].graph.nodes if node.op == "call_function"}
     operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
     assert {operator.namespace for operator in operators} <= {"aten", "prims"}
-    again.reference = None  # laid over the trained grid, or not: the recipe's reference acts
+    again.reference = None  # without the reference, positions are not rescaled to the trained grid
     assert not torch.allclose(again(images), model(images), atol=1e-4)
     again.reference = (14, 14)
 
 
-@pytest.mark.filterwarnings("ignore")  # the exporter's own
+@pytest.mark.filterwarnings("ignore")  # warnings of the exporter
 def test_the_recipe_exports_to_onnx(recipe):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")

@@ -1,4 +1,4 @@
-"""docs/kernel.md: the kernel in 80 lines agrees with the real one, and the drawings can be made."""
+"""The kernel in 80 lines of docs/kernel.md agrees with the library's, and the drawings can be made."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from lrpe_md import Grid, rotate
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 7)], ids=str)
 def test_the_kernel_in_80_lines(shape, nan_filled):
-    """Compared with float64 at far positions, by the error of the real one."""
+    """Errors from float64 at large positions are within the library kernel's."""
     example = load("rotary_kernel")
     torch.manual_seed(0)
     omega, grid = torch.randn(1, 8, 2) * 40, Grid(shape, prefix=2)

@@ -1,4 +1,4 @@
-"""What docs/your-own-code-base.md puts in the place of rotary code gives what that code gives."""
+"""The replacements in docs/your-own-code-base.md give the same results as the code that they replace."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from lrpe_md import Coordinates, Grid, PresetMd, Rotate1d, pad, rotate
 
 
 def turn_complex(x, angles):
-    """``view_as_complex``: pairs of neighbours, x (.., N, D), angles (.., N, D/2)."""
+    """Rotate x (.., N, D) by angles (.., N, D/2), in the interleaved layout, with ``view_as_complex``."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
@@ -72,6 +72,6 @@ def test_ids_and_kept_ids(kept):
     assert_equal(rotate(x, omega=omega, positions=positions, pairs="interleaved"), expected)
 
 
-def test_a_key_cache_goes_on():
+def test_decoding_with_a_key_cache():
     rope, q = Rotate1d(16), torch.randn(1, 2, 9, 16)
     torch.testing.assert_close(rope(q[:, :, 6:], offset=6), rope(q)[:, :, 6:])

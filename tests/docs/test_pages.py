@@ -1,4 +1,4 @@
-"""README and documentation: their code runs, their links lead somewhere, their claims are shown."""
+"""Code in the README and documentation runs, links resolve, and claims match the results."""
 
 import contextlib
 import io
@@ -14,9 +14,9 @@ import lrpe_md
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md"}  # their code runs in tests of its own
+ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md"}  # separate tests run their code
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
-PRINTED = {  # by page, what its code prints; nothing else is on a page that runs
+PRINTED = {  # expected output by page; other pages with code that runs print nothing
     "README.md": [
         "torch.Size([2, 281, 192])", "torch.Size([2, 1000])",
         "adapted: model.layers.0.self_attn (Qwen3Attention): apply_rotary_pos_emb",
@@ -66,7 +66,7 @@ def test_code_runs(path, tmp_path, monkeypatch):
 
 
 def anchors(path):
-    """Of the headings, as GitHub and the site make them."""
+    """Return the anchors of the headings, as GitHub and the site generate them."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
     found = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
@@ -95,7 +95,7 @@ def test_anchors_are_checked(tmp_path):
 # --- the README ------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_one_page():
+def test_readme_fits_one_page():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
     assert "<!--" not in text
@@ -107,7 +107,7 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_readme_shows_the_steps_that_were_measured():
+def test_readme_shows_measured_training_steps():
     page = (PAGES / "training-steps.md").read_text(encoding="utf-8").splitlines()
     text = README.read_text(encoding="utf-8").splitlines()
     head = next(cells(line) for line in text if "vit_b, compiled" in line)
@@ -119,11 +119,11 @@ def test_the_readme_shows_the_steps_that_were_measured():
         assert numbers == [rows[name][columns.index(column)] for column in head[1:]], name
 
 
-def test_the_recommendation_is_in_both_places():
-    """And what it says of other sizes and of rotation is what the comparison of images shows."""
-    said = "In linear attention, use rotation or cosine with silu"
+def test_recommendation_matches_results():
+    """Both pages give the same advice, and the image comparison supports it."""
+    advice = "In linear attention, use rotation or cosine with silu"
     for path in (README, DOCS / "which-encoding.md"):
-        assert said in " ".join(path.read_text(encoding="utf-8").split())
+        assert advice in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
     extrapolated, rescaled = text.split("Difference to ")[0].split("Positions rescaled")
     rows = [
@@ -162,7 +162,7 @@ def test_generated_pages_name_their_command():
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def test_every_exported_name_has_its_place():
+def test_every_exported_name_is_in_the_reference():
     text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     named = {line.split(".")[-1] for line in re.findall(r"^::: (.*)$", text, re.M)}
     source = (ROOT / "lrpe_md" / "__init__.py").read_text(encoding="utf-8")

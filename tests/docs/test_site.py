@@ -1,4 +1,4 @@
-"""The documentation as a site: built strictly, self-contained, and read in a real browser."""
+"""The documentation site builds without warnings, loads nothing from elsewhere, and works in a browser."""
 
 import functools
 import http.server
@@ -27,7 +27,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr  # strict: a warning is an error
+    assert done.returncode == 0, done.stdout + done.stderr  # strict mode turns warnings into errors
     assert "WARNING" not in done.stdout + done.stderr
     return folder
 
@@ -39,7 +39,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert not [url for url in fetched if "canonical" not in url], path
 
 
-def test_code_and_pictures_of_the_repository_are_there(site):
+def test_code_and_pictures_exist(site):
     assert (site / "repository" / "scripts" / "results" / "encoding.png").is_file()
     assert (site / "repository" / "models" / "vit.py").is_file()
     assert "lrpe_md.rotate" in (site / "reference" / "functions.html").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_code_and_pictures_of_the_repository_are_there(site):
 
 @pytest.fixture(scope="module")
 def browse(site):
-    """A new page of the browser, with a list of the errors that it has met."""
+    """Return a function that opens a page, with a list of its errors."""
     from playwright.sync_api import sync_playwright
 
     def new(**options):
@@ -73,7 +73,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @in_browser
 def test_every_page_opens(browse, site):
-    """Every page, and all that it shows, without an error."""
+    """Every page and its resources load without errors."""
     page, errors = browse()
     for path in sorted(site.rglob("*.html")):
         if path.name != "404.html":

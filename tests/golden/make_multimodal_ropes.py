@@ -1,12 +1,12 @@
-"""Positions, cos and sin of multimodal schemes by their original code, in float64: multimodal_ropes.npz.
+"""Compute positions, cos and sin of multimodal schemes with their original code in float64: multimodal_ropes.npz.
 
     python tests/golden/make_multimodal_ropes.py MULTIMODAL_ROPES VIDEOROPE HOPE
 
 MULTIMODAL_ROPES: a checkout of github.com/JJJYmmm/Multimodal-RoPEs at cd413b9e239e916e03234e9b4b64c3420aeb5419.
 VIDEOROPE: videorope-transformer/modeling_videorope.py of github.com/Wiselnn570/VideoRoPE at
 7712ca3f52b795284e0453badc6cf1642c1368c4. HOPE: modeling_hope.py of github.com/hrlics/HoPE at
-85b76c03abcf9624b6efd27d1af1bc11ce9899c4. Of the two files only the functions that lay out positions and frequencies
-are run; both leave out the class around them, which needs another version of transformers.
+85b76c03abcf9624b6efd27d1af1bc11ce9899c4. From these two files, only the functions that compute positions and
+frequencies run, without the classes around them, which need another version of transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from float64 import Float64
 
-# Tokens of text and shapes of images and videos, (T, H, W); head_dim.
+# Segments (text tokens, or shapes (T, H, W) of images and videos), and head_dim.
 LAYOUTS = [
     ([3, (1, 2, 3), 2], 128),
     ([2, (1, 3, 5), 3, (3, 2, 2), 4], 32),
@@ -31,7 +31,7 @@ LAYOUTS = [
 ]
 IMAGE, VIDEO, START, TEXT = 1, 2, 3, 100
 BASE = 5e6
-# circlerope fails with a dff_rate and more than one frame: it repeats frames twice then.
+# circlerope fails with a dff_rate and more than one frame, since it repeats the frames twice.
 
 
 def sections(head_dim: int, shares: tuple[int, ...]) -> list[int]:
@@ -67,12 +67,12 @@ def multimodal(name: str, head_dim: int, segments: list[Any], **options: Any) ->
     ids, grids = ids_of(segments)
     positions, _ = index(SimpleNamespace(config=config(head_dim)), input_ids=ids, image_grid_thw=grids)
     cos, sin = embedding(config(head_dim))(torch.zeros(1), positions)
-    half = head_dim // 2  # the two halves are alike
+    half = head_dim // 2  # both halves are equal
     return {"positions": positions[:, 0].T, "cos": cos[0, ..., :half], "sin": sin[0, ..., :half]}
 
 
 def functions_of(path: str, *names: str) -> dict[str, Any]:
-    """Those of a file's functions and methods, by themselves."""
+    """Extract functions and methods from a file without running the rest."""
     tree = ast.parse(Path(path).read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
     space: dict[str, Any] = {"torch": torch}

@@ -9,7 +9,7 @@ import torch
 from lrpe_md.models.dit import DiT
 from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.models.text import TextEncoder, tokenize
-from spreading import spread
+from parametrizing import parametrize_each
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -303,7 +303,9 @@ def test_gradients_that_are_not_in_place(used, device):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@spread("how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}])
+@parametrize_each(
+    "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]
+)
 def test_compiled(how, impl, options, device):
     """Under a compiler the encoding alone runs again, also behind an operator."""
     torch.compiler.reset()

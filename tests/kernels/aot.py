@@ -1,7 +1,7 @@
 """Compile the kernels ahead of time, without a GPU: ``python tests/kernels/aot.py TARGET [--part I/N]``.
 
-Calls the launcher on meta tensors and compiles what it would have launched. The cases cover every pair
-of values of everything a compiled kernel depends on. Prints one JSON line a kernel; test_aot.py reads it.
+The script calls the launcher on meta tensors and compiles the kernels that it would launch. The cases cover every pair
+of values of all options that a compiled kernel depends on. It prints one JSON line per kernel, for test_aot.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ AXES: dict[str, list[Any]] = {
 
 
 def possible(case: dict[str, Any]) -> bool:
-    """Whether a (partial) case exists."""
+    """Return whether a (partial) case exists."""
     if case.get("map") == "cosine" and case.get("rotary", "all") != "all":
         return False
     if case.get("order") == "sin_cos" and (case.get("map", "cosine") != "cosine" or case.get("rotary", "all") != "all"):
@@ -73,16 +73,19 @@ def possible(case: dict[str, Any]) -> bool:
     if case.get("norm", "none") != "none" and case.get("act") == "softmax -2":
         return False
     if case.get("tables", "none") in ("none", "stored"):
-        # Stored angles replace those of a grid or of coordinates shared by the batch.
+        # Stored angles are only possible with a grid or with coordinates shared by the batch.
         stored = case.get("tables") == "stored"
         return not (stored and (case.get("norm", "none") != "none" or "by sample" in case.get("positions", "")))
-    # Given tables have no frequencies, but a norm may have weights that learn.
+    # Given tables exclude learned frequencies, but a norm may have learned weights.
     learns = case.get("run") == "backward omega" and (case.get("norm") == "none" or case.get("act") == "softmax -2")
     return not (case.get("phase") or case.get("amplitude") or learns or case.get("omega") == torch.float64)
 
 
 def cases() -> list[SimpleNamespace]:
-    """Cases that cover every possible pair of values: greedily, the best of random completions of an uncovered pair."""
+    """Return cases that cover every possible pair of values.
+
+    The search is greedy: it takes the best of several random completions of an uncovered pair.
+    """
     rng, names = random.Random(0), list(AXES)
     first = {name: values[0] for name, values in AXES.items()}
     found = [SimpleNamespace(**first), SimpleNamespace(**{**first, "map": "half", "run": "backward"})]
@@ -106,14 +109,14 @@ def cases() -> list[SimpleNamespace]:
                 best, gain = case, covered
         missing -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
         found.append(SimpleNamespace(**{name: best[name] for name in names}))
-    # Grids with an origin, which the axes leave out: what they share with scaled grids is compiled above.
+    # Grids with an origin are not in the axes, since they share most code with scaled grids.
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
-    for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # of the models that norm q and k
+    for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # combinations in models with qk-norm
         changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
         found.append(SimpleNamespace(**{**first, **changes}))
-    for start, change in (  # outputs that begin where the device says, of which nothing else depends
+    for start, change in (  # output offsets on the device, which interact with nothing else
         ("k", {"map": "half", "head_dim": 128, "rotary": "first", "positions": "origin by sample"}),
         ("both by sample", {"map": "interleaved", "head_dim": 20, "norm": "rms", "long": True}),
         ("k by sample", {"map": "cosine", "tensors": 1, "dtype": torch.float32}),
@@ -132,13 +135,16 @@ def all_pairs() -> set[frozenset]:
 
 
 def uncovered() -> list[str]:
-    """Pairs of values that no case has."""
+    """Return the pairs of values that no case covers."""
     rows = [set(vars(case).items()) for case in cases()]
     return [str(set(pair)) for pair in all_pairs() if not any(pair <= row for row in rows)]
 
 
 def describe(value: Any, path: tuple[int, ...], constexprs: dict[tuple[int, ...], Any]) -> Any:
-    """The type of an argument that is no number, as a launch finds it. Numbers in tuples are packed (signature.py)."""
+    """Return the type of a launch argument that is not a number.
+
+    Numbers in tuples are packed (signature.py).
+    """
     if value is None:
         constexprs[path] = None
         return "constexpr"
@@ -151,7 +157,7 @@ def describe(value: Any, path: tuple[int, ...], constexprs: dict[tuple[int, ...]
 
 
 class Recorder:
-    """Stands in for a kernel and keeps what it was called with."""
+    """Stand-in for a kernel that records its launches."""
 
     def __init__(self, fn: Any) -> None:
         self.fn, self.calls = fn, []
@@ -180,7 +186,7 @@ class Recorder:
 
 
 def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
-    """What the launcher runs for a case."""
+    """Return the kernels that the launcher runs for a case."""
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
     places = {**dict.fromkeys(names, launch), "heads_kernel": launch_heads}
     saved = {name: getattr(module, name) for name, module in places.items()}
@@ -221,7 +227,7 @@ def call(case: SimpleNamespace) -> None:
     rotary = {"all": None, "first": 16, "slice": slice(4, 16)}[case.rotary]
     width = case.head_dim if case.map == "cosine" else rotary_slice(rotary, case.head_dim)[1]
     channels = width if case.map == "cosine" else width // 2
-    # Frequencies by head and a norm over all heads are two launches.
+    # Per-head frequencies with a norm over all heads need two launches.
     omega = torch.randn(1 if "of heads" in case.norm else heads, channels, case.axes, dtype=case.omega)
     phase = torch.randn(1, channels) if case.phase else None
     act, _, dim = case.act.partition(" ")
@@ -229,17 +235,17 @@ def call(case: SimpleNamespace) -> None:
     pairs = {"cosine": "half", "blocks": (channels - 2, 2)}.get(case.map, case.map)
     name = "cosine" if case.map == "cosine" else "rotate"
     options = calls.Options(name, act, int(dim) if dim else None, pairs, rotary, case.order)
-    options, weights = take_weights(options, case, xs)
+    options, weights = make_norm(options, case, xs)
     given = case.tables not in ("none", "stored")
     if given:
-        positions = take_tables(case, (channels, omega.shape[0], num_tokens - 1))
+        positions = make_tables(case, (channels, omega.shape[0], num_tokens - 1))
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
     if case.tables == "stored":
         table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
         checked = checked._replace(cos_sin=calls.CosSin(table, table))
     launcher = launch_heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
-        launcher.forward(checked, xs, *take_outputs(case, checked, xs))
+        launcher.forward(checked, xs, *make_outputs(case, checked, xs))
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
@@ -248,8 +254,8 @@ def call(case: SimpleNamespace) -> None:
     launcher.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
 
 
-def take_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:
-    """The tables of a case, of so many channels, heads and rows: by sample where its positions are."""
+def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:
+    """Make the tables of a case with these channels, heads and rows; by sample if its positions are."""
     channels, heads, rows = sizes
     kind, dtype, *odd = case.tables.split()
     width = 2 * channels if kind == "full" and case.map != "cosine" else channels
@@ -261,8 +267,8 @@ def take_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTabl
     return GivenTables(cos_sin._replace(inverse=case.order == "sin_cos"), 1)
 
 
-def take_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[Any, ...]:
-    """Where outputs are to be: a cache of k, or of both, and where they begin."""
+def make_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[Any, ...]:
+    """Make output caches for k or both, and their offsets."""
     kind = getattr(case, "start", "")
     if not kind:
         return ()
@@ -273,8 +279,8 @@ def take_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[
     return outs, torch.zeros(2 if "sample" in kind else 1, dtype=torch.int64)
 
 
-def take_weights(options: calls.Options, case: SimpleNamespace, xs: list) -> tuple[calls.Options, calls.Weights]:
-    """The norm of a case: its options, and weights of q and of k."""
+def make_norm(options: calls.Options, case: SimpleNamespace, xs: list) -> tuple[calls.Options, calls.Weights]:
+    """Return the options of a case's norm, and its weights for q and k."""
     if case.norm == "none":
         return options, calls.Weights()
     kind, _, form = case.norm.partition(" ")
@@ -294,13 +300,13 @@ ZEROS = {"0f00000000", "0f80000000"}
 
 
 def findings(asm: dict[str, Any]) -> dict[str, Any]:
-    """What the tests read in a kernel's code, in PTX where nothing else is said.
+    """Collect properties of a kernel's code, from PTX unless noted.
 
-    remainders: products s·w whose whole turns go by fma(s, w, n), -n whole. counted_twice: those of them whose rounding
-    error fma(s, w, -s·w) is added as well: what becomes of p - round(p) once the compiler contracts it. counted: turns
-    are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element. early: what is done for a
-    launch while the kernel before it runs. split: loads before the first barrier, and after it. And, in LLVM's code,
-    what count_open finds.
+    remainders: products s·w whose whole turns are removed by fma(s, w, n), with -n whole. counted_twice: those of them
+    whose rounding error fma(s, w, -s·w) is added as well, which happens if the compiler contracts p - round(p).
+    counted: whether turns are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element.
+    early: work before the wait for the previous kernel. split: loads before and after the first barrier. From LLVM's
+    code, also the results of count_open.
     """
     ptx, definitions = asm.get("ptx", ""), {}
     for line in ptx.splitlines():
@@ -324,7 +330,7 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
             continue
         *factors, addend = operands
         op, operands = definitions.get(addend, ("", []))
-        less = op == "sub.f32" and constant(operands[0]) == "0f4B400000"  # from 1.5 · 2^23
+        less = op == "sub.f32" and constant(operands[0]) == "0f4B400000"  # subtracts from 1.5 · 2^23
         if less or op.startswith("cvt.rpi"):  # ceil
             exact.add(tuple(sorted(factors)))
             continue
@@ -343,17 +349,17 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
 
 
 class Made(NamedTuple):
-    """What makes a value in LLVM's code."""
+    """The instruction that defines a value in LLVM's code."""
 
     op: str
     values: list[str]
-    narrow: bool  # float32
+    narrow: bool  # is float32
     vector: bool
-    exchanged: bool  # between threads
+    exchanged: bool  # comes from another thread
 
     @property
     def sums(self) -> bool:
-        """Two values, neither of them a constant."""
+        """Adds two values, neither of them constant."""
         return self.op in ("fadd", "fsub") and len(self.values) == 2
 
     @property
@@ -362,7 +368,7 @@ class Made(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Of a value: by what, and of which element, where that is taken out of a vector."""
+    """An instruction that uses a value, and the vector element that it uses."""
 
     op: str
     element: str
@@ -370,17 +376,18 @@ class Use(NamedTuple):
 
 
 EXCHANGES = ("shfl", "llvm.amdgcn.")
-MOVES = ("extractelement", "insertelement", "shufflevector")  # of elements in vectors
+MOVES = ("extractelement", "insertelement", "shufflevector")  # move elements of vectors
 
 
 def count_open(llir: str) -> dict[str, int]:
-    """What rows.py is there to avoid, in float32: where it is left to the compiler what it fuses.
+    """Count float32 operations where the compiler may choose which product to fuse; rows.py avoids them.
 
-    open_products: of several uses, of which one is a sum. Not those that threads exchange to add them up: the sum is
-    beside that. open_sums: of two products; of a difference the operands' order says which is fused.
+    open_products: products with several uses, one of which is a sum. Products that threads exchange before they are
+    added do not count. open_sums: sums of two products; for differences the order of the operands decides which one is
+    fused.
 
-    A product is one of two values: those with a constant are not looked at, nor sums with one, nor what a product
-    becomes by a choice (select, phi) or a sign, nor vectors but for what is taken out of them.
+    A product has two non-constant factors. Sums with a constant do not count, nor do products that pass a select, phi
+    or sign, nor vectors, except for their extracted elements.
     """
     made: dict[str, Made] = {}
     uses: dict[str, list[Use]] = collections.defaultdict(list)
@@ -395,14 +402,16 @@ def count_open(llir: str) -> dict[str, int]:
             uses[value].append(Use("sum" if made[name].sums else op, element, name))
 
     def is_product(name: str) -> bool:
-        """Also one of a vector's elements."""
+        """Return whether a value, or an element of a vector, is a product."""
         if name in made and made[name].op in MOVES:
             return any(map(is_product, made[name].values[: 1 if made[name].op == "extractelement" else 2]))
         return name in made and made[name].multiplies
 
     def list_uses(name: str) -> list[list[str]]:
-        """Of a number, or of a vector's elements, each as far as it is taken out: LLVM also adds vectors of which it
-        needs some."""
+        """List the uses of a number, or of each element of a vector.
+
+        Elements count as far as they are extracted, since LLVM adds whole vectors even if it needs only some elements.
+        """
         elements: dict[str, list[str]] = collections.defaultdict(list)
         for use in uses[name]:
             taken = use.op == "extractelement"
@@ -412,7 +421,7 @@ def count_open(llir: str) -> dict[str, int]:
         return list(elements.values())
 
     def is_exchanged(name: str) -> bool:
-        """As the bits that it has."""
+        """Return whether the value's bits are exchanged between threads."""
         bits = [use.user for use in uses[name] if use.op == "bitcast"]
         return any(made[use.user].exchanged for each in bits for use in uses[each])
 
@@ -427,7 +436,7 @@ def count_open(llir: str) -> dict[str, int]:
 
 @triton.jit
 def leaves_products_open(p_s, p_w, p_out):
-    """What the kernels must not do."""
+    """Example of code that the kernels must avoid."""
     o = tl.arange(0, 128)
     s, w = tl.load(p_s + o), tl.load(p_w + o)
     product = s * w
@@ -469,7 +478,7 @@ def main() -> None:
             asm = kernel.asm
             if "maxnreg" in options:
                 programs = plans.REGISTERS // (32 * options["num_warps"] * options["maxnreg"])
-                resident = programs * (kernel.metadata.shared + 1024)  # CUDA keeps 1 KiB a program
+                resident = programs * (kernel.metadata.shared + 1024)  # CUDA reserves 1 KiB per program
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         row = {"kernel": name, "case": {k: str(v) for k, v in vars(case).items()}, "error": error, "resident": resident,

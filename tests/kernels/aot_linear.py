@@ -1,7 +1,6 @@
 """Compile linear attention's kernels ahead of time, without a GPU: ``python tests/kernels/aot_linear.py TARGET``.
 
-As aot.py; prints one JSON line a kernel, which test_aot.py reads. Of other targets than sm_90 a few
-cases.
+Like aot.py, the script prints one JSON line per kernel, for test_aot.py. Targets other than sm_90 get few cases.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from lrpe_md.engine.norms import take_norm
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
-# What test_aot.py looks for in their code: sums over a row stay in a warp, factors of causal products are read as they
-# were stored, features go from memory to the matrix units.
+# test_aot.py checks that row sums stay in a warp, that factors of causal products are read in their stored layout, and
+# that features go from memory to the matrix units.
 CAUSAL = LinearCase(dtype=BF16, head_dim=64, heads=(2, 2), act="silu", mask="causal", normalizer="none")
 READ = {
     "wide": LinearCase(None, dtype=BF16, head_dim=128, heads=(2, 2), act="relu"),
     "causal": CAUSAL,
     "raw": replace(CAUSAL, map=None, act="none"),
 }
-FEW = [  # which have every kernel
+FEW = [  # cases that cover every kernel
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
     LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
@@ -59,7 +58,7 @@ CASES = [
 
 
 def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[str, Any]]]:
-    """What the launcher runs for a case, forward and backward."""
+    """Return the kernels that the launcher runs for a case, forward and backward."""
     case = inputs.case
     phases = (None, inputs.phase) if case.phase == "k" else inputs.phase
     options = LinearOptions(

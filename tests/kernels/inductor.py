@@ -1,7 +1,7 @@
-"""What Inductor makes of our operators, without a GPU: ``python tests/kernels/inductor.py``.
+"""Inspect the code that Inductor generates for the operators, without a GPU: ``python tests/kernels/inductor.py``.
 
-Traces calls on fake CUDA tensors, lets Inductor write the code for them, and compiles the kernels in it for sm_90. Of
-the driver it gets a description of an H100. Prints one JSON line a case; test_compiled.py reads it.
+The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. The
+driver is replaced by a description of an H100. It prints one JSON line per case, for test_compiled.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ H100 = SimpleNamespace(name="NVIDIA H100", gcnArchName="", **SIZES)
 
 
 class Driver:
-    """Of Triton: it can compile and not launch."""
+    """Fake Triton driver that can compile but not launch."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -68,11 +68,11 @@ class Driver:
 
 
 class Written(Exception):
-    """The code is there: nothing after it can run."""
+    """Raised when the code is complete, since it can't run."""
 
 
 def describe_gpu() -> None:
-    """To all that asks for one."""
+    """Describe an H100 to all callers that query the GPU."""
     triton.runtime.driver.set_active(Driver())  # pyright: ignore[reportAttributeAccessIssue]
     launch.has_ptx = linear_launch.has_ptx = lambda dtype: dtype != torch.float64
     torch.cuda.get_device_properties = lambda *args: H100
@@ -91,7 +91,7 @@ def describe_gpu() -> None:
 
 
 def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, Loose]]:
-    """What Inductor writes for f of fake CUDA tensors like these, and how much of its memory is loose."""
+    """Return Inductor's code for f on fake CUDA tensors like these, and the number of loose allocations."""
     found: list[tuple[str, Loose]] = []
     codegen = GraphLowering.codegen
 
@@ -126,10 +126,10 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
 
 
 class Loose(NamedTuple):
-    """Allocations that can be put before the first layer of a model, those of all layers."""
+    """Allocations that could move before a model's first layer, which would hold the memory of all layers at once."""
 
-    alone: int  # they depend on nothing
-    given: int  # or on what the program is given
+    independent: int  # depend on no input
+    on_inputs: int  # depend only on inputs of the program
 
 
 def count_loose(graph: GraphLowering) -> Loose:
@@ -148,7 +148,7 @@ def caused_by(error: BaseException | None, kind: type) -> bool:
 
 
 def compile_kernels(code: str) -> dict[str, dict[str, int]]:
-    """Registers of each of our kernels in the code, and what count_open finds."""
+    """Return the registers of each lrpe-md kernel in the code, and the results of count_open."""
     found = {}
     for name, source in re.findall(r"async_compile\.triton\('(fixed_\w+)', '''(.*?)''', device_str", code, re.DOTALL):
         tuners: list[Any] = []
@@ -167,7 +167,7 @@ def compile_kernels(code: str) -> dict[str, dict[str, int]]:
 
 
 def make_launchers(code: str) -> dict[str, int]:
-    """Limits of registers of what Triton launches from the code, made as the code makes it."""
+    """Return the register limits of kernels that Triton launches from the code."""
     found = re.findall(r"^(fixed_\w+)_launcher_\d+ = (.*)$", code, re.MULTILINE)
     return {name: eval(made).options["maxnreg"] for name, made in found}
 
@@ -192,7 +192,7 @@ def note(tuners: list[Any], size_hints: Any, configs: list[Any], triton_meta: An
 
 
 def count_arguments(listed: str) -> int:
-    """Those that a launch is given, not what is compiled in."""
+    """Count the arguments of a launch without those that are compiled in."""
     return len(re.findall(r"\b(?:buf|arg)\d+", listed))
 
 
@@ -248,7 +248,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": (70, 30),
         "run": "backward weights",
     },
-    # Where gradients of a projection are joined; that of v is computed, or "given"; "taken" is also needed elsewhere.
+    # Gradients of a projection are joined. That of v is computed or "given"; a "taken" one is also needed elsewhere.
     "joined backward": {"run": "joined"},
     "joined backward omega weights": {"run": "joined omega weights", "norm": "rms"},
     "joined with grouped keys": {"run": "joined", "groups": 2},
@@ -259,7 +259,7 @@ CASES: dict[str, dict[str, Any]] = {
     "joined with another that is not at 16 bytes": {"run": "joined given", "head_dim": 36},
     "joined linear": {"run": "joined", "linear": {"map": "rotate"}},
     "joined and taken": {"run": "joined taken"},
-    # Left to the operator.
+    # Cases that Inductor leaves to the operator.
     "linear, causal": {"linear": {"is_causal": True, "normalizer": "none"}},
     "norm by head and group": {"norm": "rms by head and group"},
     "norm of rows that are not at 16 bytes": {"norm": "rms", "layout": "odd"},
@@ -303,10 +303,10 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         elif case.positions == "origin":
             positions = Grid(shape, prefix=1, origin=origin)
         elif "tables" in case.positions:
-            positions, omega = take_tables(case, tables), None
+            positions, omega = make_tables(case, tables), None
         if case.linear is not None:
             return attend(case, qkv, grad, Sides(omega, positions), weights)
-        options, given = take_weights(Options(case.map, case.act, case.dim), case, weights)
+        options, given = make_norm(Options(case.map, case.act, case.dim), case, weights)
         call = validate(options, tuple(xs), omega, positions, phase if case.phase else None, None, given)
         if case.phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
@@ -328,8 +328,8 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
     return f, tensors
 
 
-def take_tables(case: SimpleNamespace, tables: Tensor) -> GivenTables:
-    """Cos and sin of all channels, for the tokens after the first."""
+def make_tables(case: SimpleNamespace, tables: Tensor) -> GivenTables:
+    """Make cos and sin of all channels, for the tokens after the first."""
     if case.positions == "joined tables":
         return GivenTables(CosSin(tables.view(-1, tables.shape[-1], 2), None), 1)
     tables = tables.sin() if case.positions == "computed tables" else tables
@@ -339,7 +339,7 @@ def take_tables(case: SimpleNamespace, tables: Tensor) -> GivenTables:
 
 
 def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:
-    """dq, dk and dv as the gradient of a projection, and something that reads it; the others that were found."""
+    """Return dq, dk and dv as the gradient of a projection with something that reads it, and the other gradients."""
     joined = torch.ops.lrpe_md.join(grads, case.groups)
     taken = [grads[0] * 2] if "taken" in case.run else []
     return [joined, joined.cumsum(0), *found[2:], *taken]
@@ -350,8 +350,8 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def take_weights(options: Any, case: SimpleNamespace, weights: Sequence[Tensor]) -> tuple[Any, Any]:
-    """The norm of a case: its options, and weights of q and of k."""
+def make_norm(options: Any, case: SimpleNamespace, weights: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Return the options of a case's norm, and its weights for q and k."""
     if case.norm == "none":
         return options, Weights()
     kind, _, form = case.norm.partition(" ")
@@ -363,7 +363,7 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     if case.linear.get("map", "cosine") == "cosine" and "rotary_dim" not in case.linear:
         sides = sides._replace(omega=torch.cat([sides.omega, sides.omega], 1))
-    options, given = take_weights(LinearOptions(**case.linear), case, weights)
+    options, given = make_norm(LinearOptions(**case.linear), case, weights)
     call = validate_linear(options, Given(q, k, v, None, None, (), given), sides)
     operands = Operands(q, k, v, None, ())
     o, *saved = linear_boundary.forward(call, operands, False, True, False)
@@ -378,8 +378,8 @@ def main() -> None:
     describe_gpu()
     settings = config.patch(
         fx_graph_cache=False, compile_threads=1,
-        joint_graph_constant_folding=False, shape_padding=False,  # which try something on a GPU
-        reorder_for_locality=False,  # which is for programs without gradients alone
+        joint_graph_constant_folding=False, shape_padding=False,  # these would run code on a GPU
+        reorder_for_locality=False,  # only for programs without gradients
     )  # fmt: skip
     with settings, torch._functorch.config.patch(enable_autograd_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
         for name, changes in CASES.items():

@@ -1,4 +1,4 @@
-"""Calls with ``out=``, of the interpreter's tests and the GPU's."""
+"""Calls with ``out=`` for the tests in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, Norm, cosine, rotate
 
-# Each: the map and its options, sizes, where tokens are, and where the outputs go.
+# Each form has the map and its options, sizes, positions, and destinations of the outputs.
 FORMS: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "heads": (8, 2), "out": (None, "cache")},
     "prefill": {"tokens": 5, "heads": (4, 2), "out": (None, "cache")},
@@ -39,12 +39,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "phases": {"map": "cosine", "tokens": 3, "heads": (2, 2), "options": {"phase": 2}, "out": (None, "cache")},
     "inverse": {"tokens": 3, "heads": (2,), "options": {"inverse": True}, "out": ("cache",)},
 }  # fmt: skip
-COPIED = ("cosine, part", "norm of heads", "phases")  # no launch writes them in place
+COPIED = ("cosine, part", "norm of heads", "phases")  # no launch can write these in place
 LENGTH, BATCH = 9, 2
 
 
 class Job:
-    """A call, what it is to give, and where that is to be."""
+    """A call, its expected results, and their destinations."""
 
     def __init__(self, form: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         chosen = FORMS[form]
@@ -74,7 +74,7 @@ class Job:
         self.placed = tuple(kind is not None for kind in chosen["out"])
 
     def _laid(self, x: Tensor) -> Tensor:
-        """In memory as the layout says."""
+        """Copy x into the memory layout of the form."""
         if self.layout == "bnhd":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
         if self.layout == "odd":
@@ -96,7 +96,7 @@ class Job:
         return found if len(self.xs) == 2 else (found,)
 
     def caches(self) -> list[Tensor | None]:
-        """For each output a whole cache of NaN, None where it is to be a new tensor."""
+        """Return a cache of NaN for each output, or None for a new tensor."""
         found: list[Tensor | None] = []
         for y, placed in zip(self.wanted, self.placed, strict=True):
             cache = self._laid(torch.full((BATCH, y.shape[1], LENGTH, y.shape[3]), torch.nan).to(y))
@@ -107,7 +107,7 @@ class Job:
         return caches[0] if len(caches) == 1 else tuple(caches)
 
     def check(self, found: tuple[Tensor, ...], caches: list[Any], starts: list[int], **bounds: float) -> None:
-        """What was written is what was wanted, all else is as it was."""
+        """Check that the results are in place and the rest of the caches is untouched."""
         for y, wanted, cache in zip(found, self.wanted, caches, strict=True):
             if cache is None:
                 torch.testing.assert_close(y, wanted, **bounds)

@@ -1,4 +1,4 @@
-"""The kernels compile for real targets, without a GPU: the interpreter accepts what the compiler refuses."""
+"""The kernels compile for real targets, without a GPU; the interpreter accepts code that the compiler rejects."""
 
 import json
 import os
@@ -14,7 +14,7 @@ AOT = Path(__file__).parent / "aot.py"
 LINEAR = Path(__file__).parent / "aot_linear.py"
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 READ = ("wide", "causal", "raw")  # labels of aot_linear.py
-PARTS = {"gfx942": "0/2"}  # of the cases
+PARTS = {"gfx942": "0/2"}  # of the cases to compile
 
 
 def start(*args: str, script: Path = AOT) -> subprocess.Popen:
@@ -31,8 +31,8 @@ def finish(process: subprocess.Popen) -> list[dict]:
 
 
 def assert_closed(row):
-    assert not row["open_products"], f"a product is fused into a sum or not, by how far they are in the code: {row}"
-    assert not row["open_sums"], f"one of two products is fused into their sum, by what is beside it: {row}"
+    assert not row["open_products"], f"the compiler may or may not fuse a product into a sum: {row}"
+    assert not row["open_sums"], f"the compiler chooses which of two products to fuse into their sum: {row}"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -40,7 +40,7 @@ def test_compiles(target):
     rows = finish(start(target, "--part", PARTS.get(target, "0/1")))
     failed = [f"{row['kernel']} {row['case']}: {row['error']}" for row in rows if row["error"]]
     assert not failed, "\n".join(failed)
-    assert 30 <= len(rows) <= 80  # the last: grids with an origin, norms, and places of outputs
+    assert 30 <= len(rows) <= 80  # includes the last cases: grids with an origin, norms, and output offsets
     assert target in PARTS or sum("start" in row["case"] for row in rows) == 3
     for row in rows:
         early = []
@@ -56,7 +56,7 @@ def test_compiles(target):
         angles = [row for row in rows if row["kernel"] == "lrpe_kernel" and "float64" not in row["case"]["dtype"]]
         tables = [row for row in angles if row["case"]["tables"] != "none"]
         assert len(tables) > 10
-        assert not any(row["remainders"] or row["counted"] for row in tables), "angles that are not needed"
+        assert not any(row["remainders"] or row["counted"] for row in tables), "computes angles despite given tables"
         angles = [row for row in angles if row["case"]["tables"] == "none"]
         assert len(angles) > 10
         ordered = [row for row in angles if row["rows_first"] and row["case"]["rotary"] == "all"]
@@ -66,7 +66,7 @@ def test_compiles(target):
         for row in angles:
             case = row["case"]
             exact = case["dtype"] == "torch.float32" or case["run"] == "backward omega"
-            exact = exact or (case["run"] == "backward" and "of heads" in case["norm"])  # dx̄ waits in float32
+            exact = exact or (case["run"] == "backward" and "of heads" in case["norm"])  # dx̄ is stored in float32
             if case["positions"] == "grid" and exact:
                 assert (row["counted"], row["remainders"]) == (True, 0), row
                 integers += 1
@@ -93,16 +93,14 @@ def test_linear_attention_compiles(target):
         assert all(row["shared"] <= 227 * 1024 for row in rows), "more shared memory than a program can have"
         by_label = {label: {row["kernel"]: row for row in rows if row["label"] == label} for label in READ}
         shuffles = {name: row["shuffles"] for name, row in by_label["wide"].items()}
-        assert shuffles["linear_output_kernel"] < 64, "sums over a row without a map leave a warp"
+        assert shuffles["linear_output_kernel"] < 64, "row sums without a map cross warps"
         assert shuffles["linear_query_gradient_kernel"] < 128
         loads = {name: row["loads"] for name, row in by_label["causal"].items()}
         assert {"linear_causal_query_kernel", "linear_causal_key_kernel"} <= loads.keys()
-        assert not any(each["b16"] for each in loads.values()), (
-            "a thread has one half of a channel, and asks for the other"
-        )
-        assert loads["linear_causal_key_kernel"]["v2.b32"] < 16, "operands are read in pieces of 8 bytes"
+        assert not any(each["b16"] for each in loads.values()), "threads exchange halves of a channel"
+        assert loads["linear_causal_key_kernel"]["v2.b32"] < 16, "operands are read 8 bytes at a time"
         raw = by_label["raw"]["linear_causal_forward_kernel"]["loads"]
-        assert not any(raw.values()), "features that nothing changes are read by threads"
+        assert not any(raw.values()), "unchanged features pass through threads"
 
 
 def test_the_checks_of_products_can_fail():

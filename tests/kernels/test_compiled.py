@@ -1,4 +1,4 @@
-"""Our operators in programs of torch.compile: launched by Inductor where sizes are static, else left as they are."""
+"""The operators in torch.compile: Inductor launches their kernels for static sizes, else calls the operators."""
 
 import json
 import os
@@ -26,14 +26,13 @@ from lrpe_md.testing import Case, LinearCase
 kernels = pytest.importorskip("lrpe_md.engine.kernels")
 SCRIPT = Path(__file__).parent / "inductor.py"
 MAPS = {"cosine": cosine, "rotate": rotate}
-# Cases of the script that are left to the operator.
-LEFT = {"any size": "forward", "any size backward": "backward", "five axes": "forward"}
-LEFT |= {"linear, causal": "linear_forward", "norm by head and group": "forward"}
-LEFT |= {"norm of rows that are not at 16 bytes": "forward", "sums of rows that are not at 16 bytes": "backward"}
+# Cases of inductor.py in which Inductor calls the operator.
+BY_OPERATOR = {"any size": "forward", "any size backward": "backward", "five axes": "forward"}
+BY_OPERATOR |= {"linear, causal": "linear_forward", "norm by head and group": "forward"}
+BY_OPERATOR |= {"norm of rows that are not at 16 bytes": "forward", "sums of rows that are not at 16 bytes": "backward"}
 MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
 HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
-# What the others launch: the kernel of the maps, and with gradients of frequencies or weights the one that sums up,
-# but for these.
+# Kernels of the other cases, if not the map's kernel plus, with gradients of frequencies or weights, the summing one.
 LAUNCHES = {
     "softmax over the sequence": [SOFTMAX, SOFTMAX, MAP],
     "softmax over the sequence backward": [MAP, SOFTMAX, SOFTMAX],
@@ -66,48 +65,49 @@ def test_code_without_a_gpu(tmp_path):
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert len(rows) == 50
     for name, row in rows.items():
-        if name in LEFT:
+        if name in BY_OPERATOR:
             assert not row["launches"], row
-            assert set(row["operators"]) == {LEFT[name]}, row
+            assert set(row["operators"]) == {BY_OPERATOR[name]}, row
             continue
         sums = [SUMS] if "omega" in name or "weights" in name else []
         assert row["launches"] == LAUNCHES.get(name, [MAP, *sums]), row
         assert not row["operators"], row
-        assert not row["loose"]["alone"], f"{name}: memory is allocated before what is read is there"
+        assert not row["loose"]["independent"], f"{name}: memory is allocated before the inputs are ready"
         assert set(row["registers"]) == set(row["launches"]), row
-        assert not row["open"], f"{name}: it is left to the compiler what it fuses"
-        assert row["by_torch"] == row["defined"], f"{name}: a kernel that Inductor does not launch as its own"
+        assert not row["open"], f"{name}: the compiler chooses what to fuse"
+        assert row["by_torch"] == row["defined"], f"{name}: Inductor does not launch a kernel itself"
     by_launchers = [name for name, row in rows.items() if row["launchers"]]
     without = ["norm backward weights without limits", "joined with another by a launcher, weights"]
     assert by_launchers == without or (NO_LIMIT and set(without) <= set(by_launchers))
-    assert rows["rotate"]["loose"]["given"] == 2  # its inputs are the program's, and nothing comes before it
-    assert not rows["formed again"]["loose"]["given"], "memory is allocated before the gradient is there"
-    # Tensors alone are arguments: q, k, their outputs and omega; what is computed from the outputs is not a copy.
+    # It reads only inputs of the program, so its allocations can't be late.
+    assert rows["rotate"]["loose"]["on_inputs"] == 2
+    assert not rows["formed again"]["loose"]["on_inputs"], "memory is allocated before the gradient is ready"
+    # Only tensors are arguments: q, k, their outputs and omega. Nothing is copied for later operations.
     assert rows["rotate"]["arguments"] == rows["cosine"]["arguments"] == [5]
     assert rows["one tensor, float32"]["arguments"] == [3]
     assert rows["rotate backward omega"]["arguments"] == [8, 2]
     assert rows["norm"]["arguments"] == [7]
-    # Tables take the place of omega, and views of one tensor are read where they are.
+    # Tables replace omega, and views of one tensor are read in place.
     assert rows["tables"]["arguments"] == rows["tables backward"]["arguments"] == [6]
     assert rows["cos and sin side by side"]["arguments"] == [5]
     assert rows["tables for all samples and heads"]["arguments"] == [8]
     assert rows["norm backward weights"]["arguments"] == [10, 3]
     assert rows["norm by head backward omega weights phase"]["arguments"] == [14, 8]
-    # dv alone is written to where the gradients of a projection are joined, of 11,264 elements with all four heads.
+    # Joining the gradients of a projection only writes dv, which has 11,264 elements with all four heads.
     assert [rows[f"joined {kind}"]["joined"] for kind in ("backward", "backward omega weights")] == [[11264]] * 2
     assert (rows["joined with grouped keys"]["joined"], rows["joined linear"]["joined"]) == ([5632], [])
     assert rows["joined and taken"]["joined"] not in ([], [11264]), "a gradient that is needed elsewhere is copied"
-    # What is in memory is copied by the launch, if it is at 16 bytes; the other kernel reads the joined gradient.
+    # The launch copies a stored dv if it is aligned to 16 bytes; the other kernel reads the joined gradient.
     given = {name: row for name, row in rows.items() if "another" in name}
     at_16 = [name for name, row in given.items() if not row["joined"] and row["others"] == 1]
     assert list(given) == [*at_16, "joined with another that is not at 16 bytes"]
     assert rows["joined with another"]["arguments"] == [6]
-    assert rows["rotate"]["others"] == 2, "a kernel beside those that double the outputs"
+    assert rows["rotate"]["others"] == 2, "expected no kernels but those that double the outputs"
     assert rows["rotate backward"]["others"] == rows["rotate backward omega"]["others"] == 0
 
 
 def assert_same_bits(found, expected):
-    """Of tensors, or of all in two lists or dicts: says which, how many elements differ, and by how much."""
+    """Compare tensors, lists or dicts bit by bit; report which differ, in how many elements and by how much."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -124,8 +124,8 @@ def attend_split(qkv, omega, num_key_heads, kind, split=split_qkv):
     return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=num_key_heads is not None)
 
 
-def take_views(qkv, num_key_heads):
-    """What torch makes of them, stacking their gradients."""
+def split_by_views(qkv, num_key_heads):
+    """Split a projection into views, whose gradients torch stacks."""
     return split_projection(qkv, num_key_heads)
 
 
@@ -138,9 +138,11 @@ def take_views(qkv, num_key_heads):
         *(pytest.param(*each, marks=pytest.mark.gpu) for each in product(KINDS, ["cuda"], ["Python", "C++"])),
     ],
 )
-def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, language):
-    """Equal to those of views, in one operator (no language) and in Inductor's code, of which a GPU's is read in
-    test_code_without_a_gpu, too."""
+def test_projection_gradients_are_joined(kind, num_key_heads, device, language):
+    """Gradients equal those of views, in one operator (without a language) and in Inductor's code.
+
+    test_code_without_a_gpu also checks the code for GPUs.
+    """
     if (kind, device, language) == ("linear", "cuda", "C++") and LOSES_LISTS:
         pytest.skip("torch before 2.14: code by its C++ wrapper crashes where an operator returns a list of one tensor")
     backward: list = []
@@ -159,10 +161,10 @@ def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, langu
             torch.autograd.grad(run().square().sum(), (qkv, omega))
             for run in (
                 lambda: f(qkv, omega, num_key_heads, kind),
-                lambda: attend_split(qkv, omega, num_key_heads, kind, take_views),
+                lambda: attend_split(qkv, omega, num_key_heads, kind, split_by_views),
             )
         )
-    tolerance = 1e-5 if device == "cpu" else 2e-2  # SDPA's backward adds in any order there
+    tolerance = 1e-5 if device == "cpu" else 2e-2  # SDPA's backward adds in any order on a GPU
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
     if not language:
@@ -171,9 +173,11 @@ def test_gradients_of_a_projection_are_joined(kind, num_key_heads, device, langu
 
 
 def choose_attention(device):
-    """Not cuDNN's: in torch 2.11 a process that runs it on gradients of one layout, as an eager program has them, and
-    then of another, has wrong results of the second (its cached plan is found without these strides;
-    pytorch/pytorch#191576)."""
+    """Select an SDPA backend other than cuDNN's.
+
+    In torch 2.11, cuDNN gives wrong results for a second layout of gradients in one process, because the key of its
+    cached plan lacks these strides (pytorch/pytorch#191576).
+    """
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(others) if device == "cuda" else nullcontext()
 
@@ -188,8 +192,8 @@ def test_the_operator_that_joins_gradients():
     torch.library.opcheck(torch.ops.lrpe_md.join.default, (grads[1:] + grads[1:2], None))
 
 
-def test_helpers_of_a_kernel_have_different_names():
-    """Inductor writes a kernel's helpers into one file, by name."""
+def test_kernel_helpers_have_unique_names():
+    """Inductor writes all helpers of a kernel into one file, by name."""
     sources = {}
     for path in Path(kernels.__path__[0]).glob("*.py"):
         for name in re.findall(r"@(?:triton\.jit|kernel)\s+def (\w+)", path.read_text()):
@@ -215,12 +219,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def check_outputs(found, expected, device):
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)  # on a CPU the operator is the reference
+        torch.testing.assert_close(a, b)  # on a CPU the operator runs the reference
         assert device == "cpu" or torch.equal(a, b)
 
 
 def export_model(model, x):
-    """A program, which has the operator."""
+    """Export a program that calls the operator."""
     with torch.no_grad():
         program = torch.export.export(model, (x,))
         found = [node.target for node in program.graph.nodes if "lrpe_md" in str(node.target)]
@@ -231,7 +235,7 @@ def export_model(model, x):
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_exported_programs(map, device):
-    """They, and Inductor's C++ wrapper, call the operator."""
+    """Exported programs and Inductor's C++ wrapper call the operator."""
     model, x = Model(map, "triton").to(device), torch.randn(2, 13, 3, 4, 16, device=device)
     with torch.no_grad():
         check_outputs(export_model(model, x).module()(x), model(x), device)
@@ -250,11 +254,12 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_programs_ahead_of_time(map, device, tmp_path):
-    """AOTInductor's program of the operator, loaded in Python, where torch loads one of a linear layer."""
+def test_aot_inductor_programs(map, device, tmp_path):
+    """AOTInductor's program of the operator loads in Python, if torch can load that of a linear layer."""
     if device == "cuda":
         command = [sys.executable, "-c", PLAIN_PACKAGE, device, str(tmp_path / "plain.pt2")]
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # another test may be compiling the same program
+        # another test may compile the same program at the same time
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode < 0:
             pytest.skip(f"torch.nn.Linear's own package ends the process that loads it: signal {-done.returncode}")
@@ -299,7 +304,7 @@ def backward_of(f, args, grads):
 @pytest.mark.parametrize("act", ["none", "silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("map", MAPS)
-def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
+def test_compiled_bits_equal_eager(map, dtype, act, layout, learn):
     from torch._inductor.utils import run_and_get_code
 
     args = make_inputs(map, layout, dtype, learn)
@@ -310,7 +315,7 @@ def test_the_same_bits_as_in_eager(map, dtype, act, layout, learn):
     found, codes = run_and_get_code(backward_of, compiled, args, grads)
     assert_same_bits(found, expected)
     assert "fixed_lrpe_kernel" in codes[0]
-    left = [layout == "odd" and learn and i == 1 for i in range(len(codes))]  # rows that are summed
+    left = [layout == "odd" and learn and i == 1 for i in range(len(codes))]  # rows that the operator sums
     assert ["torch.ops.lrpe_md" in code for code in codes] == left
 
 
@@ -340,8 +345,8 @@ LINEAR_CASES = [
 @pytest.mark.parametrize("learn", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LINEAR_CASES], ids=str)
-def test_the_same_bits_of_every_case(case, dtype, learn, monkeypatch):
-    """Norms, softmax over the sequence, linear attention."""
+def test_compiled_bits_equal_eager_in_every_case(case, dtype, learn, monkeypatch):
+    """Cover norms, softmax over the sequence, and linear attention."""
     from torch._inductor.utils import run_and_get_code
 
     linear = isinstance(case, LinearCase)
@@ -377,8 +382,8 @@ def attend(qkv, omega, encoding, size):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("encoding", ["rotate", "linear"])
-def test_an_attention_and_its_gradients(encoding, size, dtype, device):
-    """Our operators beside torch's in one program, equal to the eager ones."""
+def test_encoding_and_attention_in_one_program(encoding, size, dtype, device):
+    """The operators and torch's attention in one program give the eager results."""
     torch.manual_seed(0)
     heads, head_dim = 4, 16
     tokens = size[0] * size[1] + 1
@@ -389,7 +394,7 @@ def test_an_attention_and_its_gradients(encoding, size, dtype, device):
         for f in (torch.compile(attend, fullgraph=True), attend):
             o = f(qkv, omega, encoding, size)
             found.append([o, *torch.autograd.grad(o.square().sum(), (qkv, omega))])
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # attention's backward adds in any order
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # the backward of attention adds in any order
     for name, a, b in zip(("o", "dqkv", "domega"), *found, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max(), name
 
@@ -397,7 +402,7 @@ def test_an_attention_and_its_gradients(encoding, size, dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("map", MAPS)
 def test_nothing_is_copied(map):
-    """Kernels that the GPU runs for a compiled forward and backward are ours, and what stacks the gradients."""
+    """The GPU only runs lrpe-md's kernels and one that stacks the gradients."""
     from torch.profiler import ProfilerActivity, profile
 
     args = make_inputs(map, "packed", learn=False)
@@ -416,8 +421,8 @@ def test_nothing_is_copied(map):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("map", MAPS)
-def test_launches_are_as_fast_as_torchs_own(map):
-    """By the same launcher: Inductor refuses others here."""
+def test_static_launcher_accepts_the_kernels(map):
+    """The kernels run with Inductor's static launcher, which raises here instead of falling back."""
     args = make_inputs(map, "packed", learn=False)
     f = encode_by(map)
     grads = [torch.randn_like(y) for y in f(*args)]
@@ -428,8 +433,8 @@ def test_launches_are_as_fast_as_torchs_own(map):
 
 
 @pytest.mark.gpu
-def test_an_input_that_is_not_at_16_bytes_later():
-    """A program made for an aligned input must not read another as if it were."""
+def test_unaligned_input_after_an_aligned_one():
+    """A program compiled for aligned inputs must not assume this alignment for others."""
     x = torch.randn(2 * 197 * 3 * 6 * 64 + 1, device="cuda", dtype=torch.bfloat16)
     omega = torch.rand(1, 32, 2, device="cuda")
     f = encode_by("rotate")
@@ -469,8 +474,8 @@ def test_as_a_cuda_graph():
 
 
 @pytest.mark.gpu
-def test_the_host_pays_what_a_triton_op_costs():
-    """Ratios within one run: 1.3 is asked for, and other processes may share the host."""
+def test_host_time_is_close_to_a_triton_op():
+    """Compare ratios of one run; the bound leaves room for other load on the host."""
     from lrpe_md.scripts.bench import compiled as bench
 
     found = []

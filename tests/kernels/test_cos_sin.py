@@ -1,10 +1,10 @@
-"""Given tables of cos and sin in the kernels, against float64, in Triton's interpreter."""
+"""Given cos and sin tables in the kernels, against float64, in Triton's interpreter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 from test_kernels import ACTS, CUTS, DTYPES, violations
 
 from lrpe_md import Norm, rotate
@@ -18,17 +18,17 @@ COSINE = replace(PAIRS, map="cosine")
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-@spread("case pairs act", [FULL, PAIRS, COSINE], ["half", "interleaved", (3, 5)], ACTS)
+@parametrize_each("case pairs act", [FULL, PAIRS, COSINE], ["half", "interleaved", (3, 5)], ACTS)
 def test_pairings_and_activations(case, pairs, act):
     name, dim = act
     assert not violations(replace(case, act=name, dim=dim, **({} if case.map == "cosine" else {"pairs": pairs})))
 
 
-@spread("case dtype tables_dtype pairs", [FULL, PAIRS, COSINE], DTYPES, DTYPES[::-1], ["half", "interleaved"])
+@parametrize_each("case dtype tables_dtype pairs", [FULL, PAIRS, COSINE], DTYPES, DTYPES[::-1], ["half", "interleaved"])
 def test_dtypes(case, dtype, tables_dtype, pairs):
     assert not violations(replace(case, dtype=dtype, tables_dtype=tables_dtype, pairs=pairs))
 
@@ -36,7 +36,9 @@ def test_dtypes(case, dtype, tables_dtype, pairs):
 LAYOUTS = ["dense", "odd", "expanded", "complex", "complex odd"]
 
 
-@spread("case layout heads batch pairs", [FULL, PAIRS, COSINE], LAYOUTS, [1, 2], [2, 1], ["interleaved", "half"])
+@parametrize_each(
+    "case layout heads batch pairs", [FULL, PAIRS, COSINE], LAYOUTS, [1, 2], [2, 1], ["interleaved", "half"]
+)
 def test_layouts(case, layout, heads, batch, pairs):
     case = replace(case, tables_layout=layout, omega_heads=heads, tables_batch=batch, pairs=pairs)
     assert not violations(case)
@@ -78,7 +80,7 @@ NORMS = [
 ]
 
 
-@spread(
+@parametrize_each(
     "change case pairs layout",
     NORMS,
     [FULL, PAIRS, COSINE],
@@ -89,8 +91,8 @@ def test_norms(change, case, pairs, layout):
     assert not violations(replace(case, pairs=pairs, tables_layout=layout, act="silu", **change))
 
 
-@spread("name case", list(CUTS), [FULL, COSINE])
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, case):
+@parametrize_each("name case", list(CUTS), [FULL, COSINE])
+def test_every_work_partition(monkeypatch, count_launches, name, case):
     cut = CUTS[name]
     whole = plans.plan
 
@@ -105,14 +107,14 @@ def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, case):
     assert not violations(replace(case, **changes))
 
 
-def test_expanded_tables_are_read_as_one(known_launches):
-    """Samples and heads that share rows are rows of the same programs."""
+def test_expanded_tables_share_programs(count_launches):
+    """Samples and heads that share table rows are processed by the same programs."""
     for layout, heads, batch in (("dense", 1, 1), ("expanded", 1, 1)):
         assert not violations(replace(FULL, tables_layout=layout, omega_heads=heads, tables_batch=batch))
     inputs = make_inputs(FULL)
     rotate(*inputs.xs, tables=tuple(t[None, None] for t in inputs.tables), prefix=FULL.prefix, impl="triton")
-    assert len(known_launches()) >= 5
-    for launched in known_launches():
+    assert len(count_launches()) >= 5
+    for launched in count_launches():
         assert not launched.variant.by_sample
         numbers = dict(zip(launch.kernels.lrpe_kernel.arg_names[18:], launched.scalars, strict=False))
         assert numbers["G"] == 1
@@ -130,16 +132,16 @@ def test_expanded_tables_are_read_as_one(known_launches):
         (torch.randn(12, 1, 16).transpose(0, 1), 8),
     ],
 )
-def test_loads_are_as_wide_as_strides_allow(known_launches, table, unit):
+def test_loads_are_as_wide_as_strides_allow(count_launches, table, unit):
     q = torch.randn(1, 2, 12, 2 * table.shape[-1])
     y = rotate(q, tables=(table, table), impl="triton")
     torch.testing.assert_close(y, rotate(q, tables=(table, table), impl="reference"))
-    (launched,) = known_launches()
+    (launched,) = count_launches()
     assert launched.variant.table_unit == unit
 
 
 def test_no_copy_of_a_table(monkeypatch):
-    """Whatever its strides, the kernel is given the caller's memory."""
+    """The kernel receives the caller's memory, whatever its strides."""
     seen, order = [], launch.order_tensors
 
     def watch(rows, outs, tables, *rest):
@@ -157,7 +159,7 @@ def test_no_copy_of_a_table(monkeypatch):
 
 
 def test_a_negated_table_is_resolved():
-    """The imaginary part of a conjugate is a view whose memory has the other sign."""
+    """The imaginary part of a conjugate is a view whose memory has the opposite sign."""
     table, q = torch.polar(torch.ones(12, 8), torch.randn(12, 8)), torch.randn(1, 2, 12, 16)
     expected = rotate(q, tables=table, inverse=True, impl="reference")
     for tables in (table.conj(), (table.conj().real, table.conj().imag)):
@@ -181,7 +183,7 @@ def test_outputs_in_a_cache(start, norm):
 
 
 def test_packed_tokens_and_projections():
-    """(N, H, D) has a row of the tables for each token, and q, k and v of a projection are taken as views."""
+    """Each of the tokens (N, H, D) has a table row; q, k and v of a projection are used as views."""
     qkv, tables = torch.randn(9, 3, 4, 8), (torch.randn(9, 8), torch.randn(9, 8))
     q, k, v = rotate(qkv=qkv, tables=tables, impl="triton")
     assert torch.equal(v, qkv[:, 2])

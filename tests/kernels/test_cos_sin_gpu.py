@@ -1,4 +1,4 @@
-"""Given tables of cos and sin on a real GPU: values, and what a call costs. ``pytest -m gpu``."""
+"""Given cos and sin tables on a GPU: values and the cost of a call. ``pytest -m gpu``."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -81,7 +81,7 @@ def test_one_kernel_a_pass_no_copies_and_no_synchronisation(case):
 
 
 def test_one_variant_for_all_sizes():
-    """Of head_dim 56, which no other test takes; nor for other strides of a table that are aligned."""
+    """Sizes and aligned table strides don't add variants; no other test uses head_dim 56."""
     sizes = [
         {"shape": (1,), "prefix": 0, "suffix": 0, "batch": 1, "heads": (1, 1)},
         {"shape": (196,), "prefix": 1, "heads": (12, 4)},
@@ -101,7 +101,7 @@ def test_one_variant_for_all_sizes():
 
 
 def test_cuda_graph():
-    """A replay reads what the tables hold then."""
+    """A replay reads the current contents of the tables."""
     q, k = (torch.randn(2, h, 31, 16, device="cuda", requires_grad=True) for h in (4, 2))
     cos, sin = torch.randn(29, 16, device="cuda"), torch.randn(29, 16, device="cuda")
 
@@ -143,11 +143,11 @@ def test_compiles_with_real_kernels(tables):
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])
 def test_host_time_against_computed_angles(requires_grad):
-    """The same call, but that it is given tables."""
+    """Compare calls that differ only in the use of tables."""
     sizes = {"batch": 1, "heads": (12,), "suffix": 0, "dtype": torch.bfloat16}
     given, computed = (Call(on_gpu(replace(FULL, tables=t, **sizes)), False, requires_grad) for t in ("full", "none"))
     found = []
-    for _ in range(REPEATS):  # the best: noise only adds
+    for _ in range(REPEATS):  # keep the minimum, since noise only adds time
         ours, theirs = host_us(given.forward, computed.forward)
         found.append(ours / theirs)
         if found[-1] <= 1.1:

@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: ``pytest -m gpu``."""
+"""The kernels on a GPU: ``pytest -m gpu``."""
 
 import importlib
 import math
@@ -15,7 +15,7 @@ from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
 pytestmark = pytest.mark.gpu
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
 ACTS += [("softmax", -1), ("softmax", -2)]
-CONSTEXPR = ("lrpe_md.engine.call", "Variant")  # all that the kernels are compiled for, as one value
+CONSTEXPR = ("lrpe_md.engine.call", "Variant")  # all options that the kernels are compiled for, as one value
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -65,8 +65,10 @@ def test_partial_rotation(pairs, rotary_dim, act, dim, nan_filled):
 @pytest.mark.parametrize("omega_dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["coordinates", "grid"])
 def test_angle_error_at_far_positions(num_axes, omega_dtype, kind):
-    """Positions to 2^20 on each axis, or at the end of a plain grid, whose turns are counted in integers: the angle,
-    read back from a rotation of (1, 0), is within 1e-6 rad."""
+    """Angles, read back from a rotation of (1, 0), are within 1e-6 rad.
+
+    Positions reach 2^20 on each axis, or the end of a plain grid, whose turns are counted in integers.
+    """
     num, channels = 4096, 32
     generator = torch.Generator().manual_seed(0)
     positions = coords = torch.randint(0, 2**20, (num, num_axes), generator=generator, dtype=torch.int32)
@@ -100,8 +102,8 @@ def test_frequency_gradient_is_deterministic(map):
 
 
 @pytest.mark.parametrize("map", [cosine, rotate])
-def test_frequency_gradients_in_a_row(map):
-    """The second pass is launched while the first runs, and waits for it: the memory holds another gradient's sums."""
+def test_consecutive_frequency_gradients(map):
+    """The second pass, launched during the first, waits for it; memory holds sums of another gradient."""
     x = torch.randn(64, 16, 1024, 64, device="cuda", dtype=torch.bfloat16)
     omega = torch.rand(1, 64 if map is cosine else 32, 2, device="cuda", requires_grad=True)
     y = map(x, omega=omega, positions=Grid((32, 32)))
@@ -112,14 +114,14 @@ def test_frequency_gradients_in_a_row(map):
         expected += torch.autograd.grad(y, omega, g, retain_graph=True)
         torch.cuda.synchronize()
     assert torch.equal(expected[1], 2 * expected[0])
-    torch.cuda._sleep(50_000_000)  # until all are queued
+    torch.cuda._sleep(50_000_000)  # keeps the GPU busy until all calls are queued
     found = [torch.autograd.grad(y, omega, grads[i % 2], retain_graph=True)[0] for i in range(8)]
     assert all(torch.equal(domega, expected[i % 2]) for i, domega in enumerate(found))
 
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_large_tensor(map):
-    """More than 2^31 elements: the last rows equal those of a small call."""
+    """The last rows of more than 2^31 elements equal those of a small call."""
     out_dim = 128 if map == "cosine" else 64
     batch = 2**31 // (16 * 4096 * out_dim) + 1
     skip_without(2 * batch * 16 * 4096 * (64 + out_dim))
@@ -132,7 +134,7 @@ def test_large_tensor(map):
 
 
 def test_many_tokens():
-    """Past 65,535 × 64 tokens, right at the last ones."""
+    """More than 65,535 × 64 tokens are encoded up to the last ones."""
     num = 65_536 * 64 + 37
     x = torch.randn(1, 1, num, 8, device="cuda")
     omega = torch.rand(1, 4, 1, device="cuda", dtype=torch.float64)
@@ -178,7 +180,7 @@ def _times_kernel(p_x, p_y, N, V: tl.constexpr):
 
 
 def test_a_compiler_launches_a_kernel_with_our_constexpr():
-    """The code that the compiler generates holds the value's repr, and finds its class by it."""
+    """Generated code contains the value's repr and imports its class."""
     variant = getattr(importlib.import_module(CONSTEXPR[0]), CONSTEXPR[1])
     value = variant(act="silu", sections=(3, 5), num_axes=2, block_n=32)
 

@@ -1,4 +1,4 @@
-"""What a call may cost on a GPU: compiles, kernels, copies, synchronisation, memory, host time. ``pytest -m gpu``."""
+"""Limits on the cost of a GPU call: compiles, kernels, copies, syncs, memory, host time. ``pytest -m gpu``."""
 
 import gc
 import statistics
@@ -25,7 +25,7 @@ MAPS = {"cosine": cosine, "rotate": rotate}
 
 
 class Call:
-    """A call and its backward, apart from each other."""
+    """A call and its backward as separate steps."""
 
     def __init__(self, inputs: Inputs, frequencies: bool = False, requires_grad: bool = True) -> None:
         self.grads, self.frequencies = inputs.grads, frequencies
@@ -52,11 +52,11 @@ def on_gpu(case: Case) -> Inputs:
 
 
 def num_variants(kernel) -> int:
-    """Compiled variants of a kernel on this device, in this process."""
+    """Count the compiled variants of a kernel on this device, in this process."""
     return len(kernel.device_caches[torch.cuda.current_device()][0])
 
 
-# All with a scale, whose presence is a variant; one head_dim that no other test takes.
+# All cases have a scale, since its presence is a variant, and a head_dim that no other test uses.
 SIZES = [
     {"shape": (1, 1), "prefix": 0, "batch": 1, "heads": (1, 1), "scale": (1.0, 2.0)},
     {"shape": (14, 14), "prefix": 1, "batch": 2, "heads": (12, 4), "scale": 0.5},
@@ -92,7 +92,7 @@ def test_one_variant_for_all_sizes(map, act):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_only_strides_past_32_bits_add_a_variant(map):
-    """A tensor beyond 2^31 elements takes the same variant, unless one stride is that large."""
+    """A tensor with more than 2^31 elements needs another variant only if a stride is that large."""
     head_dim = 20
     channels, out_dim = (20, 40) if map == "cosine" else (10, 20)
     rows = 2**31 // out_dim + 1
@@ -116,7 +116,7 @@ def test_only_strides_past_32_bits_add_a_variant(map):
 @pytest.mark.parametrize("map", MAPS)
 def test_first_compile_takes_under_two_seconds(map):
     times = []
-    for _ in range(3):  # the best: the machine may be busy
+    for _ in range(3):  # keep the minimum, since the machine may be busy
         _, seconds = first_calls(map)
         times.append(seconds)
         if times[-1] < 2:
@@ -151,7 +151,7 @@ FORMS = {
 
 
 def check_kernels(case: Case, num_kernels: int) -> None:
-    """A pass starts so many; the backward with dω one more, which adds up the partial sums."""
+    """A pass launches ``num_kernels``; the backward with dω launches one more to add partial sums."""
     inputs = on_gpu(case)
     for frequencies in (False, True):
         call = Call(inputs, frequencies)
@@ -171,7 +171,7 @@ def test_one_kernel_a_pass_and_no_copies(map, form):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_gradient_of_a_sum_is_not_copied(map):
-    """Its strides are all 0."""
+    """The gradient of a sum has only strides of 0."""
     call = Call(on_gpu(Case(map, **GENERAL)))
     ys = call.forward()
     call.grads = [torch.ones((), dtype=y.dtype, device="cuda").expand_as(y) for y in ys]
@@ -252,7 +252,7 @@ OFFSETS = {
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("form", TEXT)
 def test_an_offset_on_the_device(form, offset):
-    """One kernel, no copy, no synchronisation; no other variant for another value, size, or position beyond 2^24."""
+    """An offset takes one kernel, without copies or syncs, and one variant for all values and sizes."""
     module = Rotate1d(64, amplitude=1.1, device="cuda", impl="triton", **TEXT[form])
     q, k = (torch.randn(2, h, 45, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
     at = OFFSETS[offset]()
@@ -272,7 +272,7 @@ def test_an_offset_on_the_device(form, offset):
     assert num_variants(launch.lrpe_kernel) == before
     exact = module(q.double(), offset=torch.full_like(at, 2**24 + 1))
     found = module(q, offset=at)
-    assert (found - exact).abs().max() < 0.05  # a wrong position is off by 1
+    assert (found - exact).abs().max() < 0.05  # a wrong position would be off by 1
 
 
 def test_packed_sequences_do_not_synchronise():
@@ -287,7 +287,7 @@ def test_packed_sequences_do_not_synchronise():
 
 
 def test_frequencies_change_in_a_captured_graph():
-    """A decode step replays at another offset and another length scaling."""
+    """A captured decode step can be replayed at another offset and length scaling."""
     module = Rotate1d(64, amplitude=1.0, device="cuda")
     q, k = (torch.randn(2, h, 1, 64, device="cuda") for h in (4, 2))
     at = torch.tensor([5, 9], device="cuda")
@@ -308,7 +308,10 @@ def test_frequencies_change_in_a_captured_graph():
 
 
 def added_peak(f: Callable[[], object]) -> int:
-    """Bytes that f asks for beyond what is there already, at its peak; unlike allocated ones these aren't rounded."""
+    """Return the peak of the bytes that f requests, beyond those present before.
+
+    Requested bytes are not rounded, unlike allocated ones.
+    """
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -321,7 +324,7 @@ def added_peak(f: Callable[[], object]) -> int:
 
 
 def packed_call(workload: str, map: str, act: str = "none", per_head: bool = False, frequencies: bool = False) -> Call:
-    """q and k as slices of a projection (B, N, 3, H, D)."""
+    """Return a call whose q and k are slices of a projection (B, N, 3, H, D)."""
     work = WORKLOADS[workload]
     heads = (work.heads, work.heads)
     case = work.case(map, per_head=per_head, heads=heads, act=act, layout="packed", grad_layout="bnhd")
@@ -342,7 +345,7 @@ def num_bytes(*tensors: Tensor) -> int:
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_memory_is_outputs_and_gradients(workload, map, act):
-    """With an activation x is kept by reference."""
+    """Calls with an activation save x by reference."""
     call = packed_call(workload, map, act)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs)
@@ -353,7 +356,7 @@ def test_memory_is_outputs_and_gradients(workload, map, act):
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_partial_sums_are_few(workload, map, per_head):
-    """dω adds at most 1.5% of the bytes that its backward moves: the gradients, x and dx."""
+    """The memory of dω's partial sums is at most 1.5% of the bytes that the backward moves."""
     call = packed_call(workload, map, per_head=per_head, frequencies=True)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs, call.omega)
@@ -372,8 +375,8 @@ def test_partial_sums_are_few(workload, map, per_head):
     ],
 )
 @pytest.mark.parametrize("map", MAPS)
-def test_what_is_saved(map, act, frequencies, expected):
-    """The inputs themselves, by reference, and none of the outputs."""
+def test_backward_saves_only_inputs(map, act, frequencies, expected):
+    """The backward saves inputs by reference, and no outputs."""
     case = Case(map, **{**GENERAL, "act": act, "phase": False})
     call = Call(on_gpu(case), frequencies)
     names = {t.data_ptr(): (name, t.shape) for name, t in (("omega", call.omega), ("q", call.xs[0]), ("k", call.xs[1]))}
@@ -391,7 +394,7 @@ BLOCKS, CALLS, REPEATS = 30, 100, 8
 
 
 def host_us(*calls: Callable[[], object]) -> list[float]:
-    """Medians."""
+    """Return the median host time of each call in microseconds."""
     return [statistics.median(times) for times in host_times(calls, BLOCKS, CALLS, torch.cuda.synchronize)]
 
 
@@ -405,7 +408,7 @@ def test_host_time_against_a_raw_launch(map, requires_grad, bound):
     inputs = small_inputs(map)
     call, raw = Call(inputs, requires_grad=requires_grad), raw_launch(inputs)
     found = []
-    for _ in range(REPEATS):  # the best: noise only adds
+    for _ in range(REPEATS):  # keep the minimum, since noise only adds time
         ours, theirs = host_us(call.forward, raw)
         found.append((ours / theirs, ours, theirs))
         if ours <= bound * theirs:
@@ -436,7 +439,7 @@ def test_the_module_adds_little(map):
 
 @pytest.mark.parametrize("offset", ["by sample", "shared"])
 def test_host_time_of_a_decode_step(offset):
-    """B 64, N 1, grouped queries, from the module's call with an offset on the device."""
+    """Time the module's call with an offset on the device, for B 64, N 1 and grouped queries."""
     module = Rotate1d(128, device="cuda", impl="triton")
     q, k = (torch.randn(64, h, 1, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8))
     at = torch.full((64,) if offset == "by sample" else (), 1000, dtype=torch.int64, device="cuda")
@@ -445,7 +448,7 @@ def test_host_time_of_a_decode_step(offset):
     raw = raw_launch(Inputs([q, k], [], module.get_omega(), None, grid, case))
     with torch.no_grad():
         found = []
-        for _ in range(REPEATS):  # the best: noise only adds
+        for _ in range(REPEATS):  # keep the minimum, since noise only adds time
             ours, theirs = host_us(lambda: module(q, k, offset=at), raw)
             found.append((ours / theirs, ours, theirs))
             if ours <= 1.5 * theirs:
@@ -461,7 +464,7 @@ def test_host_time_of_a_decode_step(offset):
 @pytest.mark.parametrize("far", ["samples", "heads", "tokens", "far tokens"])
 @pytest.mark.parametrize("map", MAPS)
 def test_backward_of_a_large_tensor(map, far):
-    """Past 2^31 elements, whichever axis is the longest: the last elements and their dω are those of a small call."""
+    """Past 2^31 elements on any axis, the last elements and their dω equal those of a small call."""
     head_dim, channels = 64, 64 if map == "cosine" else 32
     out_dim, omega_heads = 2 * channels, 1
     rows = 2**31 // out_dim + 1
@@ -487,7 +490,7 @@ def test_backward_of_a_large_tensor(map, far):
 
     x, grad = zeros(head_dim).normal_(), zeros(out_dim)
     assert grad.numel() > 2**31
-    grad[last] = torch.randn_like(grad[last])  # the rest is zero: dω is that of the last elements
+    grad[last] = torch.randn_like(grad[last])  # all other gradients are zero, so that dω depends only on these elements
     omega, case = torch.rand(omega_heads, channels, 2, device="cuda"), Case(map)
     small = Inputs([x[last].contiguous()], [grad[last].contiguous()], omega[-1:], None, end, case)
     found, expected = run(Inputs([x], [grad], omega, None, grid, case), "triton"), run(small, "triton")
@@ -502,7 +505,7 @@ def test_backward_of_a_large_tensor(map, far):
 
 
 def peak_of_a_step(encoding, keep_encoded=True):
-    """Bytes of a step of a ViT-B of fewer layers, over what it holds between its steps."""
+    """Return the peak bytes of a training step of a shallow ViT-B, beyond its state between steps."""
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", depth=4, pos_embed="none", num_classes=10)
     if encoding is not None:

@@ -1,4 +1,4 @@
-"""The quick interpreter (tests/interpreting.py) computes what Triton's does."""
+"""The patched interpreter (tests/interpreting.py) gives the same results as Triton's."""
 
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -43,7 +43,7 @@ def launch(x):
 
 @pytest.fixture
 def patches(monkeypatch):
-    """Modules that Triton patches, in order; those of the session's interpreter are not counted."""
+    """Return the modules that Triton patches, in order, without those of the session's interpreter."""
     seen = []
     real = interpreter._patch_lang.patch
 
@@ -58,11 +58,11 @@ def patches(monkeypatch):
 def test_a_launch_patches_once(patches, monkeypatch):
     x = torch.tensor([1.0, 5.0, 2.0, 4.0])
     assert launch(x) == 22
-    assert len(patches) > 3  # else Triton has changed, and the quick interpreter can go
+    assert len(patches) > 3  # otherwise Triton has changed, and the patched interpreter is obsolete
     patches.clear()
     monkeypatch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
     assert launch(x) == 22
-    # tl.sum and tl.max are kernels of a module that calls the language by another name
+    # tl.sum and tl.max are kernels of a module that imports the language under another name
     assert patches == [__name__, "triton.language.standard"]
 
 
@@ -76,8 +76,8 @@ def test_the_language_is_restored():
 
 
 @pytest.fixture
-def slow():
-    """A context in which the interpreter is Triton's own."""
+def unpatched():
+    """Return a context in which the interpreter is Triton's own."""
 
     @contextmanager
     def undo():
@@ -93,19 +93,19 @@ def slow():
 
 
 @pytest.mark.parametrize("case", [Case(act="softmax", dim=-2), Case("rotate", coords="by_sample", phase=True)], ids=str)
-def test_the_same_bits(case, slow):
+def test_patched_interpreter_gives_the_same_bits(case, unpatched):
     inputs = make_inputs(case)
     quick = run(inputs, "triton")
-    with slow():
+    with unpatched():
         expected = run(inputs, "triton")
     for name, tensor in quick.items():
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_the_same_bits_of_linear_attention(slow):
+def test_patched_interpreter_gives_the_same_bits_for_linear_attention(unpatched):
     inputs = make_linear_inputs(LinearCase("rotate", dtype=torch.float16, mask="causal", act="softplus", phase="both"))
     quick = run_linear(inputs, "triton")
-    with slow():
+    with unpatched():
         expected = run_linear(inputs, "triton")
     for name, tensor in quick.items():
         assert torch.equal(tensor, expected[name]), name
@@ -117,18 +117,18 @@ def _join(p_x, p_out, M: tl.constexpr, N: tl.constexpr):
     tl.store(p_out + tl.arange(0, M)[:, None], x)
 
 
-def test_the_same_errors(slow):
-    """Sizes that don't fit, and sizes that no block has."""
+def test_patched_interpreter_raises_the_same_errors(unpatched):
+    """Both raise for mismatched sizes and for invalid block sizes."""
     for sizes in ((4, 2), (3, 2)):
         said = []
-        for context in (nullcontext, slow):
+        for context in (nullcontext, unpatched):
             with context(), pytest.raises(interpreter.InterpreterError) as error:
                 _join[(1,)](torch.ones(8), torch.empty(8), *sizes)
             said.append(str(error.value))
         assert said[0] == said[1]
 
 
-def test_another_triton_is_told(monkeypatch):
+def test_unsupported_triton_raises(monkeypatch):
     with monkeypatch.context() as changed:
         changed.delattr(interpreter, "_patch_lang")
         with pytest.raises(AttributeError, match="_patch_lang"):
@@ -144,7 +144,7 @@ def _residues(p_x, p_y, p_out, p_count, BLOCK: tl.constexpr):
 
 
 def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
-    """Of Triton's own interpreter from 3.9 on."""
+    """Triton's own interpreter does both from version 3.9 on."""
     x, y = torch.rand(2, 64)
     out = torch.full((64,), float("nan"))
     _residues[(1,)](x, y, out, torch.tensor(1, dtype=torch.int32), BLOCK=64)
@@ -155,7 +155,7 @@ def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
 
 @pytest.mark.parametrize(("version", "warned"), [("3.6.0", 1), ("3.8.0+git1", 1), ("3.9.0", 0), ("4.0", 0)])
 def test_users_of_an_old_interpreter_are_warned_once(version, warned, monkeypatch):
-    """At the first call that runs in it, and not where the reference runs or a compiler looks on."""
+    """Warn at the first call that uses it, but not for the reference or under a compiler."""
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(dispatch, "warn_of_interpreter", WARN)
     WARN.cache_clear()
@@ -174,4 +174,4 @@ def test_users_of_an_old_interpreter_are_warned_once(version, warned, monkeypatc
     found = [str(each.message) for each in seen if issubclass(each.category, RuntimeWarning)]
     assert len(found) == warned
     assert all(f"Triton {version} (TRITON_INTERPRET=1)" in text and "impl='reference'" in text for text in found)
-    assert all(each.filename == __file__ for each in seen), "it points to the caller"
+    assert all(each.filename == __file__ for each in seen), "the warning does not point to the caller"

@@ -1,4 +1,4 @@
-"""The kernels against float64, in Triton's interpreter (test_gpu.py has the GPU's turn)."""
+"""The kernels against float64, in Triton's interpreter; test_gpu.py runs them on a GPU."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Grid, cosine
 from lrpe_md.engine import boundary, launch
@@ -19,13 +19,13 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def violations(case: Case, **kwargs) -> list[str]:
-    # The interpreter truncates what it stores as bfloat16.
+    # The interpreter truncates instead of rounding to bfloat16.
     ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
     return [str(v) for v in check(case, ulps=ulps, **kwargs)]
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
@@ -97,9 +97,9 @@ CUTS = {
 }
 
 
-@spread("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, map, coords):
-    """Programs that loop over blocks of tokens, samples and heads, with parts and shares that don't divide evenly."""
+@parametrize_each("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
+def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
+    """Programs loop over blocks of tokens, samples and heads; parts and shares do not divide evenly."""
     cut = CUTS[name]
 
     def plan(work: plans.Work) -> plans.Plan:
@@ -123,11 +123,11 @@ def test_every_way_to_cut_the_work(monkeypatch, known_launches, name, map, coord
     ],
     ids=str,
 )
-def test_channels_that_are_no_power_of_two(known_launches, case):
-    """Tiles are of blocks of channels, as many as fit a load of 16 bytes."""
+def test_channels_not_a_power_of_two(count_launches, case):
+    """Tiles consist of blocks of channels, as large as a load of 16 bytes."""
     assert not violations(case, frequencies=False)
     assert not violations(case)
-    blocks = {(launched.variant.flat, launched.variant.block_c) for launched in known_launches()}
+    blocks = {(launched.variant.flat, launched.variant.block_c) for launched in count_launches()}
     width = 4 if case.channels % 8 else 8
     assert blocks == {(case.channels // width, width)}
 
@@ -135,8 +135,8 @@ def test_channels_that_are_no_power_of_two(known_launches, case):
 @pytest.mark.parametrize(
     "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
-def test_shared_blocks_of_channels(monkeypatch, known_launches, case):
-    """Programs of the same channels share what is left after full rounds."""
+def test_shared_blocks_of_channels(monkeypatch, count_launches, case):
+    """Programs of the same channels share the remainder after full rounds."""
     walks = []
 
     def plan(work: plans.Work) -> plans.Plan:
@@ -181,7 +181,7 @@ def test_amplitude_order_blocks_and_masks(case):
 @pytest.mark.parametrize("num_tokens", [15, 16])
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_softmax_over_a_sequence_of_low_logits(map, num_tokens):
-    """exp(0 - maximum) would overflow where nothing is to be read: tokens past the end, rows past the last."""
+    """Masked tokens and rows must not contribute exp(0 - maximum), which overflows here."""
     inputs = make_inputs(Case(map, (num_tokens, 1), prefix=0, batch=1, heads=(3,), act="softmax", dim=-2))
     inputs.xs[0][:, 0, :, 3] -= 200
     expected, found = run(inputs, "reference"), run(inputs, "triton")
@@ -192,7 +192,7 @@ def test_softmax_over_a_sequence_of_low_logits(map, num_tokens):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("far", [1e4, 1.4e7, 3e7, 5e7, 2e8])
 def test_angles_of_any_size(far, sign):
-    """Explicit positions of millions of radians: half turns are still counted right."""
+    """Half turns are counted correctly at explicit positions of millions of radians."""
     x, omega = torch.randn(1, 1, 64, 8), torch.ones(1, 8, 1)
     coords = (sign * (far + torch.arange(64, dtype=torch.float64) * 0.37))[:, None]
     exact = cosine(x.double(), omega=omega.double(), positions=coords, impl="reference")
@@ -211,7 +211,7 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
 
 @pytest.mark.parametrize("shape", [(2**16,), (2**15, 2**15), (200, 200, 200, 200)])
 def test_turns_counted_in_integers(shape):
-    """The last tokens of a plain grid: each angle is right to the rounding of its sine and cosine, on any axes."""
+    """Angles of the last tokens of a plain grid are exact up to the rounding of sine and cosine."""
     num = 64
     generator = torch.Generator().manual_seed(0)
     grid = Grid(shape, start=math.prod(shape) - num)
@@ -223,7 +223,7 @@ def test_turns_counted_in_integers(shape):
 
 
 def test_frequencies_around_whole_turns():
-    """Where the nearest integer of turns is not what adding 1/2 and rounding down gives."""
+    """Test values for which the nearest integer differs from adding 1/2 and rounding down."""
     near = [s * f * math.pi for s in (1, -1) for f in (1, 1 - 2**-24, 1 + 2**-24, 0.5, 2, 1 - 0.7 * 2**-24)]
     grid = Grid((60_016,), start=60_000)
     for dtype in (torch.float32, torch.float64):
@@ -235,13 +235,13 @@ def test_frequencies_around_whole_turns():
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_frequency_that_is_not_finite_shows(bad):
+def test_non_finite_frequency_gives_nan(bad):
     omega, x = torch.ones(1, 4, 2), torch.ones(1, 1, 6, 4)
     omega[0, 1, 0] = bad
     for phase in (None, torch.tensor([[0.0, 0.0, bad, 0.0]])):
         y = cosine(x, omega=omega, positions=Grid((2, 3)), phase=phase, impl="triton")[0, 0, :, :4]
         assert y.isnan().all(0).tolist() == [False, True, phase is not None, False]
-    # Tiles of blocks of 8 channels, frequencies by head, and their gradient.
+    # Tiles of blocks of 8 channels, per-head frequencies, and their gradient.
     omega = torch.ones(2, 24, 2)
     omega[1, 9, 1] = bad
     omega.requires_grad_()
@@ -263,7 +263,7 @@ def test_a_frequency_that_is_not_finite_shows(bad):
         (None, [(9, 0)], False),
     ],
 )
-def test_where_the_second_pass_is_launched_early(monkeypatch, driver, capabilities, early):
+def test_early_launch_depends_on_driver_and_gpu(monkeypatch, driver, capabilities, early):
     class Driver:
         def __init__(self, name):
             if driver is None:
@@ -284,7 +284,7 @@ def test_where_the_second_pass_is_launched_early(monkeypatch, driver, capabiliti
 @pytest.mark.parametrize("stage", plans.Pass)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
 def test_plans_for_a_gpu(stage, num_tokens, rows):
-    """What the interpreter does not run: empty calls, and coordinates by sample, whose programs stay one wave."""
+    """Check plans that the interpreter can't run: empty calls, and by-sample coordinates, which stay one wave."""
     for map in ("cosine", "rotate"):
         for samples, step in ((1, 1), (256, 1), (1, 9)):
             rows_each = rows // samples
@@ -302,11 +302,11 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
     st.integers(1, 60), st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 60),
     st.sampled_from([1, 3]),
 )  # fmt: skip
-@example(52, 16, 16, 4, 79, 1)  # an eighth of 64×64 tokens: a program a block of tokens would leave a third idle
-@example(41, 2, 48, 2, 79, 1)  # a third of 96 rows a program is not a whole part of 48: a quarter would have none
+@example(52, 16, 16, 4, 79, 1)  # an eighth of 64×64 tokens: one program per block of tokens would leave a third idle
+@example(41, 2, 48, 2, 79, 1)  # a third of 96 rows does not divide 48, and a quarter of the programs would have none
 @example(25, 256, 1, 4, 66, 1)  # 14×14 tokens, ω by head: half the tokens and a fifth of the rows is slower
-def test_a_cut_has_the_shortest_walk(token_blocks, samples, heads, block_r, programs, step):
-    """No other share of the rows and no other number of programs along the tokens would be done sooner."""
+def test_partition_is_optimal(token_blocks, samples, heads, block_r, programs, step):
+    """Try every other share of the rows and number of programs along the tokens; none finishes sooner."""
     rows = samples * heads
 
     def fits(across, per):
@@ -329,7 +329,7 @@ def test_a_cut_has_the_shortest_walk(token_blocks, samples, heads, block_r, prog
     if every:
         assert fits(across, per)
         assert walk(across, per) == min(walk(*each) for each in every)
-    if (token_blocks, samples) == (25, 256):  # measured on 14×14 tokens: 89 µs, and 91 with (13, 52)
+    if (token_blocks, samples) == (25, 256):  # the last example
         assert (across, per) == (25, 128)
 
 
@@ -341,7 +341,7 @@ def test_result_keeps_memory_order():
             assert (y if layout == "bhnd" else y.transpose(1, 2)).is_contiguous()
 
 
-def test_inputs_stay_untouched():
+def test_inputs_are_not_modified():
     inputs = make_inputs(Case())
     before = [x.clone() for x in (*inputs.xs, *inputs.grads, inputs.omega)]
     run(inputs, "triton")
@@ -349,7 +349,7 @@ def test_inputs_stay_untouched():
 
 
 def test_budget_can_fail(monkeypatch):
-    """A phase that the kernel forgets, a sign, an unwritten row: each leaves the budget."""
+    """A missing phase, a wrong sign and an unwritten row each exceed the budget."""
 
     real = boundary.forward
 

@@ -1,4 +1,4 @@
-"""Linear attention's kernels on a GPU: real sizes, the launches of a user, big tensors, sequences in pieces."""
+"""Linear attention's kernels on a GPU: real sizes and launch options, large tensors, packed sequences."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def nan_scratch(nan_filled):
-    """Scratch that a launch leaves unwritten shows in what is made of it."""
+    """Fill scratch memory with NaN, so that values that a launch left unwritten reach the outputs."""
 
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 64}
@@ -61,8 +61,8 @@ def test_cross_attention_with_positions_of_two_kinds(name, of_q, of_k):
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize("layouts", [{"grad_layout": "odd"}, {"layout": "odd"}], ids=str)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
-def test_causal_rows_that_are_not_at_16_bytes(name, layouts, head_dim):
-    """Matrix units have read beyond shared memory: a crash at head_dim 32."""
+def test_causal_unaligned_rows(name, layouts, head_dim):
+    """Guards against reads beyond shared memory, which crash at head_dim 32."""
     case = LinearCase(name, (12, 16), dtype=torch.bfloat16, mask="causal", act="softplus", head_dim=head_dim)
     assert not check_linear(replace(case, heads=(2, 2), **layouts), device="cuda")
 
@@ -86,8 +86,8 @@ def test_widths(name, mask, head_dim):
 
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_features_as_they_lie_in_memory(mask, head_dim):
-    """Sums of bfloat16 products, and states that are given out as float32: matrix units alone round them down."""
+def test_unmapped_features_are_read_in_place(mask, head_dim):
+    """Check sums of bfloat16 products and float32 states, where truncating matrix units would show."""
     case = LinearCase(None, (1700,), prefix=0, head_dim=head_dim, dtype=torch.bfloat16, mask=mask, act="none")
     case = replace(case, normalizer="none", state=True, return_state=True)
     assert not check_linear(case, device="cuda")
@@ -119,8 +119,11 @@ def test_arguments(changes, dtype):
 
 
 def test_one_token_of_relu():
-    """Not in bfloat16, where rounded products are the judge of o, which is v: what relu leaves at position 0 has no
-    rounding until kernels divide it by z."""
+    """The output of a single token equals v.
+
+    bfloat16 is left out: its budget comes from rounded products, but relu's features at position 0 are exact until the
+    kernels divide by z.
+    """
     assert not check_linear(LinearCase(shape=(1,), prefix=0, dtype=torch.float32, **REAL), device="cuda")
 
 
@@ -136,7 +139,7 @@ def test_deterministic(shape, mask):
 
 
 def test_variants():
-    """No size compiles a kernel of its own: one pass is a variant, two passes are the other."""
+    """Sizes don't compile variants: one pass has one variant, two passes have another."""
     names = [name for name in kernels.__all__ if name.startswith("linear")]
 
     def compiled():
@@ -156,10 +159,10 @@ def test_variants():
     assert compiled() == before
 
 
-def test_more_elements_than_32_bits_count():
-    """Head 0 of the last sample is right, and one pass over 4M tokens is."""
+def test_more_than_2_31_elements():
+    """Check head 0 of the last sample."""
     batch, heads, num_tokens, dim = 33, 16, 64 * 1024, 64
-    skip_without(5 * batch * heads * num_tokens * dim)  # q and o, and states
+    skip_without(5 * batch * heads * num_tokens * dim)  # q, o and states
     q = torch.randn(batch, heads, num_tokens, dim, device="cuda", dtype=torch.bfloat16)
     omega = torch.randn(1, dim, 1, device="cuda")
     o = linear_attention(q, q, q, omega=omega, positions=Grid((num_tokens,)))
@@ -171,7 +174,7 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_four_million_tokens():
-    skip_without(2**22 * 64 * 60)  # of which the reference takes most
+    skip_without(2**22 * 64 * 60)  # mostly for the reference
     q = torch.randn(1, 1, 2**22, 64, device="cuda", dtype=torch.bfloat16)
     omega = torch.randn(1, 64, 3, device="cuda")
     grid = Grid((16, 512, 512))

@@ -1,8 +1,8 @@
-"""Linear attention behind a norm, in Triton's interpreter against float64."""
+"""Linear attention after a norm, against float64 in Triton's interpreter."""
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 pytest.importorskip("triton")
 
@@ -16,22 +16,23 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpr
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
-FEW = {"one pass": {"batch": 1}, "many pieces": {"heads": (2, 1)}}  # programs: the one has heads, the other samples
+# few programs: one case has several heads, the other samples
+FEW = {"one pass": {"batch": 1}, "many pieces": {"heads": (2, 1)}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-def holds(case: LinearCase, **changes) -> None:
+def assert_within_budget(case: LinearCase, **changes) -> None:
     assert not check_linear(case, ulps=1.0, **changes)
 
 
 @pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
-    """How the tokens are cut, at sizes that an interpreter can do."""
+    """Divide the tokens at sizes that the interpreter can run."""
     if request.param != "one pass":
         monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
         monkeypatch.setattr(linear_plan, "SHORTEST", 8)
@@ -42,13 +43,13 @@ def cut(request, monkeypatch):
     remembered.clear()
 
 
-@spread(
+@parametrize_each(
     "name normalizer kind cut", ["cosine", "rotate", None], ["unrotated", "encoded", "none"], KINDS, CUTS,
     fixtures=["cut"],
 )  # fmt: skip
 def test_maps_and_normalizers(name, normalizer, kind, cut):
     steady = STEADY if normalizer == "encoded" else {"normalizer": normalizer}
-    holds(LinearCase(name, norm=kind, **steady))
+    assert_within_budget(LinearCase(name, norm=kind, **steady))
 
 
 @kinds
@@ -56,27 +57,29 @@ def test_maps_and_normalizers(name, normalizer, kind, cut):
 def test_activations(act, kind):
     normalizer = "none" if act in ("none", "silu") else "unrotated"
     dim = -1 if act == "softmax" else None
-    holds(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
+    assert_within_budget(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 
 
-@spread("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
+@parametrize_each("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
 def test_masks_and_gates(mask, gate, kind, cut):
-    holds(LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", norm=kind, norm_groups=2))
+    assert_within_budget(
+        LinearCase("rotate", gate=gate, gate_heads=2, mask=mask, block=5, act="softplus", norm=kind, norm_groups=2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_dtypes(mask, dtype):
     case = {"dtype": dtype, "mask": mask, "act": "softplus", "shape": (70,), "state": True, "return_state": True}
-    holds(LinearCase(norm="layer", batch=1, head_dim=12, **case))
+    assert_within_budget(LinearCase(norm="layer", batch=1, head_dim=12, **case))
     if dtype.itemsize == 2:
-        holds(LinearCase("rotate", norm="rms", norm_dtype=torch.float32, heads=(2, 1), **case))
+        assert_within_budget(LinearCase("rotate", norm="rms", norm_dtype=torch.float32, heads=(2, 1), **case))
 
 
 @pytest.mark.parametrize("head_dim", [24, 72, 96, 128])
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
 def test_widths(name, head_dim):
-    holds(LinearCase(name, head_dim=head_dim, batch=1, heads=(2, 1), norm="layer"))
+    assert_within_budget(LinearCase(name, head_dim=head_dim, batch=1, heads=(2, 1), norm="layer"))
 
 
 CHANGES = [
@@ -84,7 +87,7 @@ CHANGES = [
     {"norm_weight": "by_head", "heads": (6, 2)},
     {"norm_weight": "by_head", "heads": (4, 1), "norm_groups": 3, "suffix": 2},
     {"norm_bias": False},
-    # With relu a query may see one key's channel alone, a difference of γ x̂ and β: 1/z is as good as its last bits.
+    # With relu, z may depend on a single channel, a small difference of γ x̂ and β, which makes 1/z inexact.
     {"offset": 1.0, "norm_eps": 1e-2, "act": "softplus"},
     {"norm_groups": 3, "prefix": 2, "suffix": 3, "act": "sigmoid"},
     {"norm_groups": 2, "map": None, "prefix": 3},
@@ -102,12 +105,12 @@ CHANGES = [
 ]
 
 
-@spread("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
+@parametrize_each("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **FEW[cut], **changes})
-    holds(case)
-    if kind == "layer":  # which has all the weights
-        holds(case, frequencies=False)
+    assert_within_budget(case)
+    if kind == "layer":  # a layer norm has all kinds of weights
+        assert_within_budget(case, frequencies=False)
 
 
 CAUSAL = [
@@ -117,14 +120,18 @@ CAUSAL = [
 ]  # fmt: skip
 
 
-@spread("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
+@parametrize_each("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
-    holds(LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes}))
+    assert_within_budget(
+        LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes})
+    )
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 9, 1, 17)])
 def test_packed_sequences(lengths, cut):
-    holds(LinearCase(shape=(31,), cu_seqlens=lengths, batch=1, state=True, return_state=True, norm="rms"))
+    assert_within_budget(
+        LinearCase(shape=(31,), cu_seqlens=lengths, batch=1, state=True, return_state=True, norm="rms")
+    )
 
 
 @kinds
@@ -137,11 +144,11 @@ def test_packed_sequences(lengths, cut):
     ids=str,
 )  # fmt: skip
 def test_over_all_heads(changes, kind):
-    holds(LinearCase(shape=(2, 4), norm=kind, norm_over="heads", **{"act": "softplus", **changes}))
+    assert_within_budget(LinearCase(shape=(2, 4), norm=kind, norm_over="heads", **{"act": "softplus", **changes}))
 
 
-def test_gated_tokens_leave_the_weights_alone(cut):
-    """Whatever they hold."""
+def test_gated_tokens_do_not_affect_weight_gradients(cut):
+    """This holds whatever values the tokens have."""
     clean, dirty = (
         run_linear(make_linear_inputs(LinearCase(norm="layer", gate=gate, act="softplus")), "triton")
         for gate in ("float", "nan")
@@ -159,8 +166,8 @@ def test_deterministic(cut):
 
 
 @pytest.mark.parametrize("over", ["head", "heads"])
-def test_gradients_of_weights_alone(over):
-    """q, k, v, ω and what else has none: dγ nevertheless, of one weight for q and k as of two."""
+def test_only_weights_require_gradients(over):
+    """dγ is computed if no other input requires a gradient, with one weight for q and k, or two."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 10, 16)
     size = (16,) if over == "head" else (2, 16)

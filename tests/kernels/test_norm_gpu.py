@@ -1,4 +1,4 @@
-"""Maps behind a norm on a real GPU: ``pytest -m gpu``."""
+"""Maps after a norm on a GPU: ``pytest -m gpu``."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_deterministic(over):
 
 @both
 def test_kernels_of_a_call(over):
-    """One forward; backward with dγ and dω one, and one that sums up."""
+    """Forward takes one kernel; backward with dγ and dω takes one, plus one that sums."""
     inputs = bench.make_inputs(bench.replace(bench.WORKLOADS["flux"], norm="rms", norm_over=over), torch.device("cuda"))
     for which, kernels in (("forward", 1), ("backward", 2), ("backward_omega", 2)):
         call = bench.make_pass(which, bench.encode_fused, inputs)
@@ -79,8 +79,8 @@ def test_kernels_of_a_call(over):
 
 
 @both
-def test_sizes_compile_nothing_new(over):
-    """Tokens and samples are run-time numbers."""
+def test_sizes_do_not_add_variants(over):
+    """Tokens and samples are run-time arguments."""
     from lrpe_md.engine import launch, launch_heads
 
     kernel = launch_heads.heads_kernel if over == "heads" else launch.lrpe_kernel
@@ -99,7 +99,7 @@ def test_sizes_compile_nothing_new(over):
 
 
 def test_far_tokens_over_all_heads():
-    """Offsets beyond 2^31 elements: a strided view of few rows far apart."""
+    """Use offsets beyond 2^31 elements through a strided view of a few distant rows."""
     heads, step = 4, 2**28
     skip_without(10 * step)
     storage = torch.zeros(10 * step, dtype=torch.bfloat16, device="cuda")

@@ -1,10 +1,10 @@
-"""Maps behind a norm, in Triton's interpreter against float64."""
+"""Maps after a norm, against float64 in Triton's interpreter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Grid, Norm, rotate
 from lrpe_md.engine import launch
@@ -14,39 +14,39 @@ from lrpe_md.testing import Case, check, make_inputs, run
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None), ("softmax", -1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 OVER, KINDS = ("head", "heads"), ("rms", "layer")
-# Over all heads the interpreter goes through the tokens one by one: few, but more than the 16 of both samples that are
-# summed up at a time.
+# Over all heads the interpreter processes tokens one by one. There are few, but more than the 16 of both samples that
+# are summed at a time.
 SHAPES = {"head": (3, 5), "heads": (2, 4)}
 both = pytest.mark.parametrize("over", OVER)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def violations(case: Case, **kwargs) -> list[str]:
-    # The interpreter truncates what it stores as bfloat16.
+    # The interpreter truncates instead of rounding to bfloat16.
     ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
     return [str(v) for v in check(case, ulps=ulps, **kwargs)]
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
-@spread("chosen over kind map", ACTS, OVER, KINDS, ("cosine", "rotate"))
+@parametrize_each("chosen over kind map", ACTS, OVER, KINDS, ("cosine", "rotate"))
 def test_activations(chosen, over, kind, map):
     act, dim = chosen
     case = Case(map, SHAPES[over], act=act, dim=dim, norm=kind, norm_over=over, head_dim=24, phase=True)
     assert not violations(case)
 
 
-@spread("dtype over kind", DTYPES, OVER, KINDS)
+@parametrize_each("dtype over kind", DTYPES, OVER, KINDS)
 def test_dtypes(dtype, over, kind):
     case = Case("rotate", (5, 7) if over == "head" else (3, 5), norm=kind, norm_over=over, dtype=dtype)
     assert not violations(case)
     if dtype.itemsize == 2:
         assert not violations(replace(case, norm_dtype=torch.float32))
     if dtype == torch.float64:
-        assert not violations(replace(case, head_dim=12)), "1/12 is no float32"
+        assert not violations(replace(case, head_dim=12)), "fails for a width whose reciprocal is not exact in float32"
 
 
 @both
@@ -85,16 +85,16 @@ CHANGES = [
 ]
 
 
-@spread("change over kind", CHANGES, OVER, KINDS)
+@parametrize_each("change over kind", CHANGES, OVER, KINDS)
 def test_weights_positions_and_strides(change, over, kind):
     case = Case("rotate", **{"shape": SHAPES[over], "norm": kind, "norm_over": over, **change})
     assert not violations(case)
-    if kind == "layer":  # which has all the weights
+    if kind == "layer":  # a layer norm has all kinds of weights
         assert not violations(case, frequencies=False)
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved", (3, 5)])
-@spread("rotary_dim over kind", [None, slice(3, 13)], OVER, KINDS)
+@parametrize_each("rotary_dim over kind", [None, slice(3, 13)], OVER, KINDS)
 def test_pairs_and_partial_rotation(pairs, rotary_dim, over, kind):
     if rotary_dim and pairs == (3, 5):
         pairs = (2, 3)
@@ -114,7 +114,7 @@ def test_rows_of_zeros_stay_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @both
 def test_rows_of_equal_channels_become_zero(over, dtype, impl):
-    """As in torch: what rounding leaves of a mean is divided by the root of eps, which is as small."""
+    """The rounding error of the mean is divided by sqrt(eps), which is as small; torch does the same."""
     heads, head_dim = 3, 72
     generator = torch.Generator().manual_seed(0)
     level = torch.randn(8 if over == "heads" else 64, generator=generator, dtype=torch.float64).mul(1e5).to(dtype)
@@ -123,7 +123,7 @@ def test_rows_of_equal_channels_become_zero(over, dtype, impl):
     norm = Norm("layer", scale, scale + 1, over=over)
     omega = torch.zeros(1, head_dim // 2, 1)
     y = rotate(x, omega=omega, positions=Grid((len(level),)), norm=norm, impl=impl)
-    assert torch.equal(y, (scale + 1)[None, :, None].expand_as(y)), "β is left"
+    assert torch.equal(y, (scale + 1)[None, :, None].expand_as(y)), "expected only β"
     if over == "head":
         assert torch.equal(y, torch.nn.functional.layer_norm(x, (head_dim,)) * scale[:, None] + (scale + 1)[:, None])
 
@@ -137,8 +137,8 @@ CUTS = {
 
 @pytest.mark.parametrize("coords", ["grid", "by_sample"])
 @pytest.mark.parametrize("name", CUTS)
-def test_every_way_to_cut_the_work(monkeypatch, known_launches, coords, name):
-    """Programs whose rows have a weight in common, some of q and some of k."""
+def test_every_work_partition(monkeypatch, count_launches, coords, name):
+    """Programs share weights between their rows, some of q and some of k."""
     cut = CUTS[name]
 
     def plan(work: plans.Work) -> plans.Plan:
@@ -151,7 +151,7 @@ def test_every_way_to_cut_the_work(monkeypatch, known_launches, coords, name):
 
 @pytest.mark.parametrize("token_blocks", [1, 7, 300])
 @pytest.mark.parametrize(("heads", "groups", "batch"), [((40, 40), 1, 1), ((32, 8), 1, 4), ((12, 12), 12, 16)])
-def test_parts_have_weights_in_common(token_blocks, heads, groups, batch):
+def test_parts_share_weights(token_blocks, heads, groups, batch):
     group0, group1 = (h // groups for h in heads)
     work = plans.Work(
         "rotate", plans.Pass.DOMEGA, False, token_blocks, groups, (group0 + group1) * batch, group0 + group1, 128, 2,
@@ -163,8 +163,8 @@ def test_parts_have_weights_in_common(token_blocks, heads, groups, batch):
 
 
 @both
-def test_gradients_of_weights_alone(over):
-    """x, ω and what else has none: dγ nevertheless."""
+def test_only_weights_require_gradients(over):
+    """dγ is computed if neither x nor ω requires a gradient."""
     inputs = make_inputs(Case("rotate", norm="layer", norm_over=over))
     from lrpe_md.testing import bind
 

@@ -1,4 +1,4 @@
-"""Outputs that the caller gives, in Triton's interpreter and by the reference: values, what stays untouched, errors."""
+"""Outputs given by the caller, in Triton's interpreter and the reference: values, untouched memory, errors."""
 
 import itertools
 
@@ -12,13 +12,13 @@ from lrpe_md.engine import boundary, output
 
 
 @pytest.fixture(autouse=True)
-def poison(nan_filled):
+def fill_with_nan(nan_filled):
     assert torch.empty(3).isnan().all()
 
 
 @pytest.fixture
 def copies(monkeypatch):
-    """How many outputs were copied to where they are to be."""
+    """Count the outputs that are copied to their destination."""
     seen, real = [], output._write
 
     def write(out, y, start):
@@ -32,7 +32,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("form", FORMS)
 def test_slices_of_a_cache(form, impl, copies):
-    """NaN-filled, strided; what is behind and in front of the slice stays."""
+    """Memory around a slice of a strided, NaN-filled cache stays untouched."""
     job = Job(form)
     caches = job.caches()
     lengths = [y.shape[2] for y in job.wanted]
@@ -47,7 +47,7 @@ def test_slices_of_a_cache(form, impl, copies):
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("form", FORMS)
-def test_places_read_on_the_device(form, impl, copies):
+def test_offsets_read_on_the_device(form, impl, copies):
     job = Job(form)
     for starts, dtype in (([3], torch.int64), ([1, 4], torch.int32)):
         caches, start = job.caches(), torch.tensor(starts, dtype=dtype)
@@ -59,8 +59,8 @@ def test_places_read_on_the_device(form, impl, copies):
 
 
 @pytest.mark.parametrize("form", ["decode", "prefill", "one tensor", "partial, half", "odd strides"])
-def test_places_beyond_the_cache_are_not_written(form):
-    """By a kernel, which can't raise; with a CPU's own operators it is an error."""
+def test_offsets_beyond_the_cache_are_not_written(form):
+    """A kernel can't raise and drops these rows; PyTorch's operators raise on a CPU."""
     job = Job(form)
     for starts in ([LENGTH - 1, -1], [LENGTH, -LENGTH], [2**33, -(2**33)]):
         caches, start = job.caches(), torch.tensor(starts)
@@ -69,12 +69,12 @@ def test_places_beyond_the_cache_are_not_written(form):
         caches = job.caches()
         with pytest.raises(IndexError, match=r"out_start: expected places from 0 to \d, where .* got \["):
             job.run(impl, out=job.out(caches), out_start=torch.tensor(starts))
-        assert all(c is None or c.isnan().all() for c in caches), "some was written"
+        assert all(c is None or c.isnan().all() for c in caches), "the cache was written"
 
 
 @pytest.mark.parametrize("form", ["decode", "apart", "partial cosine"])
-def test_a_place_that_one_of_two_fits_in(form):
-    """q's output is longer than k's: neither is written."""
+def test_offset_that_fits_only_one_output(form):
+    """q's output is longer than k's; neither is written."""
     lengths = (3, 5) if form == "apart" else (3, 3)
     outs = tuple(torch.full((1, 2, LENGTH + n, 32), torch.nan) for n in (4, 0))
     q, k = (torch.randn(1, 2, n, 16) for n in lengths)
@@ -91,7 +91,7 @@ def test_a_place_that_one_of_two_fits_in(form):
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_outputs_of_two_lengths(rotary_dim):
-    """Each has the length of its own tensor."""
+    """Each output is as long as its tensor."""
     q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 3, 16)
     options = {
         "omega": torch.rand(1, rotary_dim or 16, 1), "positions": (Grid((5,)), Grid((3,))), "rotary_dim": rotary_dim,
@@ -106,7 +106,7 @@ def test_outputs_of_two_lengths(rotary_dim):
         cosine(q, k, out=(None, torch.empty_like(wanted[0])), **options)
 
 
-def test_a_place_that_is_ignored_shows():
+def test_ignored_offset_is_detected():
     """The check of the tests above can fail."""
     job = Job("prefill")
     caches = job.caches()
@@ -155,7 +155,7 @@ def test_modules_write_into_a_cache():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("start", [False, True])
 def test_compiled(dynamic, start):
-    """One graph; with dynamic sizes one for several lengths."""
+    """There is one graph, and with dynamic sizes one for several lengths."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -254,7 +254,7 @@ def over_coordinates():
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name, impl, monkeypatch):
-    """And nothing is run before."""
+    """Nothing runs before the error."""
     make, message = ERRORS[name]
     for function in ("run_into", "run_kernels", "run_reference"):
         monkeypatch.setattr(boundary, function, lambda *_: pytest.fail("ran"))
@@ -263,8 +263,8 @@ def test_errors(name, impl, monkeypatch):
         make()
 
 
-def test_slices_side_by_side_are_apart():
-    """Keys and values of one cache, and other tokens of it, interleave in memory."""
+def test_interleaved_slices_do_not_overlap():
+    """Keys, values and other tokens of one cache interleave in memory."""
     both = torch.zeros(2, 2, LENGTH, 32)
     k = both[:, :, 4:7, :16]
     k.normal_()
@@ -283,13 +283,13 @@ def test_autograd_sees_that_a_cache_was_written():
         product.backward()
 
 
-def test_the_documented_name_has_none():
+def test_document_function_has_no_out():
     with pytest.raises(TypeError):
         lrpe_rotate_1d(K, torch.rand(8), out=K.clone())
 
 
-def test_shapes_alone_are_remembered():
-    """Where memory is, and whether a gradient is asked for, is looked at each time."""
+def test_cache_checks_memory_and_gradients_again():
+    """Memory overlap and required gradients are checked at every call."""
     memory = torch.zeros(2, 2, 9, 16)
     x, out = memory[:, :, :3], memory[:, :, 3:6]
     options = {"omega": torch.rand(1, 8, 1), "positions": Grid((3,)), "impl": "triton"}

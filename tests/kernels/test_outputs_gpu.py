@@ -1,4 +1,4 @@
-"""Outputs that the caller gives, on a real GPU: ``pytest -m gpu``."""
+"""Outputs given by the caller, on a GPU: ``pytest -m gpu``."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ BOUNDS = {
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_caches(form, dtype, nan_filled, monkeypatch):
-    """Slices, places that are read on the device, and places beyond the end."""
+    """Write slices, offsets read on the device, and offsets beyond the end."""
     copies, real = [], output._write
     monkeypatch.setattr(output, "_write", lambda *args: (copies.append(args), real(*args)))
     job = Job(form, dtype, "cuda")
@@ -27,15 +27,15 @@ def test_caches(form, dtype, nan_filled, monkeypatch):
     job.check(job.run("triton", out=job.out(slices)), caches, [2, 2], **BOUNDS[dtype])
     for starts in ([1, 4], [LENGTH - 1, -1], [2**33, -(2**33)]):
         if form in COPIED and starts != [1, 4]:
-            continue  # PyTorch's own operators check, by a device-side assertion
+            continue  # PyTorch's operators raise a device-side assertion
         caches = job.caches()
         start = torch.tensor(starts, device="cuda")
         job.check(job.run("triton", out=job.out(caches), out_start=start), caches, starts, **BOUNDS[dtype])
     assert bool(copies) == (form in COPIED)
 
 
-def test_is_the_call_without():
-    """Bit by bit, at the sizes of a language model."""
+def test_out_gives_the_same_bits():
+    """Compare with a call without out, at the sizes of a language model."""
     omega = torch.rand(1, 64, 1, device="cuda")
     for n in (1, 7, 2048):
         q, k = (torch.randn(2, h, n, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8))
@@ -50,7 +50,7 @@ def test_is_the_call_without():
             assert not cache[i, :, at + n :].any()
 
 
-def test_a_replayed_graph_writes_elsewhere():
+def test_replayed_graph_follows_the_offset():
     omega = torch.rand(1, 64, 1, device="cuda")
     q, k = (torch.randn(2, h, 1, 128, device="cuda") for h in (8, 2))
     cache, start = torch.zeros(2, 2, 16, 128, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -93,7 +93,7 @@ def test_compiled(dynamic):
 
 
 def test_a_cache_beyond_2_31_elements():
-    """Places are reached in 64 bits."""
+    """Offsets are computed in 64 bits."""
     skip_without(10 * 2**30)
     length = 2**22 + 8
     cache = torch.zeros(1, 8, length, 128, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a launcher does, written down for a compiler and done later, is what it does at once."""
+"""A launcher's recorded actions, replayed later, have the same effect as running it directly."""
 
 import pytest
 import torch
@@ -18,15 +18,15 @@ from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 
 class StandIns:
-    """Tensors without memory in the place of others, and these by their storage."""
+    """Replace tensors by fakes without memory, and back again, by their storage."""
 
     def __init__(self):
         self.real = {}
         self.kept = []
 
-    def take(self, value):
+    def to_fakes(self, value):
         if isinstance(value, (list, tuple)):
-            return type(value)(map(self.take, value))
+            return type(value)(map(self.to_fakes, value))
         if not isinstance(value, torch.Tensor):
             return value
         t = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -34,9 +34,9 @@ class StandIns:
         self.real[storage_of(t)] = value
         return t
 
-    def give(self, value):
+    def to_tensors(self, value):
         if isinstance(value, tuple):
-            return tuple(map(self.give, value))
+            return tuple(map(self.to_tensors, value))
         if not isinstance(value, torch.Tensor):
             return value
         real = self.real[storage_of(value)].view(value.dtype)
@@ -44,9 +44,9 @@ class StandIns:
 
 
 def replay(run, args):
-    """Of run(*args), what was launched and the outputs."""
+    """Return the launches and the outputs of run(*args)."""
     tensors = StandIns()
-    given = tensors.take(args)
+    given = tensors.to_fakes(args)
     with record() as recorded:
         outs = run(*given)
         assert is_recording()
@@ -54,8 +54,8 @@ def replay(run, args):
     for key, t in recorded.allocated.items():
         tensors.real[key] = torch.full_like(t, float("nan"), device="cpu")
     for start in recorded.starts:
-        start.kernel[(start.programs,)](*tensors.give(start.args), V=start.variant)
-    return recorded.starts, [tensors.give(out) for out in outs]
+        start.kernel[(start.programs,)](*tensors.to_tensors(start.args), V=start.variant)
+    return recorded.starts, [tensors.to_tensors(out) for out in outs]
 
 
 def names(starts):
@@ -130,14 +130,14 @@ def test_linear(case):
     given = [*inputs.qkv, inputs.gate, *flatten_linear(call)]
     starts, found = replay(forward, given)
     expected = forward(*given)
-    assert len(starts) == (3 if len(expected) > 1 else 1)  # one pass keeps nothing
+    assert len(starts) == (3 if len(expected) > 1 else 1)  # one pass saves nothing
     args = [inputs.grad, expected[1:], *given]
     _, grads = replay(backward, args)
     for a, b in zip([*found, *grads], [*expected, *backward(*args)], strict=True):
         assert torch.equal(a, b)
 
 
-def test_what_is_neither_launched_nor_allocated_nor_viewed_is_refused():
+def test_unsupported_operations_are_refused():
     inputs, call, _ = prepare(Case("rotate", norm="rms", norm_weight="by_head", norm_groups=2))
 
     def forward(xs, *args):
@@ -151,14 +151,14 @@ def test_what_is_neither_launched_nor_allocated_nor_viewed_is_refused():
 @pytest.mark.parametrize("num_key_heads", [None, 2])
 @pytest.mark.parametrize("num_tokens", [1, 200])
 def test_further_programs_copy(num_key_heads, num_tokens):
-    """Gradients of q and k are written where a projection's is; so is v's, by the same launch."""
+    """Gradients of q and k are written into the projection's, and the same launch copies v's."""
     heads = (4, num_key_heads or 4)
     inputs, call, launcher = prepare(Case("rotate", (num_tokens,), prefix=0, heads=heads, head_dim=24, norm="rms"))
     size = (2, num_tokens, 3, 4, 24) if num_key_heads is None else (2, num_tokens, 4 + 2 * num_key_heads, 24)
     dv = torch.randn(2, num_tokens, heads[1], 24).transpose(1, 2)
     grads = [torch.randn_like(x) for x in inputs.xs]
     tensors = StandIns()
-    given, xs, passing, args = tensors.take((grads, inputs.xs, dv, flatten(call)))
+    given, xs, passing, args = tensors.to_fakes((grads, inputs.xs, dv, flatten(call)))
     with record() as recorded:
         joined = torch.empty(size, device="meta")
         places = split_projection(joined, num_key_heads)
@@ -168,7 +168,9 @@ def test_further_programs_copy(num_key_heads, num_tokens):
     copy = Copy(passing, places[2], start.programs, num_warps=4)
     for key, t in recorded.allocated.items():
         tensors.real.setdefault(key, torch.full_like(t, float("nan"), device="cpu"))
-    fixed = fix(start.kernel, tensors.give(start.args), copy._replace(source=dv, place=tensors.give(places[2])))
+    fixed = fix(
+        start.kernel, tensors.to_tensors(start.args), copy._replace(source=dv, place=tensors.to_tensors(places[2]))
+    )
     assert fixed.programs == copy.programs > 0
     fixed.kernel[(start.programs + fixed.programs,)](*fixed.tensors, fixed.numbers, fixed.types, V=start.variant)
     expected = launcher.backward(call, grads, inputs.xs, [], Needs())

@@ -1,4 +1,7 @@
-"""An activation is an entry of a table and a branch of the kernels: shown by adding one to a copy of the library."""
+"""An activation needs only a table entry and a branch in the kernels.
+
+The tests add one to a copy of the library.
+"""
 
 import os
 import shutil
@@ -44,7 +47,7 @@ except ValueError as error:
 
 
 def copy_with(tmp_path: Path, *branches: str) -> Path:
-    """A copy of the library with an entry in the table, and these branches in the kernels."""
+    """Copy the library, with an entry added to the table and these branches to the kernels."""
     root = tmp_path / "lrpe_md"
     shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
     table = root / "reference.py"
@@ -64,12 +67,12 @@ def copy_with(tmp_path: Path, *branches: str) -> Path:
 def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
     env |= {"PYTHONPATH": os.pathsep.join((str(folder), str(TESTS))), **environment}
-    script = folder / "script.py"  # Triton reads the source of a kernel
+    script = folder / "script.py"  # Triton reads the kernel's source file
     script.write_text(code, encoding="utf-8")
     return subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
 
 
-def test_an_entry_and_a_branch_are_all(tmp_path):
+def test_entry_and_branch_suffice(tmp_path):
     done = run(copy_with(tmp_path, FORWARD, BACKWARD), USE, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "'square', 'softmax'), got 'cube'" in done.stdout
@@ -96,7 +99,7 @@ for act in ("relu", "square"):
 """
 
 
-def test_a_forgotten_branch_does_not_compile(tmp_path):
+def test_missing_branch_does_not_compile(tmp_path):
     for i, (branches, where) in enumerate([((), "activate"), ((FORWARD,), "activate_backward")]):
         done = run(copy_with(tmp_path / str(i), *branches), COMPILE)
         assert done.stdout.split() == ["relu"]

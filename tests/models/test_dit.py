@@ -1,4 +1,4 @@
-"""models/dit.py, flow.py, text.py: the diffusion transformer, its text, its loss and its samplers."""
+"""The diffusion transformer, its text encoder, loss and samplers (models/dit.py, flow.py, text.py)."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_any_size_frames_text_or_none(name):
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_positions_act(name):
-    """Without them patches are a set; with them their order matters, and so does the grid they are laid over."""
+def test_output_depends_on_positions(name):
+    """Without an encoding, patches are a set; with one, their order and grid matter."""
     model = dit(**ENCODINGS[name])
     x, t, text = inputs()
     y = model(x, t, text)
@@ -132,7 +132,7 @@ def test_positions_act(name):
 
 
 def _reorder(x):
-    """The columns of patches backwards."""
+    """Reverse the columns of patches."""
     return x.unflatten(-1, (-1, 2)).flip(-2).flatten(-2)
 
 
@@ -161,7 +161,7 @@ def test_text_rules():
     assert behind.coords.tolist() == [[0, 0], [1, 0], *([2 + h, w] for h, w in image)]
 
 
-def test_the_image_is_behind_the_text_of_its_own_sample():
+def test_image_follows_the_text_of_its_sample():
     model = dit(encoding="rotate", text_positions="axis", image_after=(0,))
     mask = torch.tensor([[True, False, False], [True, True, True]])
     placed = model.positions((2, 1), 3, mask=mask)
@@ -177,7 +177,8 @@ def test_presets_place_text_and_image():
     lumina = dit(**ENCODINGS["lumina2"]).positions((1, 2), 3)
     assert lumina.coords.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0], [3, 0, 1]]
     assert torch.equal(flux.encoding.get_omega(), flux.preset.omega)
-    learned = {"rope_vit_mixed": {"encoding.0.omega", "encoding.1.omega"}, "mochi": {"encoding.omega"}}  # one for all
+    # one per block, or shared by all
+    learned = {"rope_vit_mixed": {"encoding.0.omega", "encoding.1.omega"}, "mochi": {"encoding.omega"}}
     for name, names in learned.items():
         model = dit(encoding=name)
         assert names <= model.no_weight_decay()
@@ -242,7 +243,7 @@ def test_padding_is_a_gate_of_linear_attention():
 
 
 @pytest.mark.parametrize("name", ["text on an axis", "diagonal, linear", "flux1", "lumina2", "qwen_image"])
-def test_positions_compile_for_every_size(name):
+def test_positions_compile_once_for_all_sizes(name):
     def f(image, mask):
         placed = model.positions(image.shape, mask.shape[1], mask=mask)
         return placed.coordinates() if isinstance(placed, Grid) else placed.coords
@@ -256,11 +257,11 @@ def test_positions_compile_for_every_size(name):
     assert counter.frame_count == 1
 
 
-def test_compile_takes_every_size_in_one_graph():
+def test_one_graph_for_all_sizes():
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(depth=1, absolute="sincos", **ENCODINGS["text on an axis"])
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    # Sizes that are equal at first would be taken as always equal.
+    # torch.compile assumes that sizes which are equal at first always are.
     for batch, height, width, length in ((2, 8, 12, 9), (3, 20, 14, 6)):
         x, t = torch.randn(batch, 3, height, width), torch.rand(batch)
         text = tokenize(["x" * length] * batch)
@@ -326,7 +327,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear, norm", "text on an axis", "qwen_image"])
-def test_jvp_is_the_finite_difference(name):
+def test_jvp_equals_finite_differences(name):
     model = dit(interval=True, depth=1, **ENCODINGS[name]).double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     dx, dt, r = torch.randn_like(x), torch.rand_like(t), t / 3
@@ -338,7 +339,7 @@ def test_jvp_is_the_finite_difference(name):
 
 
 def test_a_mean_flow_step():
-    """The gradient is that of |u - target|² with the target held, for every parameter; a step lowers the loss."""
+    """The gradient is that of |u - target|² with a fixed target, for every parameter; a step lowers the loss."""
     model = dit(interval=True, depth=1, encoding="rotate").double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     noise, r = torch.randn_like(x), t / 3
@@ -384,7 +385,7 @@ def test_guidance():
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
 def test_order_of_the_samplers(method, order):
-    """dz/dt = t z from t = 1 to 0, that is z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
+    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
     z = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     errors = [
         (integrate(lambda z, t: t[:, None] * z, z, time_grid(steps), method) - z * math.exp(-0.5)).abs().max().item()
@@ -438,7 +439,7 @@ def test_training_lowers_the_loss_and_runs_at_another_size():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear", "text on an axis"])
 def test_on_a_gpu(name):
-    """Kernels against the CPU's reference; forward mode; 16 bits under autocast with gradients for all."""
+    """The kernels agree with the CPU's reference, in forward mode too; under 16-bit autocast all gradients exist."""
     model = dit(interval=True, **ENCODINGS[name])
     x, t, text = inputs()
     expected = model(x, t, text)
@@ -459,7 +460,7 @@ def test_on_a_gpu(name):
     assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()
 
 
-def test_positions_of_another_device_are_made_there():
+def test_positions_follow_the_device():
     placed = dit(encoding="qwen_image").positions((2, 2), 3, device="meta")
     assert isinstance(placed, Coordinates)
     assert placed.coords.is_meta

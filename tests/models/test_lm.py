@@ -1,4 +1,4 @@
-"""The language model: decoding equals the full forward, both forms of linear attention, padding, sampling, errors."""
+"""The language model: cached decoding, both forms of linear attention, padding, sampling, errors."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ every_attention = pytest.mark.parametrize("attention", ["softmax", "linear"])
 
 
 def build(encoding: str = "rotate", attention: str = "softmax", device: str = "cpu") -> CausalLm:
-    """In float64, with phases that turn and logits that differ."""
+    """Build a float64 model with phases and logits that are not trivial."""
     torch.manual_seed(0)
     model = CausalLm(replace(TINY, attention=attention, **ENCODINGS[encoding])).to(device).double()
     for name, parameter in model.named_parameters():
@@ -93,8 +93,11 @@ def test_later_tokens_change_nothing_and_all_parameters_learn(encoding: str, att
 
 
 @pytest.mark.parametrize("encoding", ["cosine-softplus-phase", "rotate-phase"])
-def test_scores_are_the_formula(encoding: str) -> None:
-    """Σ_c a² |q_c| |k_c| cos((n - m) ω_c - φ_c + what the pair's own angles add), with ω and a of the scaling."""
+def test_scores_match_the_formula(encoding: str) -> None:
+    """Scores are Σ_c a² |q_c| |k_c| cos((n - m) ω_c - φ_c + the angle between the pairs).
+
+    ω and a are those of the scaling.
+    """
     config = replace(TINY, **ENCODINGS[encoding])
     module: Any = CausalLm(config).blocks[0].attn.encoding
     assert module.phase is not None
@@ -123,8 +126,8 @@ def test_scores_are_the_formula(encoding: str) -> None:
 
 @every_encoding
 @torch.no_grad()
-def test_attention_written_out(encoding: str) -> None:
-    """Scaled by head_dim before the map, query head h with key head h // 2."""
+def test_attention_matches_the_formula(encoding: str) -> None:
+    """q is scaled by head_dim before the map; query head h uses key head h // 2."""
     model = build(encoding)
     attn: Any = model.blocks[0].attn
     x = torch.randn(1, 5, TINY.dim, dtype=torch.float64)
@@ -156,7 +159,7 @@ def test_left_padded_batch_equals_single_sequences(encoding: str, attention: str
         torch.testing.assert_close(batch[i, padding[i] :], expected[0])
         alone = model.new_cache(1, 9)
         model(torch.cat([prompt, follow[i]])[None], alone)
-        if attention == "softmax":  # the keys are where they are without padding
+        if attention == "softmax":  # keys have the same positions as without padding
             (keys, _), (expected, _) = cache.layers[1], alone.layers[1]
             torch.testing.assert_close(keys[i, :, padding[i] :], expected[0, :, : 9 - padding[i]])
         else:
@@ -164,7 +167,7 @@ def test_left_padded_batch_equals_single_sequences(encoding: str, attention: str
 
 
 @pytest.mark.parametrize("length", [1, 8, 11, 64, 65, 150])
-def test_linear_attention_in_chunks_is_the_quadratic_form(length: int) -> None:
+def test_chunked_linear_attention_equals_the_quadratic_form(length: int) -> None:
     torch.manual_seed(0)
     q, k = (torch.randn(2, heads, length, 6, dtype=torch.float64) for heads in (4, 2))
     v, state = torch.randn(2, 2, length, 5, dtype=torch.float64), torch.randn(2, 2, 6, 5, dtype=torch.float64)
@@ -187,7 +190,7 @@ def test_linear_state_does_not_grow() -> None:
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 @torch.no_grad()
-def test_nothing_is_compiled_again_for_a_step_or_a_scaling(attention: str) -> None:
+def test_steps_and_scalings_do_not_recompile(attention: str) -> None:
     torch.compiler.reset()
     model, tokens = build("cosine-softplus-phase", attention), some_tokens(length=6)
     counter = CompileCounter()
@@ -230,7 +233,7 @@ def test_weights_assigned_to_a_meta_model(learnable) -> None:
     assert torch.equal(empty(tokens), model(tokens))
 
 
-def test_a_frequency_of_zero_stays() -> None:
+def test_zero_frequency_stays_zero() -> None:
     model = build("rotate-learned")
     encoding: Any = model.blocks[0].attn.encoding
     with torch.no_grad():
@@ -251,7 +254,8 @@ def test_parameters_are_tied_and_named() -> None:
     assert 0.01 < logits.std() < 1  # near uniform before training
     blocks: Any = model.blocks
     assert blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert blocks[1].attn.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)  # two blocks add four times
+    # two blocks have four residual additions
+    assert blocks[1].attn.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert blocks[1].mlp.fc2.weight.std().item() == pytest.approx(0.01, rel=0.1)
 
 
@@ -260,7 +264,7 @@ def test_parameters_are_tied_and_named() -> None:
 
 @every_attention
 @torch.no_grad()
-def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> None:
+def test_greedy_generation_equals_the_argmax_of_full_forwards(attention: str) -> None:
     model, tokens = build("rotate", attention), some_tokens(length=3)
     out = generate(model, tokens, 5, temperature=0)
     for _ in range(5):
@@ -271,7 +275,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(attention: str) -> Non
 
 
 @every_attention
-def test_a_decoder_starts_again(attention: str) -> None:
+def test_decoder_can_be_reused(attention: str) -> None:
     model, tokens = build("cosine-silu", attention), some_tokens()
     decoder = Decoder(model, 2, 8)
     first, again = ((decoder.prefill(tokens[:, :7]), decoder.step(tokens[:, 7])) for _ in range(2))
@@ -279,7 +283,7 @@ def test_a_decoder_starts_again(attention: str) -> None:
     torch.testing.assert_close(first[1], model(tokens[:, :8])[:, -1].detach())
 
 
-def test_generation_repeats_with_a_generator() -> None:
+def test_generation_is_reproducible_with_a_generator() -> None:
     model, tokens = build(), some_tokens(length=2)
     first, again, other = (
         generate(model, tokens, 12, temperature=3.0, generator=torch.Generator().manual_seed(seed))
@@ -360,7 +364,7 @@ def test_errors() -> None:
 @every_attention
 @torch.no_grad()
 def test_errors_of_a_cache(attention: str) -> None:
-    """Before anything is written: the cache goes on as if nothing had been asked."""
+    """Errors are raised before anything is written, so that the cache can still be used."""
     model, tokens = build(attention=attention), some_tokens(length=4)
     cache, decoder = model.new_cache(2, 5), Decoder(model, 2, 5)
     model(tokens[:, :3], cache)
@@ -408,7 +412,7 @@ def test_a_replayed_step_equals_the_full_forward_and_never_syncs(encoding: str, 
     model, tokens = build(encoding, attention, "cuda"), some_tokens(device="cuda")
     decoder = Decoder(model, 2, tokens.shape[1])
     assert decoder.graph is not None
-    for scaling in (None, SCALINGS["yarn"]):  # the graph that was captured before reads the new one
+    for scaling in (None, SCALINGS["yarn"]):  # the captured graph reads the new scaling
         model.rescale(scaling)
         expected = model(tokens)
         columns = tokens.unbind(1)

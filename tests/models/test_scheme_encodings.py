@@ -1,4 +1,4 @@
-"""Schemes and presets as the encoding of the backbones, and tables of positions in them."""
+"""Schemes and presets as encodings of the backbones, including tables of positions."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from lrpe_md.presets.registry import REGISTERED
 
 
 def rounded(shape):
-    """As a table, whose middle is not where a grid's is."""
+    """Return a table of positions whose centre differs from a grid's."""
     return Grid(shape).rescale(0.7).floor()
 
 
@@ -30,7 +30,7 @@ FORMS = {"scheme": lambda s: s, "preset": lambda s: preset(s, 32), "name": lambd
 
 @pytest.fixture(params=FORMS)
 def form(request):
-    """What is given as encoding, and its name registered."""
+    """Return a way to pass a scheme as encoding, and the name under which it is registered."""
 
     def make(scheme):
         register_scheme("ours", scheme, overwrite=True)
@@ -79,7 +79,7 @@ def test_diffusion(form, num_axes):
     sizes = {"patch_size": 2, "in_chans": 3, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_axes": num_axes}
     model = DiT(encoding=form(scheme), **sizes).eval()
     other = DiT(encoding=PresetMd(scheme, head_dim=32), **sizes).eval()
-    for parameter in model.parameters():  # it begins as the identity
+    for parameter in model.parameters():  # the untrained model is the identity
         torch.nn.init.normal_(parameter, std=0.2)
     x, t = torch.randn(2, 3, *[4] * (num_axes - 2), 6, 10), torch.rand(2)
     same_as(model, other, x, t)
@@ -127,7 +127,7 @@ def test_presets_for_other_heads_are_refused():
     assert vit(encoding=ON_IMAGES, encoding_kwargs={"base": 3.0, "rotary_dim": 16}).encoding.rotary_dim == slice(0, 16)
 
 
-def test_what_a_made_preset_learns_begins_as_it_is_in_each_layer():
+def test_layers_start_from_the_presets_frequencies():
     made = preset("rope_vit_mixed", 32, num_heads=2, seed=7)
     first, second = vit(encoding=made).encoding
     assert torch.equal(first.omega, second.omega)
@@ -141,7 +141,7 @@ TABLE = replace(ON_IMAGES, grid=rounded)
 
 
 def test_images_by_a_table():
-    """Row by row, with class and register tokens in front; dropped patches take their positions with them."""
+    """Tokens are row by row after class and register tokens; dropped patches take their positions with them."""
     model, x = vit(encoding=TABLE, reg_tokens=2), torch.randn(2, 3, 24, 40)
     placed = model._embed(x)[1]
     assert (placed.prefix, placed.num_tokens) == (3, 18)

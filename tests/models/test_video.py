@@ -1,4 +1,4 @@
-"""models/video.py: positions in space and time, at any size, under dropping, factorised and compiled."""
+"""The video transformer (models/video.py): positions, sizes, token dropping, factorised attention, compilation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _seeded():
 
 
 def build(**kwargs) -> LrpeVideoTransformer:
-    """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    """Build a model with weights large enough that attention is far from uniform (timm starts at 0.02)."""
     kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     model = timm.create_model("lrpe_video_tiny_patch16_224", **{**TINY, **kwargs}).eval()
     with torch.no_grad():
@@ -73,7 +73,7 @@ def close(a, b):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_order_of_frames_shows_through_the_temporal_encoding_alone(name, attention):
+def test_only_temporal_encoding_distinguishes_frame_order(name, attention):
     kwargs = {**ENCODINGS[name], **ATTENTIONS[attention], "reg_tokens": 1}
     if attention != "joint" and name == "cosine":
         kwargs["encoding_kwargs"] = {"act": "relu"}
@@ -85,18 +85,18 @@ def test_order_of_frames_shows_through_the_temporal_encoding_alone(name, attenti
     model.temporal = False
     there = model(x)
     close(there, model(x.flip(2)))
-    assert (there - model(x.flip(3))).abs().max() > 1e-3  # space is still told apart
+    assert (there - model(x.flip(3))).abs().max() > 1e-3  # spatial order still matters
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_cosine_without_a_phase_is_blind_to_direction(attention):
-    """Its q·k is even in each axis' distance; a phase on the keys, rotation or an unrotated token tell directions."""
+    """Its q·k is even in the distance on each axis; a key phase, rotation or an unrotated token reveals direction."""
     pooled = {**ATTENTIONS[attention], "class_token": False, "global_pool": "avg"}
     kwargs, x = {"act": "relu", "base": 10.0}, video()
     model = build(encoding="cosine", encoding_kwargs=kwargs, **pooled)
     mirrored = [x.flip(2), *(x.unflatten(axis, (-1, 4)).flip(axis).flatten(axis, axis + 1) for axis in (3, 4))]
-    for y in mirrored:  # in patches
+    for y in mirrored:  # mirrored by patches
         close(model(x), model(y))
     turned = build(encoding="cosine", encoding_kwargs={**kwargs, "phase": "k"}, **pooled)
     for layer in turned.encoding:
@@ -108,7 +108,7 @@ def test_cosine_without_a_phase_is_blind_to_direction(attention):
 
 
 @torch.no_grad()
-def test_within_a_tubelet_the_order_of_frames_shows_without_an_encoding():
+def test_frame_order_within_a_tubelet_needs_no_encoding():
     model, x = build(tubelet_size=2, temporal=False, **ENCODINGS["rotate"]), video()
     assert (model(x) - model(x.flip(2))).abs().max() > 1e-3
 
@@ -134,7 +134,7 @@ def test_reference_lays_positions_over_another_grid(name):
     expected = model(x)
     model.reference = model.patch_embed.grid_size
     close(model(x), expected)
-    # A grid twice as fine, each token twice: means over copies are the same where positions are.
+    # A grid twice as fine with each token twice: if positions agree, means over the copies do, too.
     model.reference = (4, None, None)
     table = model.positions((8, 4, 4)).coordinates()[1:].unflatten(0, (8, 4, 4))
     torch.testing.assert_close(table[:, 0, 0, 0], torch.arange(8).double() / 2)
@@ -176,7 +176,7 @@ def test_reference_is_checked():
 @pytest.mark.parametrize("unit", ["token", "tube"])
 @pytest.mark.parametrize("name", ["cosine", "rotate", "mixed", "wan", "sincos", "learned"])
 def test_kept_tokens_keep_their_positions(name, unit):
-    """As if the others were masked out as keys."""
+    """The result equals masking the dropped tokens as keys."""
     model, x = build(**ENCODINGS[name], drop_unit=unit, reg_tokens=1), video(4, 8, 12)
     keep = torch.tensor([[0, 4, 5], [1, 2, 3]])
     tokens = keep if unit == "token" else (keep[:, None] + 6 * torch.arange(4)[:, None]).flatten(1)
@@ -188,13 +188,16 @@ def test_kept_tokens_keep_their_positions(name, unit):
 
 
 def space_then_time(model, x):
-    """The definition of factorised attention, without a prefix: block 0 frame by frame, block 1 place by place."""
+    """Compute factorised attention by definition, without a prefix.
+
+    Block 0 attends within each frame, block 1 within each place.
+    """
     (t, h, w), tokens = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.patch_embed(x)
     grid = model.positions((t, h, w)).explicit()
     index = torch.arange(t * h * w).unflatten(0, (t, h * w))
     for block, groups in zip(model.blocks, (index, index.T), strict=True):
         out = torch.empty_like(tokens)
-        for group in groups:  # with all three coordinates
+        for group in groups:  # positions keep all three coordinates
             context = Context(model.encoding, grid.take(group), None)
             out[:, group] = block(tokens[:, group], attn_mask=context)
         tokens = out
@@ -204,7 +207,7 @@ def space_then_time(model, x):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 @pytest.mark.parametrize("name", ["none", "cosine", "rotate", "rotate-split", "wan"])
-def test_factorised_is_space_then_time(name, attention):
+def test_factorised_attention_matches_its_definition(name, attention):
     kwargs = {**ENCODINGS[name], "attention": attention}
     if attention == "linear" and name == "cosine":
         kwargs["encoding_kwargs"] = {"act": "relu"}
@@ -222,11 +225,11 @@ def test_factorised_keeps_tubes_and_averages_the_prefix():
         build(encoding="rotate", space_time="factorised", drop_unit="tube", reg_tokens=1, depth=1),
         video(3, 8, 12),
     )
-    # Block 0 alone: frames do not mix, but in the prefix.
+    # With only block 0, frames do not mix except in the prefix.
     frames = torch.stack([model.forward_features(x[:, :, t : t + 1]) for t in range(3)], dim=1)
     whole = model.forward_features(x)
     close(whole[:, 2:], frames[:, :, 2:].flatten(1, 2))
-    # the mean goes through the last norm afterwards
+    # the mean is taken before the last norm
     norm, model.norm = model.norm, nn.Identity()
     frames = torch.stack([model.forward_features(x[:, :, t : t + 1]) for t in range(3)], dim=1)
     close(whole[:, :2], norm(frames[:, :, :2].mean(1)))
@@ -252,7 +255,7 @@ def test_dropping_in_training():
         build(space_time="factorised").forward_features(video(), keep=torch.tensor([0, 1]))
 
 
-def test_state_dict_is_that_of_the_model_without_encoding():
+def test_state_dict_equals_that_without_encoding():
     plain = build().state_dict()
     for name in ("cosine", "rotate", "rotate-split", "wan", "sincos"):
         for attention in ATTENTIONS.values():
@@ -268,7 +271,7 @@ def test_state_dict_is_that_of_the_model_without_encoding():
     assert {"encoding.0.omega", "cls_token"} <= model.no_weight_decay()
 
 
-def test_what_timm_users_expect():
+def test_timm_interface():
     model = build(encoding="rotate", depth=4)
     assert (model.num_classes, model.num_features, model.num_prefix_tokens) == (5, 96, 1)
     assert all(isinstance(block.attn, LrpeAttention) for block in model.blocks)
@@ -297,8 +300,8 @@ def test_set_input_size_resamples_the_learned_table():
 
 
 @torch.no_grad()
-def test_weights_of_an_image_model_give_its_features_on_a_still_video():
-    pooled = {"class_token": False, "global_pool": "avg"}  # the class token weighs less among more tokens
+def test_image_weights_on_a_still_video():
+    pooled = {"class_token": False, "global_pool": "avg"}  # among more tokens the class token has less weight
     kwargs = {key: value for key, value in TINY.items() if key not in ("num_frames", "tubelet_size")}
     image = timm.create_model("vit_tiny_patch16_224", **kwargs, **pooled).eval()
     with torch.no_grad():
@@ -345,12 +348,12 @@ def test_compiled_once_for_all_sizes(kwargs, references):
         ({"encoding": "rotate", "encoding_kwargs": {"split": (5, 6, 6)}}, "num_channels: expected a multiple of 17"),
     ],
 )
-def test_what_does_not_fit_is_named(kwargs, message):
+def test_invalid_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(**kwargs)
 
 
-def test_bad_input_is_named():
+def test_invalid_inputs():
     model = build(space_time="factorised")
     with pytest.raises(ValueError, match="x: expected a video"):
         model(torch.randn(2, 3, 8, 8))
@@ -365,7 +368,7 @@ def test_bad_input_is_named():
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ["cosine", "rotate-split", "mixed", "wan", "learned", "sincos"])
-def test_on_a_gpu_it_is_the_reference(name, attention):
+def test_gpu_equals_the_reference(name, attention):
     kwargs = {**ENCODINGS[name], **ATTENTIONS[attention]}
     if attention != "joint" and name == "cosine":
         kwargs["encoding_kwargs"] = {"act": "relu"}
@@ -383,7 +386,7 @@ def test_on_a_gpu_it_is_the_reference(name, attention):
         torch.testing.assert_close(p.grad.cpu() / scale, grads[name] / scale, rtol=1e-2, atol=1e-2)
 
 
-# --- frames that see earlier ones alone ------------------------------------------------------------------------------
+# --- causal frames ---------------------------------------------------------------------------------------------------
 
 STREAMED = {
     "none": {"encoding_kwargs": {"act": "softplus"}},
@@ -411,8 +414,8 @@ def causal(name, **kwargs):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_frames_see_earlier_ones_alone(name, attention):
-    """The tokens of the first frames are those of a video that ends there."""
+def test_frames_only_see_earlier_frames(name, attention):
+    """The tokens of the first frames equal those of a video that ends there."""
     model, x = causal(name, attention=attention), video(5, 8, 12).double()
     tokens, prefix = model.forward_features(x), model.num_prefix_tokens
     assert tokens.shape[1] == prefix + 5 * 6
@@ -428,7 +431,7 @@ def test_frames_see_earlier_ones_alone(name, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_is_the_whole(name, attention):
+def test_stream_equals_the_whole_video(name, attention):
     model, x = causal(name, attention=attention), video(5, 8, 12).double()
     whole = model.forward_features(x)
     for sizes in ((1,) * 5, (2, 3), (5,)):
@@ -476,7 +479,8 @@ def test_a_stream_compiles_once():
         tokens, state = stream(x[:, :, i : i + 1], state)
         found.append(tokens)
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 4 :])
-    assert counter.frame_count <= 2, counter.frame_count  # 1 is no size that varies: one frame seen, then any
+    # a size of 1 is static: one graph for one earlier frame, one for any number
+    assert counter.frame_count <= 2, counter.frame_count
 
 
 @torch.no_grad()
@@ -535,7 +539,7 @@ def test_errors_of_causal_frames():
     with pytest.raises(ValueError, match="state: expected"):
         model.stream(x[:1], state)
     for whole in (model, build(**{**made, "attention": "softmax"})):
-        high, wide = x[..., :4], x[..., :4, :]  # as many patches
+        high, wide = x[..., :4], x[..., :4, :]  # the same number of patches
         _, state = whole.stream(high)
         for piece, before, message in (
             (wide, state, r"state: expected frames of \(1, 2\) tokens as in x, got \(2, 1\)"),
@@ -551,9 +555,11 @@ def test_errors_of_causal_frames():
 
 
 def recompute(model, x, window, times=None):
-    """Tokens of each frame and of the prefix, frame by frame: keys of all frames that it sees, encoded anew at where
-    they are in its window, or at the times that a function of their number gives, from features that are kept, not from
-    keys."""
+    """Compute the tokens of each frame and of the prefix, frame by frame.
+
+    Keys of all visible frames are encoded again from cached features, at their positions in the window or at the times
+    that ``times`` gives for their frame numbers.
+    """
     size, prefix = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.num_prefix_tokens
     tokens, _ = model._embed(x)
     places = size[1] * size[2]
@@ -584,8 +590,8 @@ def recompute(model, x, window, times=None):
 @torch.no_grad()
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["rotate", "cosine-split", "wan, norm", "registers", "no prefix"])
-def test_a_moving_window_is_recomputing_it(name, window):
-    """Keys that were kept before their rotation, encoded at their places in the window, against all of it anew."""
+def test_moving_window_equals_recomputation(name, window):
+    """Cached unrotated keys, encoded at their positions in the window, give the recomputed result."""
     model, x = causal(name, attention="softmax", window=window), video(6, 8, 12).double()
     expected = recompute(model, x, window)
     torch.testing.assert_close(model.forward_features(x), expected)
@@ -596,13 +602,15 @@ def test_a_moving_window_is_recomputing_it(name, window):
             found.append(tokens)
             held = min(state.num_frames, window - 1)
             kept = [t for pair in state.layers for t in pair]
-            assert all(t.untyped_storage().nbytes() == t.numel() * 8 for t in kept), "a part of something larger"
+            assert all(t.untyped_storage().nbytes() == t.numel() * 8 for t in kept), (
+                "a cached tensor keeps a larger one alive"
+            )
             assert all(t.shape[2] == model.num_prefix_tokens + held * 6 for pair in state.layers for t in pair)
         torch.testing.assert_close(torch.cat(found, 1), expected)
 
 
 @torch.no_grad()
-def test_the_test_of_the_window_can_fail():
+def test_recomputation_detects_another_window():
     model, x = causal("registers", attention="softmax", window=2), video(4).double()
     model.window = 3
     with pytest.raises(AssertionError):
@@ -611,7 +619,7 @@ def test_the_test_of_the_window_can_fail():
 
 @torch.no_grad()
 def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
-    """Whatever its length: the positions that the encoding is called with are those of a video of so many frames."""
+    """Whatever the stream's length, positions are those of a video as long as the window."""
     model, x = causal("registers", attention="softmax", window=3), video(9).double()
     seen, forward = [], model.encoding.forward
 
@@ -644,14 +652,14 @@ def test_a_stream_in_a_full_window_compiles_once():
         found.append(tokens)
         counts.append(counter.frame_count)
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 8 :])
-    assert counts[-1] == counts[1] <= 2  # a number of frames, then any
+    assert counts[-1] == counts[1] <= 2  # one graph for the first number of frames, one for any number
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("horizon", [1, 3])
 @pytest.mark.parametrize("name", ["rotate", "cosine-split", "registers", "no prefix"])
 def test_a_stream_beyond_its_horizon(name, horizon):
-    """All frames are kept; those further back than the horizon share time 0 (eq. 3 of arXiv 2511.20649)."""
+    """Frames beyond the horizon stay cached and share time 0 (eq. 3 of arXiv 2511.20649)."""
     model, x = causal(name, attention="softmax"), video(6, 8, 12).double()
     plain = model.forward_features(x)
     expected = recompute(model, x, 9, lambda frames: [max(j - max(frames - horizon, 0), 0) for j in range(frames)])
@@ -668,7 +676,7 @@ def test_a_stream_beyond_its_horizon(name, horizon):
 
 @torch.no_grad()
 def test_a_cut_in_a_window():
-    """The newest frame jumps ahead in time, those before it stay (eq. 4)."""
+    """The newest frame jumps ahead in time; earlier ones keep theirs (eq. 4)."""
     model, x = causal("registers", attention="softmax", window=3), video(5, 8, 12).double()
     expected = recompute(model, x, 3, lambda frames: [[0], [0, 1], [0, 1, 9]][frames - 1] if frames else [])
     set_places(model, 0, torch.tensor([0, 1, 9]))
@@ -682,7 +690,7 @@ def test_a_cut_in_a_window():
 
 @torch.no_grad()
 def test_places_of_whole_videos():
-    """Without causality, too, and where tokens are dropped; not where an axis is taken apart."""
+    """Places also work without causality and with dropped tokens, but not with factorised axes."""
     model, x = build(encoding="rotate").double(), video(4).double()
     wanted = model.forward_features(x)
     set_places(model, 0, torch.arange(4) + 7)

@@ -1,4 +1,4 @@
-"""timm's ViT with an encoding: what timm's users rely on must survive the encoding, and the encoding must act."""
+"""timm's ViT with an encoding: timm's features keep working, and the encoding has an effect."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def timm_vit(**kwargs):
 
 
 def lrpe_vit(**kwargs):
-    """Without an encoding unless told otherwise."""
+    """Build a ViT, by default without an encoding."""
     kwargs["encoding"] = "none" if kwargs.get("encoding") is None else kwargs["encoding"]
     return randomize(timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, **kwargs})).eval()
 
 
 def randomize(model):
-    """Weights large enough that attention is far from uniform (timm starts at 0.02)."""
+    """Make weights large enough that attention is far from uniform (timm starts at 0.02)."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if not name.startswith("encoding"):
@@ -62,7 +62,7 @@ def image(*size, batch=2):
 
 
 def zeroed(encoding):
-    """Frequencies that are all zero: no encoding."""
+    """Set all frequencies to zero, which disables the encoding."""
     for module in encoding.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.detach().zero_()
@@ -83,7 +83,7 @@ class GatedAttention(Attention):
 
 
 def gate(model):
-    """timm's gate is an argument of Attention that VisionTransformer does not pass on."""
+    """Enable timm's gate, an argument of Attention that VisionTransformer does not pass on."""
     for block in model.blocks:
         old = block.attn
         block.attn = randomize(Attention(old.qkv.in_features, old.num_heads, qkv_bias=True, gated=True))
@@ -120,7 +120,7 @@ def test_adapt_without_encoding_is_timm(variant):
         last, between = adapted.forward_intermediates(x, norm=True)
         torch.testing.assert_close(last, features[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(between, features[1], rtol=1e-5, atol=1e-5)
-    # and a live one differs, so that the above is not vacuous
+    # an encoding with frequencies differs, so that the comparison above is not vacuous
     assert (adapt(model, "cosine")(x) - expected).abs().max() > 1e-3
 
 
@@ -157,7 +157,7 @@ def test_masks(encoding, fused):
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    # causal is the mask of the causal pattern, with an encoding too
+    # is_causal equals the mask of the causal pattern, also with an encoding
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     torch.testing.assert_close(live(x, is_causal=True), live(x, attn_mask=causal), rtol=1e-5, atol=1e-5)
 
@@ -200,7 +200,7 @@ def test_state_dict_round_trip(encoding):
     assert all(torch.equal(state[name], value) for name, value in before.items())
     fresh = timm_vit(reg_tokens=1, qk_norm=True)
     fresh.load_state_dict({name: value for name, value in state.items() if name not in extra}, strict=True)
-    # and back, into another one of ours
+    # and back into another lrpe-md model
     other = adapt(fresh, encoding, encoding_kwargs={"seed": 9} if encoding == "mixed" else None)
     x = image()
     if encoding == "mixed":
@@ -222,14 +222,14 @@ def test_learned_frequencies():
     assert {"cls_token", "pos_embed"} <= model.no_weight_decay()
     omegas = [model.get_parameter(name) for name in sorted(names)]
     assert omegas[0].shape == (2, 8, 2)
-    assert not torch.equal(omegas[0], omegas[1])  # a seed of its own for each layer
+    assert not torch.equal(omegas[0], omegas[1])  # each layer has a separate seed
     model(image()).square().sum().backward()
     assert all(omega.grad is not None and omega.grad.abs().max() > 0 for omega in omegas)
 
     shared = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True})
     assert {"encoding.1.theta", "encoding.1.phase"} <= shared.no_weight_decay()
     shared(image()).square().sum().backward()
-    assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one a head and layer
+    assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one per head and layer
     mixed = lrpe_vit(encoding="cosine", encoding_kwargs={"frequencies": "mixed", "phase": "k"})
     assert not torch.equal(mixed.encoding[0].omega, mixed.encoding[1].omega)
     assert all(layer.theta.grad.abs().max() > 0 for layer in shared.encoding)
@@ -243,11 +243,14 @@ def test_learned_frequencies():
 
 
 def test_copied_v_frees_the_projection():
-    """What attention keeps for its backward: three units of B·N·C with v copied, as without an encoding, else five."""
+    """Check what attention saves for its backward.
+
+    It is three units of B·N·C with v copied, as without an encoding, and otherwise five.
+    """
     batch, num_tokens, dim = 2, 17, 32
     unit = batch * num_tokens * dim * 4
 
-    def kept(**kwargs) -> tuple[int, torch.Tensor]:
+    def saved_bytes(**kwargs) -> tuple[int, torch.Tensor]:
         torch.manual_seed(0)
         model = randomize(lrpe_vit(depth=1, **kwargs)).eval()
         attn, x = model.blocks[0].attn, torch.randn(batch, num_tokens, dim, requires_grad=True)
@@ -265,10 +268,10 @@ def test_copied_v_frees_the_projection():
             storages.pop(model.encoding.omega.data_ptr())
         return sum(storages.values()), x.grad
 
-    plain, _ = kept()
+    plain, _ = saved_bytes()
     operator = {"encoding": "rotate", "encoding_kwargs": {"impl": "triton"}}
-    five, expected = kept(**operator)
-    three, grad = kept(**operator, copy_v=True)
+    five, expected = saved_bytes(**operator)
+    three, grad = saved_bytes(**operator, copy_v=True)
     assert five - plain == 2 * unit
     assert three == plain
     torch.testing.assert_close(grad, expected)
@@ -289,7 +292,7 @@ def test_layer_groups():
 def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
     monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
     model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
-    # With another size in between, the recomputation must see the positions of its own forward.
+    # After a forward at another size, recomputation must still use the positions of its forward.
     x, other = image(16, 24), image(12, 8)
     grads = []
     for enable in (False, True):
@@ -305,7 +308,7 @@ def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
         y.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
-    for name in grads[0]:  # reentrant adds the two gradients up in another order
+    for name in grads[0]:  # reentrant checkpointing adds the gradients in another order
         torch.testing.assert_close(
             grads[1][name], grads[0][name], rtol=0 if not reentrant else 1e-4, atol=0 if not reentrant else 1e-3
         )
@@ -343,9 +346,9 @@ def test_patch_dropout_gathers_positions(prefix, monkeypatch):
     assert tokens.shape[1] == p + keep.shape[1] < p + 24
     h, w = keep // 6, keep % 6
     torch.testing.assert_close(positions.coords, torch.stack([h, w], -1).float(), rtol=0, atol=0)
-    assert len({tuple(row.tolist()) for row in keep}) == 3  # each sample drops its own
+    assert len({tuple(row.tolist()) for row in keep}) == 3  # each sample drops different patches
 
-    # The same tokens under the whole grid with the dropped ones masked away give the same tokens out.
+    # Masking the dropped tokens in the whole grid gives the same output tokens.
     y, context = tokens, vit.Context(model.encoding, positions, None)
     for block in model.blocks:
         y = block(y, context)
@@ -359,7 +362,7 @@ def test_patch_dropout_gathers_positions(prefix, monkeypatch):
     torch.testing.assert_close(y, z.gather(1, index[..., None].expand(-1, -1, 32)), rtol=1e-5, atol=1e-5)
 
 
-def test_patch_dropout_draws_as_timm():
+def test_patch_dropout_drops_the_same_patches_as_timm():
     model = timm_vit(patch_drop_rate=0.5).train()
     adapted, x = adapt(copy.deepcopy(model), silent_encodings()["cosine"]), image()
     torch.manual_seed(3)
@@ -370,8 +373,8 @@ def test_patch_dropout_draws_as_timm():
 
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
-def test_encoding_acts(encoding):
-    """Permuted patches: the mean of all tokens notices only with an encoding."""
+def test_encoding_distinguishes_permuted_patches(encoding):
+    """The mean of all tokens changes under permutation only with an encoding."""
     model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg")
     x = image()
     patches = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 3, 16, 4, 4)
@@ -384,8 +387,8 @@ def test_encoding_acts(encoding):
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 @pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed"])
-def test_only_differences_of_positions_count(encoding, attention):
-    """Relative: shifted coordinates leave the output as it is, where there are no prefix tokens; others do not."""
+def test_output_depends_on_relative_positions(encoding, attention):
+    """Without prefix tokens, shifting the coordinates does not change the output; other changes do."""
     model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg", attention=attention)
     tokens, grid = model._embed(image(16, 24))
     coords = grid.coordinates(dtype=torch.float32)
@@ -429,10 +432,10 @@ def test_sincos_is_computed_for_the_grid(dynamic):
     plain = copy.deepcopy(model)
     plain.absolute = "none"
     table = (model._embed(x)[0] - plain._embed(x)[0])[0].detach()
-    assert table[:3].abs().max() == 0  # prefix tokens have no place
+    assert table[:3].abs().max() == 0  # prefix tokens have no position
     h, w = (t.flatten()[:, None] for t in torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij"))
     band = 10000.0 ** (-torch.arange(8) / 8)
-    # timm's order: for each band sin then cos, by axis
+    # timm's order: by axis, sin then cos of each band
     expected = {round(float(v), 4) for v in torch.cat([t * band for t in (h, w)], 1).sin()[9]}
     assert expected <= {round(float(v), 4) for v in table[3 + 9]}
     assert len(torch.unique(table[3:].mul(1e4).round(), dim=0)) == 24
@@ -467,7 +470,7 @@ def test_linear_attention(cls, normalizer, is_causal):
     torch.testing.assert_close(attention(q.double(), k.double(), v.double(), **kwargs), expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(attention(q, k, v, **kwargs), out)
-    # 16 bits: sums are formed in float32, so that only the encoded q and k are rounded
+    # in 16 bits, only the encoded q and k are rounded, since sums are float32
     low = [t.bfloat16() for t in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(*low, **kwargs)
@@ -480,11 +483,11 @@ def test_linear_attention_accumulates_in_float32():
     n = 4096
     q = k = torch.ones(1, 1, n, 4, dtype=torch.float16)
     v = torch.full((1, 1, n, 4), 5.0, dtype=torch.float16)
-    out = LinearAttention(Activation("relu"))(q, k, v)  # Σ is 20,480 · 4: beyond float16
+    out = LinearAttention(Activation("relu"))(q, k, v)  # Σ is 20,480 · 4, beyond the range of float16
     torch.testing.assert_close(out, v)
 
 
-def test_linear_attention_survives_tokens_that_relu_silences():
+def test_linear_attention_with_tokens_zeroed_by_relu():
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
     out = LinearAttention(Activation("relu"))(-q.abs(), k, v)
     assert (out == 0).all()
@@ -524,7 +527,7 @@ def test_linear_is_causal():
 @pytest.mark.parametrize("encoding", [None, "rotate"])
 @pytest.mark.parametrize("normalizer", ["encoded", "none"])
 def test_linear_attention_without_an_activation(normalizer, encoding):
-    """Features are q and k themselves, and are summed by the weights that they give."""
+    """Features are q and k, and the resulting weights normalise the sums."""
     model = lrpe_vit(encoding=encoding, encoding_kwargs={"act": "none"}, attention="linear", normalizer=normalizer)
     tokens, grid = model._embed(image())
     attn = model.blocks[0].attn
@@ -540,7 +543,7 @@ def test_linear_attention_without_an_activation(normalizer, encoding):
 
 
 def test_linear_attention_of_normed_q_and_k_under_autocast():
-    """Norms that are float32 there, as v is not."""
+    """Norms return float32 under autocast, while v is 16 bits."""
 
     class Wide(nn.Module):
         def forward(self, x):
@@ -580,7 +583,7 @@ def test_linear_errors():
 
 
 class Custom(nn.Module):
-    """What the docstring asks of a module: called with q, k and positions."""
+    """A custom encoding as documented: called with q, k and positions."""
 
     def __init__(self, head_dim, num_heads):
         super().__init__()
@@ -592,14 +595,14 @@ class Custom(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["lrpe_vit_tiny_patch16_224", "lrpe_video_tiny_patch16_224"])
-def test_an_entry_has_positions_unless_told_otherwise(name):
+def test_registered_models_have_positions_by_default(name):
     import lrpe_md.models.video  # noqa: F401
 
     assert all(
         type(timm.create_model(name, **TINY, **given).encoding) is CosineMd for given in ({}, {"encoding": None})
     )
     assert timm.create_model(name, **TINY, attention="linear").encoding.act == "relu"
-    for absolute in ("learned", "sincos"):  # are positions
+    for absolute in ("learned", "sincos"):  # these provide positions
         size = {"embed_dim": 48} if absolute == "sincos" else {}
         assert timm.create_model(name, **{**TINY, **size}, absolute=absolute).encoding is None
         both = timm.create_model(name, **{**TINY, **size}, absolute=absolute, encoding="cosine")
@@ -615,13 +618,13 @@ def test_an_entry_has_positions_unless_told_otherwise(name):
         assert torch.allclose(*logits, atol=1e-5) == same
 
 
-def test_none_by_name_is_no_encoding():
+def test_encoding_none_disables_the_encoding():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     assert adapt(model, "none").encoding is None
     assert adapt(model, "none", encoding_kwargs={"act": "relu"}).encoding.act == "relu"
 
 
-def test_encodings_of_users():
+def test_custom_encodings():
     x, module = image(), CosineMd(16, 2, act="relu")
     assert lrpe_vit(encoding=module).encoding is module
     model = lrpe_vit(encoding=lambda d, h: RotateMd(d, 2, num_heads=h, learnable=True))
@@ -646,7 +649,7 @@ def test_encodings_of_users():
     ],
 )  # fmt: skip
 def test_presets(name, kwargs):
-    """The scheme by its name, with its own positions; adapt gives the same; shared unless a layer learns its own."""
+    """Pass a preset by name, with its positions; adapt is equivalent, and layers share it unless they learn."""
     kwargs = {"embed_dim": 64, **kwargs}  # head_dim 32
     model = lrpe_vit(encoding=name, **kwargs)
     layers = model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding] * 2
@@ -685,7 +688,7 @@ def test_presets(name, kwargs):
 
 @pytest.mark.parametrize("name", ["eva02", "qwen2_vl"])
 def test_presets_with_dropped_patches(name):
-    """What is kept keeps its positions, scaled as they are, behind a prefix that is not rotated."""
+    """Remaining patches keep their scaled positions, after a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
     positions, seen = lay_out(model.encoding, (4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
@@ -703,7 +706,8 @@ def test_presets_with_dropped_patches(name):
 
 
 def test_presets_compile_once_for_all_sizes():
-    model, graphs = lrpe_vit(encoding="eva02", embed_dim=64, depth=1), []  # 16 pairs, as many as an image has rows
+    # 16 pairs, a number that also occurs as a number of rows
+    model, graphs = lrpe_vit(encoding="eva02", embed_dim=64, depth=1), []
     torch.compiler.reset()
     compiled = torch.compile(
         model, fullgraph=True, dynamic=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1]
@@ -725,7 +729,7 @@ def test_presets_compile_once_for_all_sizes():
         ("eva02", {"bas": 1}, r"bas"),
     ],
 )
-def test_presets_that_do_not_fit(name, kwargs, message):
+def test_unsuitable_presets(name, kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         lrpe_vit(encoding=name, encoding_kwargs=kwargs)
     model = timm_vit()
@@ -735,7 +739,7 @@ def test_presets_that_do_not_fit(name, kwargs, message):
     assert {n: v[0] for n, v in snapshot(model).items()} == {n: v[0] for n, v in before.items()}
 
 
-def test_presets_take_what_both_take():
+def test_preset_options():
     kwargs = {"act": "relu", "base": 10.0, "learnable": True, "split": (1, 3)}
     model = lrpe_vit(encoding="eva02", encoding_kwargs=kwargs)
     assert [type(e).__name__ for e in model.encoding] == ["PresetMd"] * 2
@@ -749,11 +753,11 @@ def test_presets_take_what_both_take():
 
 @pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate", "drop_path_rate", "pos_drop_rate", "drop_rate"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_dropout_runs_in_training_alone(rate, fused):
+def test_dropout_only_runs_in_training(rate, fused):
     model, x = lrpe_vit(encoding="cosine", absolute="sincos", **{rate: 0.5}), image()
     for block in model.blocks:
         block.attn.fused_attn = fused
-        block.mlp = nn.Identity()  # whose dropout has the rate of the attention's projection
+        block.mlp = nn.Identity()  # the MLP would drop at the same rate as the projection
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
     model.train()
     assert not torch.equal(model(x), model(x))
@@ -785,7 +789,7 @@ def test_casts_keep_frequencies(encoding):
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight is bytes and a factor, as those of bitsandbytes are."""
+    """Linear layer with an int8 weight and a scale, like those of bitsandbytes."""
 
     def __init__(self, linear):
         super().__init__()
@@ -809,11 +813,11 @@ def quantise_dynamically(model):
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.ao's own
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.ao
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("quantise", [quantise_dynamically, quantise_to_int8])
 def test_a_quantised_vit(quantise, qk_norm):
-    stock = quantise(timm_vit(qk_norm=qk_norm, norm_layer=nn.RMSNorm))  # whose eps is that of a dtype
+    stock = quantise(timm_vit(qk_norm=qk_norm, norm_layer=nn.RMSNorm))  # its default eps depends on the dtype
     x = image()
     with torch.no_grad():
         expected = stock(x)
@@ -877,7 +881,7 @@ def test_timm_surface():
 @pytest.mark.parametrize("encoding", [None, "cosine", "mixed"])
 @pytest.mark.parametrize("absolute", ["none", "learned"])
 def test_checkpoints_of_timm_load(encoding, absolute, tmp_path):
-    """pretrained=True with a file: frequencies that it lacks stay, the table is dropped or resampled."""
+    """Load pretrained=True from a file: missing frequencies keep their values; the table is dropped or resampled."""
     source = timm_vit()
     torch.save(source.state_dict(), tmp_path / "vit.pth")
     kwargs = {**TINY, "encoding": encoding, "absolute": absolute, "img_size": 32}
@@ -917,7 +921,7 @@ def test_checkpoint_path_takes_weights_of_timm(encoding, absolute, tmp_path):
         assert model.pos_embed.shape == (1, 65, 32)
 
 
-def test_a_strict_load_still_refuses_what_does_not_fit():
+def test_strict_load_refuses_other_names():
     model, state = lrpe_vit(encoding="mixed"), lrpe_vit(encoding="mixed").state_dict()
     for gone in ("encoding.0.omega", "norm.weight"):
         with pytest.raises(RuntimeError, match=gone):
@@ -927,7 +931,7 @@ def test_a_strict_load_still_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_pretrained_weights_are_those_of_timm(size):
+def test_pretrained_weights_equal_timms(size):
     ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
     for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):
         assert getattr(ours, name) == getattr(theirs, name)
@@ -936,8 +940,8 @@ def test_pretrained_weights_are_those_of_timm(size):
 
 
 @pytest.mark.parametrize(("name", "size"), [("vit_small_resnet26d_224", (80, 72)), ("vitamin_small_224", (58, 64))])
-def test_hybrid_embeddings_say_themselves_how_many_patches_there_are(name, size):
-    """They round sizes up that their patches do not divide; what timm runs runs adapted, too."""
+def test_hybrid_embeddings_of_any_size(name, size):
+    """They round up sizes that patches do not divide; the adapted model must, too."""
     model = timm.create_model(name, depth=1, num_classes=5, dynamic_img_size=True).eval()
     x = image(*size)
     expected = model(x)
@@ -1010,7 +1014,7 @@ def test_other_families_are_refused(name):
         adapt(model, "cosine")
 
 
-def test_adapt_again():
+def test_adapt_twice():
     model, x = timm_vit(), image()
     expected = model(x)
     adapt(model, "mixed", attention="linear")
@@ -1028,7 +1032,7 @@ def test_adapt_again():
         {"encoding": "rotate", "absolute": "sincos"},
     ],
 )
-def test_compile_takes_every_size_in_one_graph(kwargs):
+def test_one_graph_for_all_sizes(kwargs):
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
@@ -1068,7 +1072,7 @@ def test_export(kwargs):
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_attention_alone_is_timm():
+def test_attention_without_encoding_equals_timm():
     torch.manual_seed(1)
     ours, theirs = LrpeAttention(32, 2, qkv_bias=True), Attention(32, 2, qkv_bias=True)
     theirs.load_state_dict(ours.state_dict(), strict=True)
@@ -1078,8 +1082,8 @@ def test_attention_alone_is_timm():
     torch.testing.assert_close(ours(x, attn_mask=mask), theirs(x, attn_mask=mask), rtol=1e-5, atol=1e-5)
 
 
-def test_backends_by_capability():
-    """On the CPU, and for equal widths, PyTorch chooses."""
+def test_attention_backends_by_gpu():
+    """PyTorch chooses on a CPU and for equal widths."""
     q, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 8)
     assert sdpa_backends(q, v) is None
     assert sdpa_backends(v, v) is None
@@ -1107,7 +1111,7 @@ def test_wide_attention_on_gpu(dtype, head_dim):
 
 
 def extracted(by, model, x):
-    """The output of the first block by the graph that timm or torchvision traces, and by a hook."""
+    """Return the first block's output from the graph that timm or torchvision traces, and from a hook."""
     found = []
     with model.blocks[0].register_forward_hook(lambda module, args, y: found.append(y)):
         model(x)

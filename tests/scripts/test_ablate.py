@@ -1,4 +1,4 @@
-"""The ablation end to end on a few images: files, resuming after every kind of stop, refusals, determinism."""
+"""The ablation on a few images: output files, resuming after interruptions and kills, errors, determinism."""
 
 import json
 import os
@@ -36,8 +36,8 @@ def config(out: Path, **changes: Any) -> DigitsTraining:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(encoding, seed) of each training that starts."""
+def started_trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Record (encoding, seed) of each training that starts."""
     calls, train = [], ablate.train
 
     def counted(comparison, file, job, *more) -> dict:
@@ -48,21 +48,21 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return calls
 
 
-def test_a_run_from_end_to_end_and_again(tmp_path: Path, trained: list) -> None:
+def test_a_run_from_end_to_end_and_again(tmp_path: Path, started_trainings: list) -> None:
     out = tmp_path / "new" / "folder"
     first = invoke(*SMALL, "--out", str(out))
     assert first.exit_code == 0, first.output
-    assert len(trained) == 4
+    assert len(started_trainings) == 4
 
     results = pd.read_csv(out / "results.csv")
     sizes = len(digits.SOURCES["digits"].sizes)
-    assert len(results) == 2 * 2 * 2 * sizes  # encodings, seeds, ways to place, sizes
+    assert len(results) == 2 * 2 * 2 * sizes  # encodings, seeds, kinds of positions, sizes
     assert {"encoding", "attention", "seed", "size", "value", "params", "train_seconds"} <= set(results)
     assert results.value.between(0, 100).all()
     table = (out / "table.md").read_text()
     assert table in first.output
     rows = [line for line in table.splitlines() if line.startswith(("| none", "| cosine"))]
-    assert len(rows) == 4 + 2  # and the trainings; there is no rotate to compare with
+    assert len(rows) == 4 + 2  # and the table of trainings; there is no rotate to compare with
     rows = rows[:4]
     assert all(row.count("±") == sizes for row in rows)
     for name in ("accuracy.png", "resolution.png"):
@@ -73,20 +73,20 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, trained: list) -> None:
     assert str(Path.home()) not in config
     assert os.uname().nodename not in config
 
-    # One run lost, the half-written file of a killed process left behind: that run alone is repeated, to the same end.
+    # If a result is lost and a killed process left an incomplete file, only that run is repeated, with the same result.
     lost = out / "runs" / "cosine-softmax-1.json"
     before = json.loads(lost.read_text())
     lost.unlink()
     lost.with_name(lost.name + ".123.part").write_text('{"encoding": "cos')
-    trained.clear()
+    started_trainings.clear()
     assert invoke(*SMALL, "--out", str(out)).exit_code == 0
-    assert trained == [("cosine", 1)]
+    assert started_trainings == [("cosine", 1)]
     after = json.loads(lost.read_text())
     assert {**before, "train_seconds": 0, "step_ms": 0} == {**after, "train_seconds": 0, "step_ms": 0}
 
 
 @pytest.mark.parametrize("change", [("--set", "steps=3"), ("--set", "limit=65"), ("-e", "rotate"), ("--seeds", "3")])
-def test_other_settings_than_the_folders_are_refused(tmp_path: Path, change: tuple[str, str], monkeypatch) -> None:
+def test_settings_must_match_the_folder(tmp_path: Path, change: tuple[str, str], monkeypatch) -> None:
     monkeypatch.setattr(ablate, "train_all", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert invoke(*SMALL, "--out", str(tmp_path)).exit_code == 130
     refused = invoke(*SMALL, *change, "--out", str(tmp_path))
@@ -95,18 +95,20 @@ def test_other_settings_than_the_folders_are_refused(tmp_path: Path, change: tup
     assert {"-e": "encodings", "--set": change[1].split("=")[0]}.get(change[0], change[0].strip("-")) in refused.output
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_unrelated_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     refused = invoke(*SMALL, "--out", str(tmp_path))
     assert refused.exit_code == 2
-    assert "not a folder of this script" in refused.output
+    assert "choose an empty or new folder" in refused.output
 
 
-def test_interrupt_keeps_finished_runs_and_says_how_to_go_on(tmp_path: Path, monkeypatch, trained: list) -> None:
+def test_interrupt_keeps_finished_runs_and_explains_resuming(
+    tmp_path: Path, monkeypatch, started_trainings: list
+) -> None:
     counted = ablate.train
 
     def interrupted(*args) -> dict:
-        if len(trained) == 2:
+        if len(started_trainings) == 2:
             raise KeyboardInterrupt
         return counted(*args)
 
@@ -119,10 +121,10 @@ def test_interrupt_keeps_finished_runs_and_says_how_to_go_on(tmp_path: Path, mon
     assert len(list(out.glob("runs/*.json"))) == 2
     monkeypatch.setattr(ablate, "train", counted)
     assert invoke(*SMALL, "--out", str(out)).exit_code == 0
-    assert len(trained) == 4
+    assert len(started_trainings) == 4
 
 
-def test_kill_9(tmp_path: Path, trained: list) -> None:
+def test_kill_9(tmp_path: Path, started_trainings: list) -> None:
     command = [sys.executable, "-m", "scripts.ablate", *SMALL, "--out", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -134,11 +136,11 @@ def test_kill_9(tmp_path: Path, trained: list) -> None:
     assert finished
     assert all(json.loads(text)["accuracy"] for text in finished.values())
     assert invoke(*SMALL, "--out", str(tmp_path)).exit_code == 0
-    assert len(trained) == 4 - len(finished)
+    assert len(started_trainings) == 4 - len(finished)
     assert all(file.read_text() == text for file, text in finished.items())
 
 
-def test_several_trainings_at_a_time_end_as_one_by_one(tmp_path: Path) -> None:
+def test_parallel_trainings_equal_sequential_ones(tmp_path: Path) -> None:
     for workers in ("1", "2"):
         done = invoke(*SMALL, "--workers", workers, "--out", str(tmp_path / workers))
         assert done.exit_code == 0, done.output
@@ -159,22 +161,22 @@ def test_help_and_unknown_names(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert "'nonsense'" in refused.output
         assert known in refused.output
-    assert "no longer comparison" in invoke("run", "image", str(tmp_path), "--full").output
+    assert "--full: not available for image" in invoke("run", "image", str(tmp_path), "--full").output
     assert "got none" in invoke("run", "image").output
     assert not (tmp_path / "out").exists()
 
 
 def test_the_longer_comparison() -> None:
     task = TASKS["digits"]
-    found = ablate.compared(task, None, None, True)
+    found = ablate.select_encodings(task, None, None, True)
     assert {kind: len(names) for kind, names in found.items()} == {"softmax": 15, "linear": 15}
-    assert ablate.compared(task, ["none"], ["linear"], True) == {"linear": ["none"]}
-    assert ablate.training_of(task, None, "cpu", True, False) == {"steps": 2100}
-    assert ablate.training_of(task, ["steps=7"], "cpu", True, False) == {"steps": 7}
+    assert ablate.select_encodings(task, ["none"], ["linear"], True) == {"linear": ["none"]}
+    assert ablate.training_fields(task, None, "cpu", True, False) == {"steps": 2100}
+    assert ablate.training_fields(task, ["steps=7"], "cpu", True, False) == {"steps": 7}
 
 
 def test_16_bits_and_compilation_are_for_gpus() -> None:
-    found = {device: ablate.training_of(TASKS["image"], None, device, False, False) for device in ("cpu", "cuda")}
+    found = {device: ablate.training_fields(TASKS["image"], None, device, False, False) for device in ("cpu", "cuda")}
     assert found == {"cpu": {}, "cuda": {"precision": "bf16", "compile": True}}
 
 
@@ -193,7 +195,7 @@ def test_same_seed_same_result_and_loss_goes_down(tmp_path: Path) -> None:
     assert extrapolated[1:] != rescaled[1:]
 
 
-def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
         "limit": 70,
         "steps": 7,

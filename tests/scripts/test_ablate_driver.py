@@ -1,4 +1,4 @@
-"""``scripts.ablate run`` and ``report`` on the three tasks: shards, resuming, refusals, numbers, the pages."""
+"""``scripts.ablate run`` and ``report``: shards, resuming, errors, numbers, pages."""
 
 import json
 import shutil
@@ -38,8 +38,8 @@ def images(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def trained(monkeypatch) -> list[tuple[str, str, int]]:
-    """Encoding, attention and seed of each training that starts."""
+def started_trainings(monkeypatch) -> list[tuple[str, str, int]]:
+    """Record encoding, attention and seed of each training that starts."""
     started, train = [], ablate_driver.train
 
     def counted(comparison, file, job, *more):
@@ -56,20 +56,20 @@ def command(images: Path, out: Path, *more: str) -> list[str]:
     return ["run", "image", str(images), "--out", str(out), "--smoke", *named, *TINY, *more]
 
 
-def test_shards_resume_and_report(images, tmp_path, trained):
+def test_shards_resume_and_report(images, tmp_path, started_trainings):
     out = tmp_path / "out"
     first = invoke(*command(images, out, "--shard", "0/2"))
     assert first.exit_code == 0, first.output
-    assert trained == [("none", "softmax", 0), ("none", "softmax", 1)]
-    assert "still to come" in first.output
+    assert started_trainings == [("none", "softmax", 0), ("none", "softmax", 1)]
+    assert "not finished yet" in first.output
     assert not (out / "results.csv").exists()
-    (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # of a process that was killed
+    (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # left by a killed process
     second = invoke(*command(images, out, "--shard", "1/2"))
     assert second.exit_code == 0, second.output
-    assert trained[2:] == [("rotate", "softmax", 0), ("rotate", "softmax", 1)]
+    assert started_trainings[2:] == [("rotate", "softmax", 0), ("rotate", "softmax", 1)]
 
     results = pd.read_csv(out / "results.csv")
-    assert len(results) == 2 * 2 * 2 * 3  # encodings, seeds, ways to place, sizes
+    assert len(results) == 2 * 2 * 2 * 3  # encodings, seeds, kinds of positions, sizes
     assert set(ablate_tasks.COLUMNS) <= set(results)
     assert results.value.between(0, 100).all()
     table = (out / "table.md").read_text()
@@ -81,13 +81,13 @@ def test_shards_resume_and_report(images, tmp_path, trained):
     assert json.loads(config)["settings"]["training"]["dim"] == 24
     assert not list(out.glob("trainings/*/checkpoint.pt"))
 
-    # One run lost: that alone is repeated, to the same end.
+    # If a result is lost, only that run is repeated, with the same result.
     lost = out / "runs" / "rotate-softmax-1.json"
     before = json.loads(lost.read_text())
     lost.unlink()
-    trained.clear()
+    started_trainings.clear()
     assert invoke(*command(images, out)).exit_code == 0
-    assert trained == [("rotate", "softmax", 1)]
+    assert started_trainings == [("rotate", "softmax", 1)]
     after = json.loads(lost.read_text())
     assert all(before[key] == after[key] for key in ("values", "loss", "params", "tokens"))
 
@@ -97,7 +97,7 @@ def test_shards_resume_and_report(images, tmp_path, trained):
         assert "other settings" in refused.output
 
 
-def test_an_interrupted_training_goes_on_from_its_checkpoint(images, tmp_path, monkeypatch):
+def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole", tmp_path / "out"
     few = ["--set", "steps=5", "--set", "save_every=2", "--seeds", "1", "--attention", "softmax"]
     assert invoke(*command(images, whole, *few)).exit_code == 0
@@ -115,7 +115,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(images, tmp_path, m
     assert "goes on" in stopped.output
     assert torch.load(out / "trainings" / "none-softmax-0" / "checkpoint.pt")["step"] == 2
     assert invoke(*command(images, out, *few)).exit_code == 0
-    assert len(calls) == 4 + 3 + 5  # 3 steps of the first, from step 2 on, and the second
+    assert len(calls) == 4 + 3 + 5  # steps before the kill, then 3 from step 2 on, then the second training
     for name in ("none-softmax-0.json", "rotate-softmax-0.json"):
         runs = [json.loads((folder / "runs" / name).read_text()) for folder in (whole, out)]
         assert runs[0]["values"] == runs[1]["values"]
@@ -147,7 +147,7 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     assert len(results) == 2 * 2 * len(sizes)
     assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
     if task == "video":
-        assert (results[results.encoding == "none"].value == 100 / 24).all()  # at chance
+        assert (results[results.encoding == "none"].value == 100 / 24).all()  # chance level
     kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
     assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
     assert (out / "samples.png").exists() == (task == "diffusion")
@@ -204,15 +204,15 @@ def test_numbers_of_the_table(task, tmp_path):
     )
     assert table.count(mean) == 2
     line = next(line for line in table.splitlines() if line.startswith("| cosine | softmax | **"))
-    assert line.startswith(f"| cosine | softmax | **-1.{'0' * digits} ± 0.")  # 1 ± 0.248: not zero
-    assert f"| {-19 / 3 + 19 / 3 + 1 / 3:+.{digits}f} ± " in line  # 20x20: not told apart
+    assert line.startswith(f"| cosine | softmax | **-1.{'0' * digits} ± 0.")  # 1 ± 0.248 excludes zero
+    assert f"| {-19 / 3 + 19 / 3 + 1 / 3:+.{digits}f} ± " in line  # at 20x20 the interval includes zero
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
-    lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # NaN in one training
+    lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # one training diverged
     assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
     assert "2,000 steps of 64, bf16, compiled" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
-    assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # the best first
+    assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
     assert "Two seeds say little: the interval is 12.7 standard errors wide" in two
@@ -223,31 +223,31 @@ def test_numbers_of_the_table(task, tmp_path):
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
-def test_what_is_wrong_is_said(images, tmp_path):
-    def said(*args: str) -> str:
+def test_invalid_options(images, tmp_path):
+    def output_of(*args: str) -> str:
         result = invoke(*args)
         assert result.exit_code == 2, result.output
         return result.output
 
     run = command(images, tmp_path / "out")
-    assert "'audio'" in said("run", "audio", str(images))
-    assert "no such file" in said("run", "image", str(tmp_path / "nothing"))
-    assert "expected one for image, got 2" in said("run", "image", str(images), str(images), *run[3:])
-    assert "unknown 'rope'" in said(*run, "-e", "rope")
-    assert "unknown 'sparse'" in said(*run, "--attention", "sparse")
-    assert "expected i/n" in said(*run, "--shard", "2/2")
-    assert "NAME one of" in said(*run, "--set", "colour=red")
-    assert "NAME one of" in said(*run, "--set", "seed=3")
-    assert "expected a value of type int" in said(*run, "--set", "steps=many")
-    assert "expected true or false" in said(*run, "--set", "flip=2")
-    assert "expected a multiple of 4" in said(*run, "--set", "size=10")
-    assert not (tmp_path / "out").exists()  # nothing half-written
+    assert "'audio'" in output_of("run", "audio", str(images))
+    assert "existing file or folder" in output_of("run", "image", str(tmp_path / "nothing"))
+    assert "expected one value for image, got 2" in output_of("run", "image", str(images), str(images), *run[3:])
+    assert "unknown 'rope'" in output_of(*run, "-e", "rope")
+    assert "unknown 'sparse'" in output_of(*run, "--attention", "sparse")
+    assert "expected i/n" in output_of(*run, "--shard", "2/2")
+    assert "NAME one of" in output_of(*run, "--set", "colour=red")
+    assert "NAME one of" in output_of(*run, "--set", "seed=3")
+    assert "expected a value of type int" in output_of(*run, "--set", "steps=many")
+    assert "expected true or false" in output_of(*run, "--set", "flip=2")
+    assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
+    assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "empty").mkdir()
-    assert "found neither" in said("report", "image", "--folder", str(tmp_path / "empty"))
+    assert "found neither" in output_of("report", "image", "--folder", str(tmp_path / "empty"))
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "results.csv").write_text("encoding\n")
     (tmp_path / "digits" / "config.json").write_text('{"settings": {}}')
-    assert "of something else" in said("report", "image", "--folder", str(tmp_path / "digits"))
+    assert "written by another command" in output_of("report", "image", "--folder", str(tmp_path / "digits"))
 
 
 def test_options_of_a_training():
@@ -271,7 +271,7 @@ def test_the_default_comparison_can_be_configured(task):
 
 
 def test_the_pages_show_the_results():
-    """`python -m scripts.ablate report` after a new comparison."""
+    """The pages are current; if not, run `python -m scripts.ablate report`."""
     folders = ablate_report.folders()
     assert {f"ablate-{task}" for task in TASKS} <= {folder.name for folder in folders}
     for folder in folders:
@@ -293,14 +293,14 @@ def test_pages_are_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_trainings_of_equal_time(images, tmp_path, together):
-    """Pairs of attention and encoding; the report says how many steps each took."""
+    """The report gives the steps that each pair of attention and encoding took."""
     out = tmp_path / "out"
     pairs = ["-e", "softmax/rotate", "-e", "linear/rotate", "-e", "linear/cosine-relu"]
     options = ["--set", "seconds=0.2", "--seeds", "1", "--device", "cpu", *TINY]
     command = ["run", "image", str(images), "--out", str(out), "--smoke", *pairs, *options]
     done = invoke(*command, *(["--workers", "2"] if together else []))
     assert done.exit_code == 0, done.output
-    assert f", {2 if together else 1} at a time" in done.output
+    assert f", {2 if together else 1} in parallel" in done.output
     results = pd.read_csv(out / "results.csv")
     assert set(zip(results.attention, results.encoding, strict=True)) == {
         ("softmax", "rotate"), ("linear", "rotate"), ("linear", "cosine-relu")
@@ -313,15 +313,15 @@ def test_trainings_of_equal_time(images, tmp_path, together):
 
 
 def test_attention_of_single_encodings():
-    compared = ablate_driver.compared
+    select = ablate_driver.select_encodings
     image = TASKS["image"]
-    assert compared(image, ["rotate", "linear/cosine"], None, False) == {
+    assert select(image, ["rotate", "linear/cosine"], None, False) == {
         "softmax": ["rotate"], "linear": ["rotate", "cosine"]
     }  # fmt: skip
-    assert compared(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
+    assert select(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
     for wrong in ("linaer/rotate", "linear/rotat"):
         with pytest.raises(typer.BadParameter, match="unknown"):
-            compared(image, [wrong], None, False)
+            select(image, [wrong], None, False)
 
 
 def test_a_plot_has_at_most_eight_series():

@@ -1,4 +1,4 @@
-"""The ablation of the language model end to end on a tiny one: shards, resuming, the report, its page."""
+"""The ablation of a tiny language model: shards, resuming, the report and its page."""
 
 import json
 from pathlib import Path
@@ -34,9 +34,9 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     first = invoke(*command, "--shard", "0/2")
     assert first.exit_code == 0, first.output
     assert started == [("rotate", 0), ("rotate", 1)]
-    assert "still to come" in first.output
+    assert "not finished yet" in first.output
     assert not (out / "results.csv").exists()
-    (out / "runs" / "none-softmax-1.json.77.part").write_text('{"enc')  # of a process that was killed
+    (out / "runs" / "none-softmax-1.json.77.part").write_text('{"enc')  # left by a killed process
     second = invoke(*command, "--shard", "1/2")
     assert second.exit_code == 0, second.output
     assert started[2:] == [("none", 0), ("none", 1)]
@@ -55,7 +55,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     assert table.count("±") == 1 + len(variants) * 3
     assert 5_000 < (out / "lengths.png").stat().st_size < 300_000
 
-    # One run lost: that alone is repeated, to the same end.
+    # If a result is lost, only that run is repeated, with the same result.
     lost = out / "runs" / "none-softmax-1.json"
     before = json.loads(lost.read_text())
     lost.unlink()
@@ -67,9 +67,9 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
 
     refused = invoke(*command, "--seeds", "3")
     assert refused.exit_code == 2
-    assert "seeds: 2 there, 3 now" in refused.output
+    assert "seeds: 2 in the folder, 3 requested" in refused.output
 
-    lost.unlink()  # a report of those that are there
+    lost.unlink()  # the report uses the remaining results
     assert invoke("report", "lm", "--folder", str(out)).exit_code == 0
     assert len(pd.read_csv(out / "results.csv").drop_duplicates(["encoding", "seed"])) == 3
 
@@ -83,7 +83,7 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
             ("yarn", 0, "512", 2.0), ("yarn", 1, "512", 2.2), ("yarn", 0, "1024", 2.5), ("yarn", 1, "1024", 2.5),
         )
     ]  # fmt: skip
-    rows.append({**rows[2], "size": "1024:512-1024", "value": 9.0})  # a part is not in the table
+    rows.append({**rows[2], "size": "1024:512-1024", "value": 9.0})  # results by position are not in the table
     training = {"length": 512, "steps": 2000, "batch": 64, "test_bytes": 1024}
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
     config = {"settings": {"seeds": 2, "training": training}, "environments": [here]}
@@ -103,7 +103,7 @@ def test_shard_errors(shard: str) -> None:
         parse_shard(shard)
 
 
-def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_empty_folder_is_refused(tmp_path: Path) -> None:
     refused = invoke("report", "lm", "--folder", str(tmp_path))
     assert refused.exit_code == 2
     assert "found neither" in refused.output

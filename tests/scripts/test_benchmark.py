@@ -1,4 +1,4 @@
-"""The benchmark end to end on tiny sizes: its rows, what it refuses to time, its helpers, the pages of its tables."""
+"""The operator benchmark at tiny sizes: rows, checks before timing, helpers, and the report."""
 
 import time
 from dataclasses import replace
@@ -18,8 +18,8 @@ from lrpe_md.scripts.bench.measure import (
     HERE,
     Judge,
     Session,
+    describe_error,
     floor_bytes,
-    in_words,
     make_pass,
     scratch,
     time_peer,
@@ -88,7 +88,7 @@ def test_other_modes(tmp_path):
 
 
 def test_text(tmp_path):
-    """Grouped queries, and a peer that runs there alone."""
+    """Measure grouped queries, and a peer that only runs there."""
     half = "torch.compile, rotate_half"
     args = ["--op", "rotate", "--modes", "fwd,bwd_omega", "--peers", f"lrpe-md;timm, eager;{half}"]
     rows = invoke(tmp_path / "a.csv", "--workload", "text", *args)
@@ -107,7 +107,7 @@ def test_text(tmp_path):
     assert list(benchmark.ALL_WORKLOADS) == ["vit224", "img64", "video", "text"]
 
 
-def test_peers_that_overwrite_leave_grouped_inputs_alone():
+def test_overwriting_peers_do_not_modify_grouped_inputs():
     inputs = large_inputs(Workload(2, 4, (12,), 0, 16, key_heads=2).case("rotate"), CPU)
     assert [x.shape[1] for x in inputs.xs] == [x.shape[1] for x in inputs.grads] == [4, 2]
     for overwrites in ("grads", "all"):
@@ -163,7 +163,7 @@ def test_a_failure_is_a_row(tmp_path, monkeypatch):
     assert rows.loc["liger"].note.startswith("FileNotFoundError")
 
 
-def test_limit_stops_and_keeps_what_is_there(tmp_path):
+def test_limit_stops_and_keeps_finished_rows(tmp_path):
     rows = invoke(tmp_path / "a.csv", "--limit", "1e-9")
     assert list(rows["mode"]) == ["copy"]
 
@@ -175,8 +175,8 @@ def test_limit_stops_and_keeps_what_is_there(tmp_path):
         ("tune", "--limit"), ("linear-scaling", "--limit"), ("linear-scaling", "--cap"),
     ],
 )  # fmt: skip
-def test_no_seconds_are_no_limit(command, option):
-    """Of 0 seconds nothing would be measured, and nothing said."""
+def test_limit_of_zero_is_refused(command, option):
+    """A limit of 0 seconds would measure nothing, without a message."""
     for seconds in ("0", "-1", "nan"):
         refused = CliRunner().invoke(app, [command, option, seconds], env={"COLUMNS": "200", "NO_COLOR": "1"})
         assert refused.exit_code == 2
@@ -191,8 +191,8 @@ def test_names_with_commas():
 
 
 def test_errors_name_files_only():
-    assert in_words(ValueError("in /a/b/c.py, 1 / 2")) == "ValueError: in c.py, 1 / 2"
-    assert in_words(ValueError()) == "ValueError: no message"
+    assert describe_error(ValueError("in /a/b/c.py, 1 / 2")) == "ValueError: in c.py, 1 / 2"
+    assert describe_error(ValueError()) == "ValueError: no message"
     with pytest.raises(FileNotFoundError):
         load_file("nothing", ROOT, "nowhere.py")
 
@@ -208,12 +208,12 @@ def test_host_times_take_turns():
 
 
 @pytest.mark.parametrize("overwrites", ["nothing", "all"])
-def test_calls_take_turns_with_tensors_of_their_own(tmp_path, monkeypatch, overwrites):
-    """A load that is to be evicted last keeps its tensor in the cache: the next call must not find it there."""
+def test_calls_cycle_through_copies_of_the_inputs(tmp_path, monkeypatch, overwrites):
+    """An evict-last load keeps its tensor in the cache, where the next call must not find it."""
     timed = []
 
     def gpu_time(self, *fns):
-        seen.clear()  # what was checked before
+        seen.clear()  # calls of the accuracy check
         timed.append([fn() for fn in fns])
         return {"p50": 1.0, "unit": "ms"}
 
@@ -234,7 +234,7 @@ def test_calls_take_turns_with_tensors_of_their_own(tmp_path, monkeypatch, overw
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
-def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
+def test_first_calls_run_in_a_fresh_process(monkeypatch):
     code = "import lrpe_md, os, sys\nprint(len(os.listdir(os.environ['TRITON_CACHE_DIR'])), *range(1, len(sys.argv)))"
     monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", code)
     assert benchmark_modes.first_calls("cosine", "rotate") == [0, 1, 2]
@@ -244,8 +244,8 @@ def test_first_calls_are_those_of_a_fresh_process(monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["cosine", "rotate"])
-def test_what_is_compared_on_the_host_is_right(op):
-    """In the interpreter: the launch alone, the custom_op and the cached angles compute what we do."""
+def test_host_variants_compute_the_same(op):
+    """The direct launch, the custom_op and saved angles agree with the public call, in the interpreter."""
     inputs = large_inputs(TINY.case(op, dtype=torch.float16), CPU)
     expected = bind(inputs, "triton")(inputs.xs, inputs.omega)
     raw = raw_launch(inputs)
@@ -325,8 +325,8 @@ def test_inputs():
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
-def made(folder: Path) -> None:
-    """Two files, the later of which measured one pass again."""
+def write_measurements(folder: Path) -> None:
+    """Write two files; the later one repeats a measurement."""
     where = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "copy_gbps": 1000}
 
     def row(mode, op, workload, peer, share, date="2020-01-01 00:00", **more):
@@ -356,7 +356,7 @@ def made(folder: Path) -> None:
 
 
 def test_report_on_made_numbers(tmp_path):
-    made(tmp_path)
+    write_measurements(tmp_path)
     pages = tmp_path / "pages"
     benchmark_report.main(tmp_path, pages, None)
     assert [path.name for path in pages.iterdir()] == ["performance.md"]
@@ -389,7 +389,7 @@ NCU = """==PROF== Connected to process 1
 """
 
 
-def test_what_ncu_reports():
+def test_parsing_ncu_reports():
     names = list(benchmark_counters.METRICS.values())
     text = NCU.format(names='","'.join(names), units='","'.join(["x"] * len(names)))
     first, second = benchmark_counters.parse(text)
@@ -404,8 +404,8 @@ def test_what_ncu_reports():
         benchmark_counters.parse("==ERROR== ERR_NVGPUCTRPERM\n")
 
 
-def test_every_pass_is_counted(tmp_path, monkeypatch):
-    """On tiny inputs, and what the page shows of them."""
+def test_every_pass_is_profiled(tmp_path, monkeypatch):
+    """Run the passes on tiny inputs, and check the page."""
     monkeypatch.setattr(benchmark_counters, "WORKLOADS", {"vit224": TINY, "img64": TINY})
     monkeypatch.setattr(benchmark_counters, "PEERS", dict.fromkeys((OURS, benchmark_counters.TABLES), PEERS[OURS]))
     found = [(key, fn()) for key, fn in benchmark_counters.passes(CPU)]
@@ -427,8 +427,8 @@ def test_report_without_measurements(tmp_path):
     assert benchmark_report.pages(benchmark_report.read(tmp_path), tmp_path) == {}
 
 
-def test_pages_show_what_was_measured():
-    """`make results` after new measurements."""
+def test_pages_are_current():
+    """The pages are current; if not, run `make results`."""
     folder = benchmark_report.RESULTS
     pages = benchmark_report.pages(benchmark_report.read(folder), folder)
     assert set(pages) == {"performance.md", "training-steps.md", "linear-attention.md", "adapted-models.md"}

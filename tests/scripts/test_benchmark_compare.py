@@ -1,4 +1,4 @@
-"""``scripts.bench compare``: what fell between the results of two commits."""
+"""``scripts.bench compare``: measurements that became slower between two commits."""
 
 import subprocess
 from fnmatch import fnmatch
@@ -13,29 +13,29 @@ OPERATORS = "mode,op,workload,omega,peer,variant,dtype,head_dim,num_tokens,num_a
 ROW = "fwd,rotate,img64,shared,{peer},,bfloat16,64,4096,2,G,{p50}\n"
 
 
-def test_what_fell_is_named():
+def test_regressions_are_listed():
     old = {"training.csv": f"{TRAINING}vit,eager,axial,G,1.02\nvit,eager,mixed,G,1.05\nvit,eager,other,G,1\n"}
     new = {"training.csv": f"{TRAINING}vit,eager,axial,G,1.06\nvit,eager,mixed,G,1.07\nvit,eager,other,H,9\n"}
     for name, times in (("old", (1.0, 1.0)), ("new", (1.04, 5.0))):
         rows = ROW.format(peer="lrpe-md", p50=times[0]) + ROW.format(peer="timm", p50=times[1])
         (old if name == "old" else new)["benchmark-img64.csv"] = OPERATORS + rows
-    found = compare.fallen(old, new, 0.03)
+    found = compare.find_regressions(old, new, 0.03)
     assert list(found.file) == ["benchmark-img64.csv", "training.csv"]
     assert "rotate, img64, shared, lrpe-md" in found.row[0]
     assert found.row[1] == "vit, eager, axial, G"
-    assert compare.fallen(old, new, 0.05).empty
-    assert compare.fallen(new, old, 0.03).empty
+    assert compare.find_regressions(old, new, 0.05).empty
+    assert compare.find_regressions(new, old, 0.03).empty
 
 
-def test_the_last_of_a_row_counts():
+def test_last_value_of_a_key_counts():
     text = f"{TRAINING}vit,eager,axial,G,1.5\nvit,eager,axial,G,1.02\nvit,eager,axial,G,\n"
     assert compare.load(text, compare.KINDS["training.csv"]).tolist() == [1.02]
 
 
 @pytest.mark.parametrize("name", sorted(compare.read(None)))
-def test_committed_files_are_of_a_kind(name):
+def test_committed_files_have_a_kind(name):
     if name == "counters.csv":
-        return  # explains a measurement, and is none
+        return  # a list of kernels, without measurements to compare
     kind = next(kind for pattern, kind in compare.KINDS.items() if fnmatch(name, pattern))
     assert len(compare.load(compare.read(None)[name], kind)), name
 

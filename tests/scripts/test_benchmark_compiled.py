@@ -1,4 +1,4 @@
-"""scripts.bench compiled on a CPU, where both ways of ours are the operator's reference."""
+"""scripts.bench compiled on a CPU, where both variants of lrpe-md run the reference."""
 
 import csv
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 
 def test_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "compile_alone", aot_eager)  # without Inductor's C++, of which the next test has some
+    monkeypatch.setattr(compiled, "compile_alone", aot_eager)  # skips Inductor's C++, which the next test covers
     out = tmp_path / "compiled.csv"
     args = ["compiled", "--device", "cpu", "--smoke", "--map", "rotate", "--out", str(out), "--commit", "abc"]
     done = CliRunner().invoke(app, args)
@@ -23,13 +23,13 @@ def test_rows(tmp_path, monkeypatch):
     assert all(float(row["p50"]) > 0 and row["commit"] == "abc" for row in rows)
 
 
-def test_times_of_a_cpu_are_refused():
+def test_cpu_timings_need_smoke():
     done = CliRunner().invoke(app, ["compiled", "--device", "cpu"])
     assert done.exit_code != 0
     assert "--smoke" in done.output
 
 
-def test_each_way_runs_the_code_that_was_compiled_for_it(monkeypatch):
+def test_each_variant_runs_its_compiled_code(monkeypatch):
     ran, programs, compile_alone = [], [], compiled.compile_alone
 
     def listen(graph, inputs):

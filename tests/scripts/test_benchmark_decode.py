@@ -1,4 +1,4 @@
-"""scripts.bench decode at tiny sizes on a CPU: the implementations, the rows, and what is refused."""
+"""scripts.bench decode at tiny sizes on a CPU: implementations, rows, errors."""
 
 import csv
 import sys
@@ -34,10 +34,11 @@ def test_every_workload_and_implementation_is_a_row(tmp_path):
     assert all(float(row["ms"]) > 0 and row["commit"] == "abc" for row in rows)
     assert all((row["share"] == "") == (row["measure"] == "host") for row in rows)
     found = [(row["workload"], row["measure"], row["impl"]) for row in rows]
-    assert len(set(found)) == len(found) == len(decode.WORKLOADS) * 2 * len(HERE)  # gpu and host: no graph on a CPU
+    # "gpu" and "host"; a CPU has no CUDA graphs
+    assert len(set(found)) == len(found) == len(decode.WORKLOADS) * 2 * len(HERE)
 
 
-def test_what_is_not_there_is_a_row_that_says_so(tmp_path, monkeypatch):
+def test_missing_packages_are_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "decode.csv"
     wanted = (decode.LIGER, decode.HUB, decode.THEIRS)
@@ -50,7 +51,7 @@ def test_what_is_not_there_is_a_row_that_says_so(tmp_path, monkeypatch):
 
 
 def test_a_kernel_from_the_hub(tmp_path, monkeypatch):
-    """Found, and without a network; whole heads alone."""
+    """Cover success, no network, and no partial rotation."""
     hub = types.ModuleType("kernels")
 
     def apply(q, k, cos, sin):
@@ -66,7 +67,7 @@ def test_a_kernel_from_the_hub(tmp_path, monkeypatch):
     assert run(*args).exit_code == 0
     rows = read(out)
     assert [(row["workload"], row["measure"], row["note"]) for row in rows] == [
-        ("decode-4", "gpu", ""), ("decode-4", "host", ""), ("decode-1-half", "", "rotates whole heads alone")
+        ("decode-4", "gpu", ""), ("decode-4", "host", ""), ("decode-1-half", "", "has no partial rotation")
     ]  # fmt: skip
 
     def unreachable(name):
@@ -99,11 +100,13 @@ def test_a_wrong_result_is_not_timed(fault, tmp_path, monkeypatch):
     assert run("--impl", decode.INTO, "--workload", "decode-1", "--out", out).exit_code == 0
     (row,) = read(out)
     assert row["ms"] == ""
-    assert row["note"].startswith({"q": "q: off by 0.", "k": "k: off by 0.", "elsewhere": "written elsewhere"}[fault])
+    assert row["note"].startswith(
+        {"q": "q: off by 0.", "k": "k: off by 0.", "elsewhere": "other rows of the cache"}[fault]
+    )
 
 
 @pytest.mark.parametrize("name", ["decode-4", "decode-16-half", "prefill-4"])
-def test_what_is_compiled_is_the_same(name, monkeypatch):
+def test_compiled_implementations_agree(name, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch, "compile", lambda f: f)
     for impl in decode.IMPLS:

@@ -1,4 +1,4 @@
-"""Training steps of other libraries' models, stock and adapted, on tiny ones."""
+"""Training steps of tiny models of other libraries, stock and adapted."""
 
 import sys
 from dataclasses import replace
@@ -45,7 +45,7 @@ def tiny(name):
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_a_step_stock_and_adapted(name):
-    """The same weights and inputs, and what is compared really is adapted."""
+    """Both have the same weights and inputs, and the adapted model is really adapted."""
     workload, device = tiny(name), torch.device("cpu")
     assert set(TINY) == set(HOSTED)
     losses, with_gradient = {}, {}
@@ -64,7 +64,7 @@ def test_a_step_stock_and_adapted(name):
     assert workload.tokens(trainee.raw, 2) == 2 * torch.tensor(workload.size).prod()
 
 
-def test_another_checkout_runs_beside_this_one(monkeypatch, tmp_path):
+def test_another_checkout_runs_in_the_same_process(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
     other = import_checkout(ROOT, "lrpe_md_other")

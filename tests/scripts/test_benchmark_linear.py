@@ -1,4 +1,4 @@
-"""scripts.bench linear at tiny sizes on a CPU: every implementation, the rows, and what is refused."""
+"""scripts.bench linear at tiny sizes on a CPU: implementations, rows, errors."""
 
 import csv
 import sys
@@ -21,7 +21,7 @@ def run(*args):
 
 
 class Libraries:
-    """Stand-ins for fla and flash_bla: the same functions by their formulas, in the same memory order."""
+    """Fakes of fla and flash_bla: the same functions by their formulas, in the same memory layout."""
 
     @staticmethod
     def chunk(q, k, v, scale, normalize):
@@ -79,8 +79,8 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
     assert "outside the budget: dq" in row["note"]
 
 
-def test_the_unfused_is_the_same():
-    """What is timed beside ours computes what ours does."""
+def test_unfused_equals_fused():
+    """The unfused baseline computes the same as lrpe-md."""
     for name in ("cosine", "rotate", None):
         case = linear.replace(linear.shrink(linear.WORKLOADS["img64"]), map=name, dtype=linear.torch.float32)
         inputs = linear.make_inputs(case, linear.torch.device("cpu"))
@@ -96,7 +96,7 @@ def test_wrong_names_are_refused(args, tmp_path):
     assert not (tmp_path / "linear.csv").exists()
 
 
-def test_other_libraries_are_rows_where_they_are_found(tmp_path, libraries):
+def test_installed_libraries_are_rows(tmp_path, libraries):
     out = tmp_path / "linear.csv"
     assert run("--impl", "fla chunk;fla fused_chunk;flash_bla", "--out", out).exit_code == 0
     rows = read(out)
@@ -110,7 +110,7 @@ def test_other_libraries_are_rows_where_they_are_found(tmp_path, libraries):
     assert all("relative error" in row["note"] for row in rows)
 
 
-def test_another_function_is_not_timed(tmp_path, libraries, monkeypatch):
+def test_wrong_peer_result_is_not_timed(tmp_path, libraries, monkeypatch):
     _, bla = libraries
     monkeypatch.setattr(bla, "linear_attention", lambda q, k, v: q @ (k.mT @ v))
     out = tmp_path / "linear.csv"
@@ -120,7 +120,7 @@ def test_another_function_is_not_timed(tmp_path, libraries, monkeypatch):
     assert "outside the budget" in row["note"]
 
 
-def test_what_is_not_installed_is_left_out(tmp_path, monkeypatch):
+def test_missing_libraries_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, linear_peers.FLA, None)
     out = tmp_path / "linear.csv"
     done = run("--impl", "fla chunk;lrpe-md", "--workload", "causal-plain", "--map", "none", "--out", out)
@@ -129,8 +129,8 @@ def test_what_is_not_installed_is_left_out(tmp_path, monkeypatch):
     assert {row["impl"] for row in read(out)} == {"lrpe-md"}
 
 
-def test_what_the_peer_would_tune_is_compiled_beforehand(libraries):
-    """Each configuration of both kernels, with the strides of the inputs; what fails is left to the peer."""
+def test_candidates_of_the_peers_autotuner_are_compiled_first(libraries):
+    """Both kernels' configurations are compiled with the inputs' strides; the peer handles failures."""
     _, bla = libraries
     calls = []
 
@@ -161,8 +161,8 @@ def test_sana_stock_and_ours(tmp_path):
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
-def test_ours_is_the_stock_processor():
-    """In float32, values and gradients; another frequency would be seen."""
+def test_processor_equals_stock():
+    """Compare float32 values and gradients; another frequency would differ."""
     pytest.importorskip("diffusers")
     case = linear.replace(linear.shrink(linear_peers.SANA), head_dim=24, dtype=torch.float32)
     block = linear_peers.make_block("sana-module", "ours", case, torch.device("cpu"))
@@ -174,7 +174,7 @@ def test_ours_is_the_stock_processor():
     assert not torch.allclose(values[0], block.make_pass("ours", "forward", block.turns[0])(), rtol=1e-2)
 
 
-def test_rows_are_added_to_those_there_are(tmp_path):
+def test_append_keeps_earlier_rows(tmp_path):
     out = tmp_path / "linear.csv"
     for options in ((), ("--append",)):
         run("--impl", "lrpe-md", "--workload", "vit224", "--map", "none", "--out", out, *options)

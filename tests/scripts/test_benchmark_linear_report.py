@@ -1,4 +1,4 @@
-"""The report of linear attention from made-up CSVs: tables and plots."""
+"""The report of linear attention from synthetic CSVs: tables and plots."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 HERE = {"gpu": "made up", "versions": "torch 0", "commit": "0123"}
 
 
-def measured(workload, map, which, impl, share):
+def make_row(workload, map, which, impl, share):
     return {"workload": workload, "map": map, "pass": which, "impl": impl, "ms": 1 / share, "share": share, **HERE}
 
 
@@ -19,11 +19,11 @@ def write_linear(folder):
     works = [*(w for w in linear_measure.WORKLOADS if not w.endswith("-b2")), "sana", "sana-module"]
     rows = []
     for n, (work, which) in enumerate(itertools.product(works, ("forward", "backward"))):
-        rows += [measured(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
+        rows += [make_row(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
                  for i, map in enumerate(("rotate", "cosine", "none"))]  # fmt: skip
-        rows += [measured(work, "none", which, impl, 0.2 - 0.005 * n) for impl in ("SDPA", "unfused", "fla chunk")]
-        rows.append(measured(work, "cosine", which, "unfused, compiled", 0.15))
-    rows.append({**measured("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
+        rows += [make_row(work, "none", which, impl, 0.2 - 0.005 * n) for impl in ("SDPA", "unfused", "fla chunk")]
+        rows.append(make_row(work, "cosine", which, "unfused, compiled", 0.15))
+    rows.append({**make_row("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(folder / linear_report.LINEAR, index=False)
 
 
@@ -37,7 +37,7 @@ def write_scaling(folder):
         row = {"backbone": backbone, "tokens": tokens, "attention": attention, "map": map, "mode": "eager", **HERE}
         numbers = {"ms": ms, "tokens_per_s": 65536e3 / ms, "peak_gib": 4 + tokens / 10000}
         left_out = attention == "softmax" and tokens == 262144
-        rows.append({**row, **({"note": "left out: a step would take some 70 s"} if left_out else numbers)})
+        rows.append({**row, **({"note": "left out: a step is expected to take 70 s"} if left_out else numbers)})
     rows[3]["note"] = linear_scaling.RECOMPUTED
     pd.DataFrame(rows, columns=linear_scaling.COLUMNS).to_csv(folder / linear_report.SCALING, index=False)
 
@@ -65,18 +65,18 @@ def test_tables_and_plots(folder):
     assert "made up, torch 0, commit 0123" in text
 
 
-def test_the_last_row_of_a_measurement_counts(tmp_path):
-    rows = [measured("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
+def test_last_row_of_a_measurement_counts(tmp_path):
+    rows = [make_row("vit224", "cosine", "forward", "lrpe-md", share) for share in (0.5, 0.7)]
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(tmp_path / linear_report.LINEAR, index=False)
     text = linear_report.section(tmp_path)
     assert "0.70 (" in text
     assert "0.50 (" not in text
 
 
-def test_nothing_measured_is_nothing(tmp_path):
+def test_report_without_measurements_is_empty(tmp_path):
     assert linear_report.section(tmp_path) == ""
     assert linear_report.plots(tmp_path) == []
 
 
-def test_other_benchmarks_are_read_without_it(folder):
+def test_operator_report_ignores_these_files(folder):
     assert not len(report.read(folder))

@@ -1,4 +1,4 @@
-"""scripts.bench my-shapes at tiny sizes on a CPU: what is compared, said, refused, and shown."""
+"""scripts.bench my-shapes at tiny sizes on a CPU: peers, messages, errors, output."""
 
 import csv
 import io
@@ -28,12 +28,12 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_on_a_cpu_the_reference_is_timed_by_its_name(tmp_path):
+def test_cpu_times_the_reference_under_its_name(tmp_path):
     out = tmp_path / "mine.csv"
     done = invoke(*SMALL, "--map", "both", "--prefix", 1, "--linear", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "There is no GPU here: the kernels can't be measured" in done.output
-    assert "it says nothing about a GPU" in done.output
+    assert "PyTorch finds no GPU, so the kernels can't be measured" in done.output
+    assert "they say nothing about a GPU" in done.output
     assert "saved by" not in done.output
     rows = [row for row in read(out) if row["mode"] != "copy"]
     assert {row["peer"] for row in rows} == {my_shapes.STAND_IN, "timm, eager"}
@@ -118,7 +118,8 @@ def test_on_a_gpu_all_fitting_peers_are_chosen():
 
 def test_installed_packages_are_found(tmp_path, monkeypatch):
     (tmp_path / "liger_kernel").mkdir()
-    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError")  # is not imported to be found
+    # finding the package must not import it
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
     assert my_shapes.installed()["liger"] == tmp_path
     _, said = my_shapes.choose_peers(Shapes(1, 2, (3, 4), 0, 16), torch.device("cuda"))
@@ -149,23 +150,26 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
     assert not (tmp_path / "mine.png").exists()
 
 
-def test_no_time_is_said(tmp_path):
+def test_exhausted_limit_is_reported(tmp_path):
     done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
-    assert "Stopped after 1e-09 s, what is missing was not measured" in done.output
+    assert "Stopped after 1e-09 s before everything was measured" in done.output
 
 
 REFUSED = {
-    "grid": (("--grid", "3by4"), "--grid: expected sizes by axis, the slowest first, as 21x45x80 or 4096, got '3by4'"),
+    "grid": (
+        ("--grid", "3by4"),
+        "--grid: expected sizes per axis, slowest first, such as 21x45x80 or 4096, got '3by4'",
+    ),
     "empty": (("--grid", "3x0"), "--grid: expected sizes"),
     "kv heads": (("--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 2, got 3"),
     "head_dim": (("--head-dim", "15"), "--head-dim: expected an even number, got 15"),
     "map": (("--map", "turn"), "--map: unknown 'turn'"),
     "dtype": (("--dtype", "int8"), "--dtype: unknown 'int8'"),
     "pairs": (("--pairs", "thirds"), "--pairs: unknown 'thirds'"),
-    "linear": (("--linear", "--kv-heads", "1"), "--linear: measured with as many kv heads as heads"),
-    "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; --batch"),
-    "one is too large": (("--grid", "100000x100000x1000"), "make the grid smaller"),
+    "linear": (("--linear", "--kv-heads", "1"), "--linear: expected no --kv-heads"),
+    "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),
+    "one is too large": (("--grid", "100000x100000x1000"), "use a smaller grid"),
 }
 
 

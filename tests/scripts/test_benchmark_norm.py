@@ -1,4 +1,4 @@
-"""scripts.bench norm at tiny sizes on a CPU: the implementations, the rows, and what is refused."""
+"""scripts.bench norm at tiny sizes on a CPU: implementations, rows, errors."""
 
 import csv
 
@@ -46,7 +46,7 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("over", ["head", "heads"])
 @pytest.mark.parametrize("name", norm.WORKLOADS)
-def test_what_is_timed_beside_ours_is_the_same(name, over, monkeypatch):
+def test_implementations_agree(name, over, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f: f)
     case = norm.replace(norm.shrink(norm.WORKLOADS[name]), norm="rms", norm_over=over, dtype=torch.float32)
     inputs = norm.make_inputs(case, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""scripts.bench linear-scaling at tiny sizes on a CPU: its rows, and what it says in place of numbers."""
+"""scripts.bench linear-scaling at tiny sizes on a CPU: rows, and notes in place of numbers."""
 
 import csv
 
@@ -36,8 +36,8 @@ def test_every_backbone_and_attention_is_a_row(tmp_path):
 
 
 @pytest.mark.parametrize("name", linear_scaling.BACKBONES)
-def test_a_sample_has_as_many_tokens(name):
-    """What stands in the CSV is what the blocks see."""
+def test_sample_has_the_recorded_number_of_tokens(name):
+    """The blocks receive the number of tokens in the CSV."""
     for tokens in (4, 8, 32):
         workload = linear_scaling.BACKBONES[name](tokens, linear_scaling.SMALL)
         model, seen = workload.build("linear cosine"), []
@@ -55,7 +55,7 @@ def test_the_sizes_are_near_squares():
             assert max(shape) <= 2 * min(shape)
 
 
-def test_what_does_not_fit_is_recomputed_and_then_said(tmp_path, monkeypatch):
+def test_out_of_memory_retries_with_checkpointing(tmp_path, monkeypatch):
     tried = []
 
     def step(self):
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_recomputed_and_then_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", linear_scaling.BACKBONES)
-def test_recomputed_is_the_same(name):
+def test_checkpointing_gives_the_same_gradients(name):
     grads = []
     for recomputed in (False, True):
         torch.manual_seed(0)
@@ -85,18 +85,18 @@ def test_recomputed_is_the_same(name):
     torch.testing.assert_close(*grads)
 
 
-def test_what_would_take_too_long_is_left_out(tmp_path, monkeypatch):
-    """Softmax attention is expected to grow with the square, linear attention with the tokens."""
+def test_slow_rows_are_left_out(tmp_path, monkeypatch):
+    """Softmax attention is expected to grow quadratically, linear attention linearly."""
     monkeypatch.setattr(linear_scaling, "measure_steps", lambda run, trainee, expected: (1000.0, 0.0))
     out = tmp_path / "scaling.csv"
     done = run("--backbones", "vit", "--tokens", "4,16", "--cap", "10", "--out", out)
     assert done.exit_code == 0, done.output
     notes = {(row["attention"], row["map"], row["tokens"]): row["note"] for row in read(out)}
-    assert "left out: a step would take some 16 s" in notes["softmax", "rotate", "16"]
+    assert "left out: a step is expected to take 16 s" in notes["softmax", "rotate", "16"]
     assert notes["linear", "cosine", "16"] == notes["softmax", "rotate", "4"] == ""
 
 
-def test_a_slow_step_is_taken_once(monkeypatch):
+def test_slow_step_is_timed_once(monkeypatch):
     calls = []
     run = linear_scaling.Run(None, torch.device("cpu"), "eager", "auto", 5, 10.0, {}, None)
     monkeypatch.setattr(linear_scaling, "peak_bytes", lambda trainee: calls.append("peak"))

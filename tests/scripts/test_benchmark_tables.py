@@ -1,4 +1,4 @@
-"""scripts.bench tables at tiny sizes on a CPU: the rows, what is compared, and when it fails."""
+"""scripts.bench tables at tiny sizes on a CPU: rows, forms, failures."""
 
 import csv
 
@@ -39,7 +39,7 @@ def test_every_workload_form_and_pass_is_a_row(tmp_path):
 
 @pytest.mark.parametrize("form", tables.FORMS)
 def test_forms(form):
-    """What is timed has the tables that its name says."""
+    """Each form has the tables that its name describes."""
     inputs = make_inputs(tables.make_case(tables.shrink(tables.WORKLOADS["vit224"]), form))
     kind, _, detail = form.partition(", ")
     assert len(inputs.tables) == {"angles": 0, "complex": 1}.get(kind, 2)
@@ -60,8 +60,8 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
         assert "outside the budget: dx0" in row["note"]
 
 
-def test_fails_where_tables_are_slow(tmp_path, monkeypatch):
-    times = iter([1.0, 0.95, 1.0, 1.0, 1.01])  # of the copy, then of both passes with angles, and with tables
+def test_fails_if_tables_are_slow(tmp_path, monkeypatch):
+    times = iter([1.0, 0.95, 1.0, 1.0, 1.01])  # copy, both passes with angles, both with tables
     monkeypatch.setattr(tables, "time_calls", lambda *args: next(times))
     monkeypatch.setattr(tables.Run, "measure_copy", lambda run, size: next(times))
     args = ("--form", "full, float32", "--workload", "img64", "--out", tmp_path / "tables.csv")

@@ -1,4 +1,4 @@
-"""The training benchmark on tiny models: that only the encoding differs, and what a run writes."""
+"""The training benchmark on tiny models: models differ only in their encoding, and results are written."""
 
 import math
 from collections import Counter
@@ -66,7 +66,7 @@ def test_only_the_encoding_differs_from_the_baseline(workload):
         assert expected == {name: shape for name, shape in found.items() if name not in new}, encoding
 
 
-def test_timm_none_is_timms_rope_model_without_rope():
+def test_timm_none_equals_timms_rope_model_without_rope():
     models = {name: VIT.build(name) for name in ("timm-none", "timm-axial", "timm-mixed")}
     assert all(type(model) is Eva for model in models.values())
     assert models["timm-none"].rope is None
@@ -94,7 +94,7 @@ def test_every_encoding_changes_the_loss(workload):
             assert not torch.allclose(losses[encoding], losses[workload.baselines[encoding]], atol=1e-4), encoding
 
 
-def test_timm_rotary_is_our_rotation():
+def test_timm_rotary_equals_lrpe_md():
     grid = Grid((2, 3, 4), prefix=3)
     ours = RotateMd(16, 3, pairs="interleaved")
     theirs = workloads.TimmRotary(ours.get_omega(), grid)
@@ -133,7 +133,7 @@ def test_a_run_adds_rows(tmp_path: Path):
 
 
 def test_rounds_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The ratio of the same round: a slow machine in half of the rounds does not show in it."""
+    """A slow machine in half of the rounds does not affect ratios within a round."""
     ms = pd.DataFrame({"none": [10.0, 10.0, 30.0, 30.0], "axial": [11.0, 11.0, 33.0, 33.0]})
     monkeypatch.setattr(script, "time_rounds", lambda *args: ms)
     result = invoke(
@@ -177,7 +177,7 @@ def test_cosine_may_take_another_attention_kernel(tmp_path: Path, monkeypatch: p
 
 
 def test_the_second_step_is_observed(monkeypatch: pytest.MonkeyPatch):
-    """The first compiles; in the third CUDA graphs are replayed."""
+    """The first step compiles; in the third, CUDA graphs are replayed."""
     taken, before, step, observe = Counter(), [], script.Trainee.step, script.observed_step
     monkeypatch.setattr(script.Trainee, "step", lambda self: taken.update([self]) or step(self))
     monkeypatch.setattr(script, "observed_step", lambda trainee: before.append(taken[trainee]) or observe(trainee))
@@ -205,7 +205,7 @@ def test_a_step_leaves_nothing_in_the_graphs_memory(mode, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_backbones_are_of_the_scripts_sizes(name):
+def test_backbones_have_the_scripts_sizes(name):
     workload = workloads.MODELS[name]
     assert isinstance(workload, workloads.Backbone)
     assert set(workload.default) <= set(workload.baselines)
@@ -225,8 +225,8 @@ def test_backbones_train(name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (rows.batch == 8 * 3).all()
 
 
-def test_norms_in_launches_of_their_own():
-    """The same model, which asks its encoding for no norm."""
+def test_norms_in_separate_launches():
+    """The model is the same, but its encoding has no norm."""
     workload, found = BACKBONES["dit"], {}
     for name in ("rotate", "rotate-norms-first"):
         torch.manual_seed(0)
@@ -243,7 +243,7 @@ def test_norms_in_launches_of_their_own():
     torch.testing.assert_close(found["rotate"], found["rotate-norms-first"], rtol=1e-5, atol=0)
 
 
-def test_breaks_of_the_graph_are_counted():
+def test_graph_breaks_are_counted():
     class Breaking(workloads.Video):
         def loss(self, model, *inputs):
             loss = super().loss(model, *inputs)
@@ -270,7 +270,7 @@ def test_breaks_of_the_graph_are_counted():
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
-def test_tokens_are_the_patches_of_a_step(workload):
+def test_tokens_equal_the_patches_of_a_step(workload):
     seen = []
     model = workload.build("none")
     layer = model.block if workload is VIDEO else model.blocks[0]
@@ -285,10 +285,10 @@ def test_tokens_are_the_patches_of_a_step(workload):
 
 
 def test_another_mode_is_another_column_of_the_report(tmp_path: Path):
-    """Added to a file whose rows have no tokens."""
+    """Results are appended to a file whose rows have no tokens."""
     out = tmp_path / "training.csv"
     old = pd.read_csv(RESULTS / "training.csv").drop(columns="tokens", errors="ignore").assign(commit="first")
-    old.loc[old.index[0], "commit"] = None  # where git knows none
+    old.loc[old.index[0], "commit"] = None  # no git history
     old[old["mode"] == "eager"].to_csv(out, index=False)
     args = ["--models", "video", "--modes", "graphs", "--encodings", "axial", "--steps", "1", "--commit", "later"]
     result = invoke(*args, "--out", str(out))
@@ -309,7 +309,7 @@ def test_report_of_the_backbones(tmp_path: Path):
     names = ("mode", "encoding", "ms_p50", "ratio_p50", "peak_gib", "memory_ratio", "host_ms")
     rows = [
         ("eager", "none", 20.0, 1, 2, 1, 19),
-        ("eager", "rotate", 99, 1, 9, 1, 5),  # measured again below
+        ("eager", "rotate", 99, 1, 9, 1, 5),  # replaced by the later row below
         ("eager", "rotate", 16, 0.8, 2.2, 1.1, 5),
         ("compiled", "rotate", 10, 1.25, 1.5, 0.9, 1),
     ]
@@ -345,7 +345,7 @@ def test_refusals(args, message, tmp_path: Path):
 
 @pytest.mark.gpu
 def test_models_with_graphs_take_turns(monkeypatch: pytest.MonkeyPatch):
-    """Several of them in one pool of memory, a step of each in turn: the losses of eager models."""
+    """Several models share a memory pool and take turns; their losses equal those in eager mode."""
     monkeypatch.undo()
     device, names = torch.device("cuda"), ("none", "axial", "mixed")
     losses: dict[str, list[torch.Tensor]] = {}
@@ -383,7 +383,7 @@ def test_graphs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = pd.read_csv(out, keep_default_na=False, na_values=[""]).set_index(["mode", "encoding"])
     assert rows.attention.notna().all()
     state = sum(3 * 4 * p.numel() for p in VIT.build("none").parameters())  # weights and Adam's moments
-    assert (rows.peak_gib * 2**30 > 1.3 * state).all()  # gradients and activations besides
+    assert (rows.peak_gib * 2**30 > 1.3 * state).all()  # gradients and activations come on top
 
 
 @pytest.mark.parametrize(("name", "kind"), [("linear-cosine", "CosineMd"), ("linear-axial", "RotateMd")])

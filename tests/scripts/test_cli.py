@@ -24,8 +24,7 @@ USERS = {
 }
 
 
-# Runs each case, a module, the package that is to be missing, and arguments, in a fork of one process, which has
-# imported what takes longest.
+# Runs cases (module, missing package, arguments), each in a fork of one process that has imported the slow packages.
 RUN = """
 import importlib, importlib.abc, json, os, runpy, sys, traceback
 
@@ -71,20 +70,20 @@ print(json.dumps(found))
 """
 
 
-class Said(NamedTuple):
+class Output(NamedTuple):
     code: int
     out: str
     error: str
 
 
-def run_modules(cases: list[tuple[str, str | None, list[str]]], imported: Sequence[str] = ("timm",)) -> list[Said]:
-    """(module, package that is missing, arguments) each, where these are imported."""
+def run_modules(cases: list[tuple[str, str | None, list[str]]], imported: Sequence[str] = ("timm",)) -> list[Output]:
+    """Run cases of (module, missing package, arguments) in a process that has imported these packages."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(imported), json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
         env=env, check=True,
     )  # fmt: skip
-    return [Said(*each) for each in json.loads(done.stdout)]
+    return [Output(*each) for each in json.loads(done.stdout)]
 
 
 def test_programs_are_modules_of_a_checkout():
@@ -95,8 +94,8 @@ def test_programs_are_modules_of_a_checkout():
         assert module.removeprefix("lrpe_md.") in shown.out
 
 
-def test_a_program_starts_by_itself():
-    """As above, without what was imported before."""
+def test_program_starts_in_a_new_process():
+    """Start a program without preloaded packages."""
     done = subprocess.run(
         [sys.executable, "-m", "scripts.visualize", "--help"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -125,8 +124,8 @@ def test_a_program_gets_its_options(monkeypatch, capsys):
     assert "--weight-decay" in shown
 
 
-def test_a_missing_package_is_named_and_what_to_install():
-    """Importing the command itself needs none of them."""
+def test_missing_package_gives_the_install_command():
+    """Importing the command itself needs no optional package."""
     wanted = [(package, name) for package in PACKAGES for name in USERS.get(package, ["train"])]
     cases = [(f"lrpe_md.scripts.{name}", package, ["--help"]) for package, name in wanted]
     found = run_modules([case for case in cases if case[1] != "timm"])
@@ -137,7 +136,7 @@ def test_a_missing_package_is_named_and_what_to_install():
         assert said.error.strip() == (f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'")
 
 
-def test_our_own_mistakes_are_not_taken_for_missing_packages(monkeypatch):
+def test_internal_import_errors_are_raised(monkeypatch):
     def broken(name, package):
         raise ModuleNotFoundError("No module named 'lrpe_md.nothing'", name="lrpe_md.nothing")
 

@@ -1,4 +1,4 @@
-"""What the scripts share: names that an option takes, and where numbers come from."""
+"""Helpers shared by the scripts: option values and provenance."""
 
 import shutil
 import subprocess
@@ -11,9 +11,9 @@ import typer
 from lrpe_md.scripts.common import devices, options, provenance
 
 
-def test_choose_keeps_the_order_and_takes_each_name_once():
+def test_choose_keeps_the_order_and_removes_duplicates():
     assert options.choose("--modes", ["b", "a", "b"], "abc") == ["b", "a"]
-    with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; known are: a; b; c"):
+    with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; choose from: a; b; c"):
         options.choose("--modes", ["a", "d"], "abc")
 
 
@@ -25,16 +25,16 @@ def test_device(there, wanted, found, monkeypatch: pytest.MonkeyPatch):
     assert devices.choose_device(wanted) == torch.device(found)
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="no GPU"):
+    with pytest.raises(typer.BadParameter, match="cuda needs a GPU"):
         devices.choose_device("cuda")
     with pytest.raises(typer.BadParameter, match="unknown 'tpu'"):
         devices.choose_device("tpu")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commit_and_its_mark_for_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def git(*args: str) -> str:
         command = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *args]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The fuzzer: a sample of what it runs, its formula against loops in long double, and errors that it must find."""
+"""The fuzzer: sample runs, its formula against loops in long double, and errors that it must detect."""
 
 import itertools
 from dataclasses import replace
@@ -38,13 +38,13 @@ def assert_agrees(config, impl, device="cpu"):
 
 
 FOUND_ON_GPUS = {
-    # ptxas 12.8 loses the address of an operand of a causal product of 64 tokens: see linear_plan.choose_tile.
+    # ptxas 12.8 loses the address of an operand in a causal product of 64 tokens; see linear_plan.choose_tile.
     "causal": LinearConfig(
         "cosine", dtype="bfloat16", batch=2, head_dim=8, v_dim=48, places=(Place(shape=(3, 2, 4), prefix=2, suffix=2),),
         phase="q", grad_layout="odd", num_tokens=(12, 12), mask="causal", gate="nan", gate_heads=True, state=True,
         return_state=True, cut="two passes",
     ),
-    # Operands that come from bytes count twice in products over 16 tokens: see tiles.load_flags.
+    # Operands loaded as bytes count twice in products over 16 tokens; see tiles.load_flags.
     "gate": LinearConfig(dtype="bfloat16", places=(Place(shape=(1,), prefix=2),), gate="bool"),
     "masked": LinearConfig(
         "cosine", dtype="bfloat16", places=(Place(kind="coordinates", shape=(1,), masked=True),), act="softmax", dim=-2
@@ -56,14 +56,14 @@ FOUND_ON_GPUS = {
             Place(kind="coordinates", shape=(13,), by_sample=True, masked=True, dtype="float64"),
         ),
     ),
-    # The error of softplus was larger than that of float32 where a turned pair cancels.
+    # An inexact softplus shows where a rotated pair cancels.
     "softplus": MapConfig(dtype="bfloat16", head_dim=128, places=(Place(shape=(4, 4, 8)),), act="softplus", form="two"),
 }  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", FOUND_ON_GPUS.values(), ids=list(FOUND_ON_GPUS))
-def test_what_was_found_on_a_gpu_stays_away(config):
+def test_earlier_gpu_failures(config):
     assert_agrees(config, "triton", "cuda")
 
 
@@ -71,7 +71,7 @@ def test_what_was_found_on_a_gpu_stays_away(config):
 
 
 def loop_positions(place, where, sample, n):
-    """Position of a token, and whether it is on the grid; random tables are taken as they are."""
+    """Return the position of a token, and whether it is on the grid; random tables are taken as they are."""
     index = n + place.start - place.prefix
     cell, left = [], index
     for size in reversed(place.shape):
@@ -94,7 +94,7 @@ def loop_positions(place, where, sample, n):
 
 
 def loop_encode(c, t, place, where, sample, head, n, row):
-    """x̄ and x̂ of one row, of acts that stand for all, without a norm."""
+    """Compute x̄ and x̂ of one row, for representative activations without a norm."""
     act = {"none": lambda x: x, "relu": lambda x: max(x, 0), "softplus": lambda x: np.log1p(np.exp(x))}[c.act]
     bar = [act(np.longdouble(x.item())) for x in row]
     if c.map is None:
@@ -121,7 +121,7 @@ def loop_encode(c, t, place, where, sample, head, n, row):
 
 
 def loop_attention(c, inputs):
-    """o (B, H, N, D_v), from key to key."""
+    """Compute o (B, H, N, D_v), key by key."""
     t, (q_where, k_where) = inputs.tensors, inputs.wheres
     q, k, v = t["q"], t["k"], t["v"]
     ends = np.cumsum([0, *(c.lengths or (k.shape[2],))])
@@ -175,7 +175,7 @@ def test_the_formula_equals_loops_in_long_double(config):
 
 
 @pytest.mark.parametrize("kind", ["linear", "maps"])
-def test_a_seed_is_a_configuration_which_can_be_pasted(kind):
+def test_configuration_of_a_seed_can_be_pasted(kind):
     names = {each.__name__: each for each in (LinearConfig, MapConfig, NormConfig, Place)}
     for seed in range(40):
         config = draw(seed, kind, Limits())
@@ -195,7 +195,7 @@ def test_seeds_in_a_row_share_a_variant():
 
 
 def test_every_kind_of_call_is_drawn():
-    """What is compared as it is drawn, by a few hundred seeds."""
+    """A few hundred seeds cover every value of the fields."""
     linear, maps = ([draw(seed, kind, Limits()) for seed in range(600)] for kind in ("linear", "maps"))
     assert {(c.map, c.normalizer, c.mask) for c in linear} == set(
         itertools.product(("cosine", "rotate", None), ("unrotated", "encoded", "none"), ("full", "causal", "block"))
@@ -212,14 +212,14 @@ def test_every_kind_of_call_is_drawn():
 
 
 @pytest.mark.parametrize("layout", ["dense", "tokens first", "packed", "channels first", "odd"])
-def test_inputs_lie_in_memory_that_is_nan(layout):
+def test_inputs_are_surrounded_by_nan(layout):
     values = torch.randn(2, 3, 4, 5)
     found = arrange(values, layout)
     assert found.equal(values)
     assert torch.empty(0).set_(found.untyped_storage()).isnan().any()
 
 
-# --- errors that it must find ---------------------------------------------------------------------------------------
+# --- errors that it must detect -------------------------------------------------------------------------------------
 
 CROSS = LinearConfig(
     places=(Place(shape=(4, 5), scale=(0.25, 0.25)), Place("tensor", (3, 7))), num_tokens=(20, 21), act="softplus"
@@ -227,7 +227,7 @@ CROSS = LinearConfig(
 
 
 class Spoil(torch.autograd.Function):
-    """Passes a tensor on; its gradient goes through a function."""
+    """Identity whose gradient passes through a function."""
 
     @staticmethod
     def forward(ctx, x, spoil):
@@ -253,7 +253,7 @@ def leave_last_unwritten(grad):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("spoil", [negate_last, leave_last_unwritten], ids=lambda f: f.__name__)
-def test_a_wrong_element_of_a_gradient_is_found(spoil, dtype, monkeypatch):
+def test_wrong_gradient_element_is_detected(spoil, dtype, monkeypatch):
     exact = run.linear_attention
     monkeypatch.setattr(run, "linear_attention", lambda q, k, v, **o: exact(q, Spoil.apply(k, spoil), v, **o))
     found = check.check(replace(CROSS, dtype=dtype), "reference").mismatches
@@ -261,7 +261,7 @@ def test_a_wrong_element_of_a_gradient_is_found(spoil, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_token_at_a_wrong_position_is_found(dtype, monkeypatch):
+def test_wrong_position_is_detected(dtype, monkeypatch):
     exact = run.rotate
 
     def wrong(x, *, positions, **options):
@@ -275,7 +275,7 @@ def test_a_token_at_a_wrong_position_is_found(dtype, monkeypatch):
     assert {m.name: m.place[2] for m in found if m.name != "domega"} == {"q": 7, "dq": 7}
 
 
-def test_positions_of_the_other_side_are_found(monkeypatch):
+def test_swapped_positions_are_detected(monkeypatch):
     exact = run.linear_attention
     monkeypatch.setattr(
         run, "linear_attention", lambda *x, positions, **o: exact(*x, positions=(positions[0], positions[0]), **o)
@@ -284,7 +284,7 @@ def test_positions_of_the_other_side_are_found(monkeypatch):
     assert {m.name for m in check.check(config, "reference").mismatches} == {"o", "dq", "dk", "dv", "domega"}
 
 
-def test_a_row_beside_the_output_is_found(monkeypatch):
+def test_write_outside_the_output_is_detected(monkeypatch):
     exact = run.rotate
 
     def wrong(x, *, out, out_start, **options):
@@ -311,8 +311,8 @@ def test_scratch_memory_is_nan():
 
 
 @interpreted
-def test_one_description_of_two_kinds_of_positions_is_found(monkeypatch):
-    """Of issue 39: linear attention read q's positions by the variant of k's."""
+def test_shared_position_variant_is_detected(monkeypatch):
+    """Linear attention must not read q's positions with the variant of k's (issue 39)."""
     config = replace(CROSS, places=(CROSS.place_q, Place(shape=(3, 7))))
     assert not check.check(config).mismatches
     monkeypatch.setattr(
@@ -324,7 +324,7 @@ def test_one_description_of_two_kinds_of_positions_is_found(monkeypatch):
     remembered.clear()
 
 
-def test_what_fails_is_made_smaller_and_reported(monkeypatch):
+def test_failures_are_reduced_and_reported(monkeypatch):
     exact = run.linear_attention
     monkeypatch.setattr(run, "linear_attention", lambda q, k, v, **o: exact(q, k, -v if o["is_causal"] else v, **o))
     config = LinearConfig(

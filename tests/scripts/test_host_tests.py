@@ -39,7 +39,7 @@ class TestSome:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Of a library with one file of tests."""
+    """Create a checkout of a library with one test file."""
     import zlib
 
     monkeypatch.setitem(host_tests.TESTS, "transformers", ("test_{}.py", (MODEL,)))
@@ -55,7 +55,7 @@ def run(*arguments):
     return CliRunner().invoke(host_tests.app, [str(argument) for argument in arguments])
 
 
-def test_what_is_worse_is_named(checkout, tmp_path):
+def test_worse_tests_are_listed(checkout, tmp_path):
     out = tmp_path / "new" / "host-tests.csv"
     result = run("--transformers", checkout, "--out", out)
     assert result.exit_code == 1, result.output
@@ -74,7 +74,7 @@ def test_a_test_that_never_ends_is_worse():
     assert host_tests.compare(stock, Run({"a::b": "skipped"}))["worse"] == "b c"
 
 
-def test_rows_of_other_models_stay(tmp_path, monkeypatch):
+def test_rows_of_other_models_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(host_tests, "TESTS", {"diffusers": ("{}", ("flux", "wan")), "transformers": ("{}", ("llama",))})
     out = tmp_path / "host-tests.csv"
 
@@ -94,7 +94,7 @@ def test_rows_of_other_models_stay(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --diffusers or --transformers with tests of that model, got none"),
+        ((), "expected --diffusers or --transformers with tests for the chosen model, got none"),
         (("--only", "nothing"), "--only: expected one of"),
     ],
 )
@@ -110,4 +110,4 @@ def test_a_file_without_tests(checkout, tmp_path):
     (checkout / f"test_{MODEL}.py").write_text("raise ImportError('nothing here')\n", encoding="utf-8")
     result = run("--transformers", checkout, "--out", tmp_path / "host-tests.csv")
     assert result.exit_code == 2
-    assert "expected tests that run, got none" in " ".join(result.output.replace("│", " ").split())
+    assert "expected at least one test to run, got none" in " ".join(result.output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""scripts/train_diffusion.py and caption_data.py: data as people have it, a training, its samples, resuming."""
+"""Training the diffusion model: captioned images in every supported format, training, samples, resuming."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = {
 
 
 def images(folder, size=(8, 8)):
-    """24 plain images; returns (name, caption)."""
+    """Write 24 plain images; return (name, caption) pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(6):
@@ -49,7 +49,7 @@ def images(folder, size=(8, 8)):
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a metadata.jsonl."""
+    """Create a folder of images with a metadata.jsonl."""
     rows = images(tmp_path / "data")
     lines = [json.dumps({"file_name": name, "text": text, "odd": i % 2 == 1}) for i, (name, text) in enumerate(rows)]
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -223,8 +223,8 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("stop", [7, 12])
-def test_a_killed_run_ends_as_an_uninterrupted_one(folder, tmp_path, monkeypatch, stop):
-    """Killed in a step after the checkpoint, and after the last step before its results were written."""
+def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, stop):
+    """Kill a step after the checkpoint, and after the last step before the results are written."""
     whole = run(config(folder, tmp_path / "whole", encoding="rotate-mixed"))
     calls = []
     original = train_diffusion.loss
@@ -294,7 +294,7 @@ def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
 
 
 def test_trainings_side_by_side(tmp_path):
-    """Each row of the picture is one training, each caption a block of columns, the held-out image above it."""
+    """Each row of the picture is a training, each caption a block of columns below its held-out image."""
     solid = {"a": 40, "b": 200}
     for name, value in solid.items():
         columns = {column: np.full((3, 6, 6, 3), value, np.uint8) for column in ("8x8", "12x12 rescaled")}
@@ -311,7 +311,7 @@ def test_trainings_side_by_side(tmp_path):
         assert len(found), value
         assert top * height < found.mean() < bottom * height, value
     widths = [(abs(rows - value) < 4).sum(axis=1).max() for value in (120, 40)]
-    assert widths[1] == pytest.approx(2 * widths[0], rel=0.1)  # two captions, of two columns each, and one image above
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.1)  # two captions of two columns each, with one image above
 
 
 def test_the_sheet_takes_any_caption_and_size(tmp_path):
@@ -334,7 +334,7 @@ def test_captions_of_the_sheet_are_not_clipped(tmp_path, num):
     assert (pixels[:, : pixels.shape[1] // 2] < 128).any()
 
 
-def test_validation_on_the_way(folder, tmp_path):
+def test_validation_during_training(folder, tmp_path):
     few = {**SMALL, "steps": 6, "log_every": 4, "data": folder}
     plain = train_diffusion.run(DiffusionTraining(out=tmp_path / "plain", **few))
     checked = train_diffusion.run(DiffusionTraining(out=tmp_path / "checked", validate_every=3, **few))

@@ -1,4 +1,4 @@
-"""scripts/train_image.py and image_data.py on images made here, and the ViT's positions over a reference grid."""
+"""Training the image model on synthetic images, and the ViT's positions over a reference grid."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ SMALL = {
 
 
 def squares(num: int, side: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """A bright half at the top or at the bottom, with noise: (N, H, W) uint8 and labels."""
+    """Return noisy images with a bright top or bottom half, (N, H, W) uint8, and labels."""
     generator = np.random.default_rng(num)
     labels = np.arange(num) % 2
     images = generator.integers(0, 60, (num, side, side))
@@ -76,7 +76,7 @@ def write_folders(folder: Path, classes: str = "ab") -> Path:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_idx_files_are_read_as_they_are(data):
+def test_idx_files_are_read(data):
     found = load_images(data, 99)
     for part, num in ((found.train, 48), (found.test, 20)):
         images, labels = squares(num)
@@ -89,7 +89,7 @@ def test_idx_files_are_read_as_they_are(data):
     assert few.digest == again.digest != found.digest
 
 
-def test_damaged_idx_files_are_named(tmp_path):
+def test_damaged_idx_files(tmp_path):
     folder = write_idx(tmp_path / "idx")
     images, labels = folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte"
     whole = images.read_bytes()
@@ -121,7 +121,7 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     assert len(load_images(tmp_path, 8, dataset=dataset, limit=3).train) == 3
 
 
-def test_folders_that_do_not_fit_are_named(tmp_path, monkeypatch):
+def test_unsuitable_folders(tmp_path, monkeypatch):
     with pytest.raises(ImageError, match="there is no such folder"):
         load_images(tmp_path / "nothing", 8)
     with pytest.raises(ImageError, match="dataset-fashion-mnist"):
@@ -148,7 +148,7 @@ def test_folders_that_do_not_fit_are_named(tmp_path, monkeypatch):
         load_images(empty, 8)
 
 
-def test_images_are_moved_and_mirrored_as_their_draws_say():
+def test_augmentation_follows_its_random_draws():
     x = torch.arange(1, 21, dtype=torch.uint8).reshape(1, 1, 4, 5).expand(18, 2, -1, -1)
     draws = np.arange(18)
     assert torch.equal(shifted(x, draws, shift=0, flip=False), x)
@@ -182,7 +182,7 @@ def test_sizes():
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
+def test_training_learns_the_classes(data, tmp_path):
     config = ImageTraining(data=data, out=tmp_path / "run", attention="linear", **SMALL)
     result = train_image.run(config)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
@@ -194,10 +194,10 @@ def test_the_loss_falls_and_the_halves_are_told_apart(data, tmp_path):
     assert accuracy["extrapolated"]["8x8"] == accuracy["rescaled"]["8x8"] == 100
     assert json.loads((config.out / "result.json").read_text()) == result
     assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
-    assert train_image.run(config)["accuracy"] == accuracy  # finished: nothing is trained again
+    assert train_image.run(config)["accuracy"] == accuracy  # a finished run is not trained again
 
 
-def test_validation_on_the_way(data, tmp_path):
+def test_validation_during_training(data, tmp_path):
     few = {**SMALL, "steps": 8, "log_every": 3, "save_every": 4}
     plain = train_image.run(ImageTraining(data=data, out=tmp_path / "plain", **few))
     checked = train_image.run(ImageTraining(data=data, out=tmp_path / "checked", validate_every=4, **few))
@@ -212,20 +212,20 @@ def test_validation_on_the_way(data, tmp_path):
     assert lines[0] == "step,loss,lr,accuracy"
 
 
-def test_what_takes_long_is_said(data, tmp_path):
-    def said(name: str, *more: str) -> str:
+def test_slow_phases_are_announced(data, tmp_path):
+    def output_of(name: str, *more: str) -> str:
         run = ["image", "--data", str(data), "--out", str(tmp_path / name), *flags(SMALL), "--steps", "1", *more]
         done = CliRunner().invoke(app, run)
         assert done.exit_code == 0, done.output
         return done.output
 
-    shown, silent = said("a"), said("b", "--no-progress")
+    shown, silent = output_of("a"), output_of("b", "--no-progress")
     for text in ("Reading the data", "Evaluating"):
         assert text in shown
         assert text not in silent
 
 
-def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_trained_grid(data, tmp_path, monkeypatch):
+def test_sizes_are_evaluated_with_extrapolated_and_rescaled_positions(data, tmp_path, monkeypatch):
     seen = []
 
     def recorded(model, test, size, autocast):
@@ -239,7 +239,7 @@ def test_each_size_is_tested_with_positions_as_they_are_and_laid_over_the_traine
     assert (result["train_images"], result["test_images"]) == (16, 16)
 
 
-def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(data, tmp_path, monkeypatch):
+def test_resumed_run_equals_uninterrupted_run(data, tmp_path, monkeypatch):
     few = {**SMALL, "steps": 5, "save_every": 2, "erase": 0.5, "encoding": "cosine-softplus-phase"}
     weights, batch = [], train_image.batch
     for kill in (99, 1, 4):
@@ -274,7 +274,7 @@ def test_norms_of_q_and_k(attention, data, tmp_path):
 
 
 @pytest.mark.parametrize("attention", IMAGES.attentions)
-def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path):
+def test_every_encoding_learns_positions(attention, data, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 1, 12, 12, dtype=torch.float64)
     swapped = x.clone()
@@ -282,17 +282,17 @@ def test_every_encoding_alone_knows_where_patches_are(attention, data, tmp_path)
     for name in IMAGES.encodings:
         config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **{**SMALL, "depth": 2})
         arguments = train_image.model_arguments(config, load_images(data, 8))
-        json.dumps(arguments)  # a checkpoint keeps them
+        json.dumps(arguments)  # checkpoints contain them
         model = train_image.build(config, arguments).eval().double()
         with torch.no_grad():
             change = (model(x) - model(swapped)).abs().max()
         assert (change < 1e-13) == (name == "none"), name
-        if "mixed" in name or "phase" in name:  # of each head its own
+        if "mixed" in name or "phase" in name:  # one per head
             module = model.encoding if isinstance(model.encoding, CosineMd) else model.encoding[1]
             assert module.num_heads == 2
 
 
-def test_the_phase_turns_keys_and_not_queries():
+def test_phase_rotates_only_keys():
     module = CosineMd(8, 2, num_heads=2, base=100.0, act="softplus", phase="k")
     q, k = torch.randn(2, 1, 2, 6, 8).unbind(0)
     before = module(q, k, positions=Grid((2, 3)))
@@ -305,28 +305,28 @@ def test_the_phase_turns_keys_and_not_queries():
     assert module.phase.grad.abs().min() > 0
 
 
-def test_the_command_line_says_what_is_wrong(data, tmp_path):
-    def said(*args: str) -> str:
+def test_invalid_options(data, tmp_path):
+    def output_of(*args: str) -> str:
         result = CliRunner().invoke(app, ["image", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
     run = ["--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
-    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
-    assert "multiple of 4" in said(*run, "--size", "10")
-    assert "multiples of 4" in said(*run, "--test-sizes", "10")
-    assert "there are 48 images" in said(*run, "--batch", "64")
-    assert "no such folder" in said(*run, "--data", str(tmp_path / "nothing"))
-    assert "--erase" in said(*run, "--erase", "1.5")
-    assert "--shift" in said(*run, "--shift", "-1")
-    assert "a divisor of --dim 48, got 5" in said(*run, "--heads", "5")
-    assert "--heads 16" in said(*run, "--heads", "16")  # rotation pairs channels
-    assert not (tmp_path / "run").exists()  # nothing half-written
+    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
+    assert "multiple of 4" in output_of(*run, "--size", "10")
+    assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
+    assert "there are 48 images" in output_of(*run, "--batch", "64")
+    assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
+    assert "--erase" in output_of(*run, "--erase", "1.5")
+    assert "--shift" in output_of(*run, "--shift", "-1")
+    assert "a divisor of --dim 48, got 5" in output_of(*run, "--heads", "5")
+    assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
+    assert not (tmp_path / "run").exists()  # nothing was written
     done = CliRunner().invoke(app, ["image", *run])
     assert done.exit_code == 0, done.output
-    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
+    assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)
-    assert "digest" in said(*run, "--data", str(other))
+    assert "digest" in output_of(*run, "--data", str(other))
 
 
 @pytest.mark.gpu
@@ -338,7 +338,7 @@ def test_16_bits_on_a_gpu(data, tmp_path, precision, compile):
         return [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
 
     fast = {"device": "cuda", "precision": precision, "compile": compile}
-    if precision == "fp16":  # scaled losses leave steps out, so that no other run is the same
+    if precision == "fp16":  # loss scaling skips steps, so that runs differ
         fast["erase"] = 0.2
     try:
         for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):
@@ -353,7 +353,7 @@ def test_16_bits_on_a_gpu(data, tmp_path, precision, compile):
             assert losses(config)[-1] < losses(config)[0]
             if precision == "bf16":
                 assert losses(config) == pytest.approx(losses(slow), abs=0.05)
-            if name == "rotate" and precision == "bf16":  # others need longer to see where a bright half is
+            if name == "rotate" and precision == "bf16":  # other encodings need more steps to learn the task
                 assert result["accuracy"]["extrapolated"]["8x8"] > 90
             assert result["peak_mib"] > 1
             assert result["step_ms"] > 0
@@ -370,7 +370,7 @@ tiny = partial(
 
 
 @pytest.mark.parametrize("name", ["rotate", "mixed", "cosine", "sincos"])
-def test_reference_lays_positions_over_the_trained_grid(name):
+def test_reference_rescales_positions_to_the_trained_grid(name):
     torch.manual_seed(0)
     arguments = {"absolute": "sincos"} if name == "sincos" else {"encoding": name}
     model = tiny(**arguments).eval().double()
@@ -386,7 +386,7 @@ def test_reference_lays_positions_over_the_trained_grid(name):
         assert torch.equal(model(large), extrapolated)
 
 
-def test_dropped_patches_take_their_rescaled_positions_with_them():
+def test_patch_dropout_keeps_rescaled_positions():
     model = tiny(encoding="rotate", patch_drop_rate=0.5).train()
     model.reference = model.patch_embed.grid_size
     _, positions = model._embed(torch.randn(2, 3, 32, 32))
@@ -394,7 +394,7 @@ def test_dropped_patches_take_their_rescaled_positions_with_them():
     assert not set(positions.coords.flatten().tolist()) <= set(range(8))
 
 
-def test_a_rescaled_table_is_the_one_that_timm_resamples():
+def test_rescaled_table_equals_timms_resampled_one():
     table, learned = tiny(absolute="sincos").eval(), tiny(absolute="learned").eval()
     learned.load_state_dict(table.state_dict(), strict=False)
     x = torch.randn(1, 3, 24, 32)
@@ -419,8 +419,8 @@ def test_images_move_to_a_device():
 # --- weights to start from -------------------------------------------------------------------------------------------
 
 
-def built(**options):
-    """A model as the command builds it, and its configuration."""
+def build_model(**options):
+    """Return a model as the command builds it, and its configuration."""
     config = ImageTraining(**{**SMALL, "data": Path(), "out": Path(), **options})
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     part = Images(images, torch.zeros(1, dtype=torch.int64))
@@ -433,7 +433,7 @@ def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_training_starts_from_a_run(data, tmp_path, capsys):
-    """Averaged weights, first of all; what decides the weights is the content, not where it lies."""
+    """Averaged weights are preferred; the run's identity depends on the weights, not their path."""
     options = {**SMALL, "steps": 6}
     train_image.run(ImageTraining(data=data, out=tmp_path / "first", **options))
     start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
@@ -447,7 +447,7 @@ def test_training_starts_from_a_run(data, tmp_path, capsys):
     again = tmp_path / "elsewhere"
     (tmp_path / "first").rename(again)
     longer = ImageTraining(data=data, out=tmp_path / "folder", weights=str(again), **still)
-    train_image.run(longer)  # a finished run of the same weights
+    train_image.run(longer)  # a finished run that started from the same weights
     for weights in ("", str(tmp_path / "folder")):
         if weights:
             state = torch.load(tmp_path / "folder" / "checkpoint.pt")
@@ -461,7 +461,7 @@ def test_training_starts_from_a_run(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth", "tar"])
 def test_timms_checkpoints(tmp_path, suffix, capsys):
-    """A class token, three channels, other patches, other classes: resampled, left out, and said."""
+    """A class token, channels, patches and classes that differ are resampled or left out, with a message."""
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=48, depth=1, num_heads=2, num_classes=7
     )
@@ -471,7 +471,7 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
         safetensors.torch.save_file(weights, path)
     else:
         torch.save({"state_dict_ema": weights, "epoch": 3} if suffix == "tar" else weights, path)
-    model = built(encoding="learned", size=16)
+    model = build_model(encoding="learned", size=16)
     head, before = model.head.weight.clone(), model.state_dict()
     start_from(model, path)
     found = model.state_dict()
@@ -490,17 +490,17 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
 
 
 def test_weights_of_another_size_and_encoding(tmp_path, capsys):
-    first = built(encoding="rotate-mixed", size=8)
+    first = build_model(encoding="rotate-mixed", size=8)
     weights = random_weights(first)
     torch.save(weights, tmp_path / "w.pt")
-    same = built(encoding="rotate-mixed", size=16)
+    same = build_model(encoding="rotate-mixed", size=16)
     start_from(same, tmp_path / "w.pt")
     assert all(torch.equal(same.state_dict()[name], value) for name, value in weights.items())
-    other = built(encoding="cosine", patch=2)
+    other = build_model(encoding="cosine", patch=2)
     start_from(other, tmp_path / "w.pt")
     assert "left out: encoding" in capsys.readouterr().err
     assert torch.equal(other.head.weight, weights["head.weight"])
-    grey = built()
+    grey = build_model()
     model = lrpe_vit_tiny_patch16_224(
         img_size=8, patch_size=4, embed_dim=48, depth=1, num_heads=2, num_classes=2, class_token=False,
         global_pool="avg", encoding="rotate",
@@ -527,8 +527,8 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
         ("video", "another architecture"),
     ],
 )
-def test_weights_that_do_not_fit(tmp_path, change, message):
-    model, path = built(), tmp_path / "weights.pt"
+def test_unsuitable_weights(tmp_path, change, message):
+    model, path = build_model(), tmp_path / "weights.pt"
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if change == "folder":
         path.mkdir()
@@ -539,7 +539,7 @@ def test_weights_that_do_not_fit(tmp_path, change, message):
     elif isinstance(change, list):
         torch.save(change, path)
     elif isinstance(change, dict):
-        torch.save(change if "epoch" in change else random_weights(built(**change)), path)
+        torch.save(change if "epoch" in change else random_weights(build_model(**change)), path)
     with pytest.raises(typer.BadParameter, match=f"--weights .*{message}"):
         start_from(model, path)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
@@ -548,17 +548,17 @@ def test_weights_that_do_not_fit(tmp_path, change, message):
 def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
     with pytest.raises(typer.BadParameter, match="another architecture; give the model --heads 2"):
-        start_from(built(heads=4), tmp_path / "run")
+        start_from(build_model(heads=4), tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1
     torch.save(state, tmp_path / "run" / "checkpoint.pt")
     with pytest.raises(typer.BadParameter, match="damaged"):
-        start_from(built(), tmp_path / "run")
+        start_from(build_model(), tmp_path / "run")
 
 
 @pytest.fixture
 def table(tmp_path):
-    """Images with a table of two classes, some of which are left out."""
+    """Create images with a table of two classes, some of which are left out."""
     folder = tmp_path / "table"
     folder.mkdir()
     rows = []
@@ -570,7 +570,7 @@ def table(tmp_path):
     return folder
 
 
-def test_a_field_of_a_table_is_the_class(table):
+def test_class_from_a_table_field(table):
     data = load_classes(table, 8, label="kind", without="odd")
     assert data.num_classes == 2
     assert len(data.train) + len(data.test) == 36

@@ -1,4 +1,4 @@
-"""Training the language model on a few kilobytes: resuming, learned frequencies, evaluation, refusals."""
+"""Training the language model on a few kilobytes: resuming, learned frequencies, evaluation, errors."""
 
 import math
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert list(metrics.step) == [20, 40]
     bits = metrics.loss / math.log(2)
     assert bits[1] < 0.7 * bits[0] < 0.7 * 8
-    assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth
+    assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth of the maximum
     assert metrics.validation[1] < 0.9 * metrics.validation[0]
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
@@ -90,7 +90,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert str(tmp_path).encode() not in (out / "checkpoint.pt").read_bytes()
 
     weights = (out / "checkpoint.pt").read_bytes()
-    assert invoke(*command).exit_code == 0  # nothing left to do but to evaluate
+    assert invoke(*command).exit_code == 0  # the finished training is only evaluated
     assert (out / "checkpoint.pt").read_bytes() == weights
 
     shown = [invoke("sample", str(out), "--prompt", "Ann", "--prompt", "Bob says", "--tokens", "9") for _ in range(2)]
@@ -111,13 +111,13 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-softplus-phase"])
-def test_resumed_training_equals_one_that_never_stopped(encoding: str, file: Path, tmp_path: Path, monkeypatch) -> None:
+def test_resumed_run_equals_uninterrupted_run(encoding: str, file: Path, tmp_path: Path, monkeypatch) -> None:
     train_lm.run(config(file, tmp_path / "whole", encoding))
     batch, out, calls = train_lm.batch, tmp_path / "stopped", []
 
     def dying(*args: Any) -> Tensor:
         calls.append(1)
-        if len(calls) == 5:  # a step after the checkpoint
+        if len(calls) == 5:  # one step after the checkpoint
             raise KeyboardInterrupt
         return batch(*args)
 
@@ -125,7 +125,7 @@ def test_resumed_training_equals_one_that_never_stopped(encoding: str, file: Pat
     with pytest.raises(KeyboardInterrupt):
         train_lm.run(config(file, out, encoding))
     assert torch.load(out / "checkpoint.pt")["step"] == 3
-    torch.manual_seed(7)  # another process has another history
+    torch.manual_seed(7)  # a new process has another random state
     train_lm.run(config(file, out, encoding))
     assert len(calls) == 5 + 3
     whole, resumed = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "stopped"))
@@ -150,7 +150,7 @@ def test_learned_frequencies_and_phases_move(file: Path, tmp_path: Path) -> None
         assert (change < 1.5 * settings.steps * rate).all()
 
 
-def test_a_row_is_the_mean_of_its_steps(file: Path, tmp_path: Path) -> None:
+def test_logged_row_is_the_mean_of_its_steps(file: Path, tmp_path: Path) -> None:
     for n in (1, 2):
         train_lm.run(config(file, tmp_path / f"{n}", steps=4, log_every=n, validate_every=n))
     each, pairs = (history(tmp_path / f"{n}") for n in (1, 2))
@@ -174,7 +174,7 @@ def test_parameter_groups(file: Path, tmp_path: Path) -> None:
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, settings.frequency_lr]
 
 
-def test_a_loss_that_is_not_finite_is_said(file: Path, tmp_path: Path) -> None:
+def test_non_finite_loss_raises(file: Path, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=r"after 6 steps; .*try a lower --lr"):
         train_lm.run(config(file, tmp_path / "run", lr=1e30, log_every=6, validate_every=6, save_every=6))
 
@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_is_said(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def measured(file: Path) -> tuple[CausalLm, Tensor]:
+def model_and_text(file: Path) -> tuple[CausalLm, Tensor]:
     torch.manual_seed(0)
     model = CausalLm(LmConfig(**MODEL))
     for parameter in model.parameters():
@@ -192,9 +192,9 @@ def measured(file: Path) -> tuple[CausalLm, Tensor]:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(64, 2), (100, 3), (10, 1)])
-def test_evaluation_is_the_mean_over_windows(measured: tuple, limit: int, count: int, monkeypatch) -> None:
-    model, text = measured
-    monkeypatch.setattr(train_lm, "EVAL_TOKENS", 64)  # two windows a batch
+def test_evaluation_equals_the_mean_over_windows(model_and_text: tuple, limit: int, count: int, monkeypatch) -> None:
+    model, text = model_and_text
+    monkeypatch.setattr(train_lm, "EVAL_TOKENS", 64)  # two windows per batch
     found = train_lm.evaluate(Accelerator(cpu=True), model, text, 32, limit)
     each = []
     for i in range(count):
@@ -203,8 +203,8 @@ def test_evaluation_is_the_mean_over_windows(measured: tuple, limit: int, count:
     torch.testing.assert_close(found.float(), torch.stack(each).mean(0).detach())
 
 
-def test_measure_by_length_and_position(measured: tuple) -> None:
-    model, text = measured
+def test_measure_by_length_and_position(model_and_text: tuple) -> None:
+    model, text = model_and_text
     accelerator, same = Accelerator(cpu=True), (16, (8, 16, 64), )  # fmt: skip
     rows = {name: train_lm.measure(accelerator, model, text, *same, name, 64) for name in (None, *train_lm.SCALINGS)}
     for name, found in rows.items():
@@ -238,7 +238,7 @@ def test_text_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     assert load_text(tmp_path).digest != load_text(tmp_path / "b.txt").digest
 
 
-def test_windows_are_the_same_on_any_number_of_processes_and_go_on(file: Path, tmp_path: Path) -> None:
+def test_windows_do_not_depend_on_processes_or_resuming(file: Path, tmp_path: Path) -> None:
     text, settings = torch.arange(100, dtype=torch.uint8), config(file, tmp_path, length=8, batch=6)
     one, left, right = (divide(draw_windows(92, 6, 0), 1, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2)))
     for _ in range(3):
@@ -247,7 +247,7 @@ def test_windows_are_the_same_on_any_number_of_processes_and_go_on(file: Path, t
         assert torch.equal(batch, batch[:, :1] + torch.arange(9))
     later = divide(draw_windows(92, 6, 0, 3))
     assert next(later)[0].tolist() == next(one)[0].tolist()
-    assert set(next(draw_windows(2, 64, 0))[0].tolist()) == {0, 1}  # the last byte is a target
+    assert set(next(draw_windows(2, 64, 0))[0].tolist()) == {0, 1}  # the last byte is only a target
     with pytest.raises(typer.BadParameter, match="--batch 6: expected a multiple of 4"):
         train_lm.run(config(file, tmp_path / "run", batch=6, accumulate=4))
 
@@ -273,7 +273,7 @@ def test_text_errors(file: Path, tmp_path: Path) -> None:
 def test_refusals(file: Path, tmp_path: Path) -> None:
     for args, message in {
         ("--encoding", "rope"): "cosine-softplus-phase",
-        ("--encoding", "rotate-mixed"): "cosine-softplus-phase",  # needs several axes
+        ("--encoding", "rotate-mixed"): "cosine-softplus-phase",  # mixed frequencies need several axes
         ("--size", "huge"): "small",
         ("--attention", "flash"): "linear",
         ("--scaling", "x"): "yarn",
@@ -287,7 +287,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     assert "does not exist" in invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
-    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # of another task
+    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of another task
     torch.save({**other, "digest": digest_of(other)}, tmp_path / "checkpoint.pt")
     assert "that `train lm` made" in invoke("sample", str(tmp_path)).output
 

@@ -1,4 +1,4 @@
-"""The loop that all tasks share, on a toy model: resuming, accumulating, several processes, samples of each step."""
+"""The shared training loop on a toy model: resuming, accumulation, several processes, draws of each step."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 class Toy(nn.Module):
-    """With dropout, whose draws must be repeated as well."""
+    """Model with dropout, whose random draws must also be reproduced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def same(a: Trainer, b: Trainer) -> None:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """0.25 s a step, whatever the machine."""
+    """Fake clock: 0.25 s per step."""
     now = [0.0]
 
     def stepped(self, *args, advance=Trainer._advance):
@@ -86,8 +86,8 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_number_of_seconds_is_as_many_steps(tmp_path, clock):
-    """Those behind the first steps; the schedule is that of a run of as many steps, and ends where the run does."""
+def test_time_budget_is_converted_to_steps(tmp_path, clock):
+    """The first steps do not count; the schedule is that of a run with as many steps."""
     timed = toy_train(Training(out=tmp_path / "timed", **{**TOY, "seconds": 10.0, "log_every": 1}))
     assert timed.step == loop.STARTING + 40
     assert timed.counted_seconds() == pytest.approx(10)
@@ -98,16 +98,16 @@ def test_a_number_of_seconds_is_as_many_steps(tmp_path, clock):
     assert rates[0][-1] < 1e-4 < rates[0][planned]
 
 
-def test_a_slow_step_is_planned_for_too(tmp_path, clock):
+def test_plan_accounts_for_slow_steps(tmp_path, clock):
     timed = toy_train(Training(out=tmp_path, **{**TOY, "seconds": 0.5}))
     assert timed.step == loop.STARTING + loop.EVERY + 1
 
 
-def test_a_slow_beginning_is_no_slow_run(tmp_path, clock, monkeypatch):
-    """Steps that take ten times as long while others compile: the plan is looked over."""
+def test_plan_is_revised_after_slow_first_steps(tmp_path, clock, monkeypatch):
+    """Steps take ten times as long while other trainings compile."""
 
     def stepped(self, *args, advance=Trainer._advance):
-        clock[0] += 2.25 if self.step < 20 else 0.0  # and 0.25
+        clock[0] += 2.25 if self.step < 20 else 0.0  # in addition to 0.25
         return advance(self, *args)
 
     monkeypatch.setattr(Trainer, "_advance", stepped)
@@ -117,13 +117,13 @@ def test_a_slow_beginning_is_no_slow_run(tmp_path, clock, monkeypatch):
     assert trainer.history[-1]["lr"] < 1e-4
 
 
-def test_a_plan_is_kept_by_the_checkpoint(tmp_path, clock):
+def test_checkpoint_stores_the_plan(tmp_path, clock):
     options = {**TOY, "seconds": 10.0, "accumulate": 1}
     whole = toy_train(Training(out=tmp_path / "whole", **options))
     config = Training(out=tmp_path / "cut", **options)
     with pytest.raises(Killed):
         toy_train(config, partial(toy_batch, kill_at=31, counter=[]))
-    clock[0] += 100  # the time between does not count
+    clock[0] += 100  # time between runs does not count
     same(whole, toy_train(config))
 
 
@@ -136,7 +136,7 @@ def is_taken(turn: Path) -> bool:
 
 
 def test_trainings_of_equal_time_take_turns(tmp_path, clock):
-    """From the second step on, behind which all have compiled, to the end of the evaluation."""
+    """The lock is held from the second step, when all have compiled, to the end of the evaluation."""
     turn, taken = tmp_path / "turn", []
 
     def batch(*args):
@@ -151,26 +151,26 @@ def test_trainings_of_equal_time_take_turns(tmp_path, clock):
     assert not is_taken(turn)
 
 
-def test_cuda_graphs_are_of_compiled_steps(tmp_path):
+def test_cuda_graphs_need_compiled_steps(tmp_path):
     for wrong in ({}, {"compile": True, "accumulate": 2}):
         with pytest.raises(typer.BadParameter, match="--cuda-graphs: expected --compile and --accumulate 1"):
             Training(out=tmp_path, cuda_graphs=True, **wrong)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_anywhere_and_resumed_is_the_uninterrupted_run(tmp_path, workers):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, workers):
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))
     for kill in range(14):
         config = Training(out=tmp_path / f"{kill}", workers=workers, **TOY)
         with pytest.raises(Killed):
             toy_train(config, partial(toy_batch, kill_at=kill, counter=[]))
-        torch.manual_seed(kill)  # another process has another history
+        torch.manual_seed(kill)  # a new process has another random state
         same(toy_train(config), whole)
     other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))
     assert not torch.equal(other.raw.head.weight, whole.raw.head.weight)
 
 
-def test_a_torn_checkpoint_leaves_the_last_one(tmp_path, monkeypatch):
+def test_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))
     config, save, calls = Training(out=tmp_path / "run", **TOY), torch.save, []
 
@@ -201,7 +201,7 @@ def test_no_checkpoint_of_a_diverged_run(tmp_path):
     assert torch.load(config.out / "checkpoint.pt")["step"] == 2
 
 
-def test_accumulation_is_the_larger_batch(tmp_path):
+def test_accumulation_equals_a_larger_batch(tmp_path):
     still = {**TOY, "steps": 3}
     training_mode = nn.Dropout.forward
     try:
@@ -235,7 +235,7 @@ def test_every_epoch_is_a_permutation_shared_by_the_processes():
         next(shuffle(5, 6, 0))
 
 
-def test_batches_made_ahead_come_in_order_and_raise():
+def test_prefetched_batches_keep_order_and_errors():
     chosen = ((i,) for i in range(20))
     assert list(prepare_ahead(lambda i: i * i, chosen, 3)) == [i * i for i in range(20)]
     with pytest.raises(ZeroDivisionError):
@@ -248,7 +248,7 @@ SHARDINGS = ("ddp", "fsdp")
 def worker(rank: int, ports: list[int], out: Path) -> None:
     from accelerate.state import AcceleratorState
 
-    nn.Dropout.forward = lambda self, x: x  # each process has draws of its own
+    nn.Dropout.forward = lambda self, x: x  # dropout differs between processes
     for sharding, port in zip(SHARDINGS, ports, strict=True):
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
@@ -267,11 +267,11 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
+def test_two_processes_equal_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))
-    context = multiprocessing.get_context("spawn")  # a fork of a process that has differentiated can't
+    context = multiprocessing.get_context("spawn")  # a fork can't use autograd after its parent has
     ports = [free_port() for _ in SHARDINGS]
     processes = [context.Process(target=worker, args=(rank, ports, tmp_path)) for rank in range(2)]
     for process in processes:

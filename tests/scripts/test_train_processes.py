@@ -1,4 +1,4 @@
-"""Every task from start to result.json on two processes, with TensorBoard, under both kinds of sharding."""
+"""Every task, from start to result.json, on two processes with TensorBoard and both kinds of sharding."""
 
 import importlib.util
 import json
@@ -51,7 +51,8 @@ def run_program(rank: int, port: int, arguments: list[str]) -> None:
     write_result = work.write_result
 
     def checked(*args: object) -> None:
-        assert torch.distributed.is_initialized()  # evaluations gather weights; NCCL, unlike gloo, can't without it
+        # evaluations gather weights, which NCCL can't do without a process group
+        assert torch.distributed.is_initialized()
         write_result(*args)
 
     work.write_result = checked
@@ -66,7 +67,7 @@ def on_two_processes(arguments: list[str]) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # A fork of a process that has differentiated can't; those of this one's server have only imported.
+    # A fork can't use autograd after its parent has, so processes are forked from a server that has only imported.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lrpe_md.scripts.train.app", "torch.distributed.fsdp", "timm", "tensorboard"])
     processes = [context.Process(target=run_program, args=(rank, port, arguments)) for rank in range(2)]
@@ -92,7 +93,7 @@ def test_from_start_to_result(task: str, sharding: str, data: dict[str, str], tm
     values = [value for each in TASKS[task].values(result).values() for value in each.values()]
     assert np.isfinite(values).all()
     assert list((tmp_path / "run" / "tensorboard").rglob("events.*"))
-    if sharding == "ddp":  # one process finds the same weights in the one file that two have written
+    if sharding == "ddp":  # one process reads the same weights from the file that two have written
         given = {"digits": data[task], "video": [Path(data[task])]}.get(task, Path(data[task]))
         few |= {"data": given, "device": "cpu", "tensorboard": False, "progress": False}
         again = TASKS[task].values(TASKS[task].run(TASKS[task].config(**few)))

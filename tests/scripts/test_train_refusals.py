@@ -1,4 +1,7 @@
-"""What a user gets wrong, or a disk: each is said in one line, and nothing is half-written or lost."""
+"""User errors and disk failures.
+
+Each gives a message of one line, and nothing is left incomplete or lost.
+"""
 
 import io
 import json
@@ -68,7 +71,7 @@ def test_zero_turns_off(option, tmp_path):
     assert invoke(*digits_command(tmp_path / "run", option, "0")).exit_code == 0
 
 
-def test_zero_where_nothing_can_be_zero(tmp_path):
+def test_options_that_must_not_be_zero(tmp_path):
     for task, names in {"image": ("patch", "heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
         for name in names:
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
@@ -76,7 +79,7 @@ def test_zero_where_nothing_can_be_zero(tmp_path):
             assert f"--{name}: expected at least 1, got 0" in refused.output
 
 
-def test_a_seed_that_numpy_does_not_take(tmp_path):
+def test_seed_out_of_numpys_range(tmp_path):
     for seed in (2**32, 2**70):
         refused = invoke(*digits_command(tmp_path / "out", "--seed", str(seed)))
         assert refused.exit_code == 2
@@ -87,14 +90,14 @@ def test_a_seed_that_numpy_does_not_take(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_sampling_that_are_no_numbers(tmp_path):
+def test_sampling_options_must_be_numbers(tmp_path):
     for name, value in {"--temperature": "nan", "--top-p": "0", "--scale": "inf"}.items():
         refused = invoke("sample", str(tmp_path), name, value)
         assert refused.exit_code == 2
         assert f"Invalid value for '{name}'" in refused.output
 
 
-def test_a_turn_is_a_file_in_a_folder_that_exists(tmp_path):
+def test_turn_must_be_a_file_in_an_existing_folder(tmp_path):
     timed = ("--seconds", "5", "--turn")
     for where in (tmp_path / "new" / "file", tmp_path):
         refused = invoke(*digits_command(tmp_path / "out", *timed, str(where)))
@@ -160,8 +163,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE)
-def test_a_file_that_is_no_checkpoint(content, tmp_path):
-    """In a line, not as the traceback of an unpickler."""
+def test_file_that_is_not_a_checkpoint(content, tmp_path):
+    """The error has one line, without the unpickler's traceback."""
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(HOSTILE[content])
     with pytest.raises(typer.BadParameter, match=r"can't be read \(\w+.*; delete it to start anew$") as error:
@@ -172,20 +175,20 @@ def test_a_file_that_is_no_checkpoint(content, tmp_path):
     assert "can't be read" in refused.output
 
 
-def test_a_list_is_no_checkpoint(tmp_path):
+def test_list_is_not_a_checkpoint(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "checkpoint.pt")
     with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is not a checkpoint of this version"):
         digits.run(DigitsTraining(out=tmp_path, **TINY))
 
 
-def test_samples_that_are_damaged(tmp_path):
-    """Of another file, half of one, and flipped bytes."""
+def test_damaged_samples(tmp_path):
+    """Cover another file, a truncated one, and flipped bytes."""
     path = tmp_path / "samples.npz"
     samples.keep(path, ["a"], {"one": np.zeros((1, 8, 8, 3), np.uint8)})
     whole = path.read_bytes()
     assert samples.load(path)[0] == ["a"]
     flipped = bytearray(whole)
-    flipped[whole.index(b"one.npy") + 40] ^= 0xFF  # of what is compressed
+    flipped[whole.index(b"one.npy") + 40] ^= 0xFF  # in the compressed data
     for content in (b"", b"text", whole[: len(whole) // 2], bytes(flipped)):
         path.write_bytes(content)
         with pytest.raises(typer.BadParameter, match=r"samples\.npz: expected captions and images of a training"):
@@ -199,10 +202,10 @@ def test_two_trainings_on_one_folder(tmp_path):
         pytest.raises(typer.BadParameter, match=r"--out .*run: another training is writing there"),
     ):
         digits.run(config)
-    digits.run(config)  # free again
+    digits.run(config)  # the lock is released
 
 
-def test_a_kill_while_saving_leaves_nothing_behind(tmp_path):
+def test_kill_while_saving_leaves_no_incomplete_file(tmp_path):
     script = (
         "import sys, time, torch\n"
         "save = torch.save\n"
@@ -235,7 +238,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     assert "can't be written" in refused.output
 
 
-def test_an_out_that_is_no_folder_is_said_before_the_first_step(tmp_path, monkeypatch):
+def test_invalid_out_raises_before_the_first_step(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(loop.Trainer, "fit", lambda *args: pytest.fail("trained"))
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -284,14 +287,14 @@ def write_captions(folder: Path, lines: str, table: str = "metadata.jsonl", num:
 
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
-def test_a_line_of_json_ends_at_a_newline_alone(sign, tmp_path):
+def test_json_lines_only_end_at_newlines(sign, tmp_path):
     lines = [json.dumps({"file_name": f"{i}.png", "text": f"a{sign}{i}"}, ensure_ascii=False) for i in range(24)]
     found = load_captioned(write_captions(tmp_path / "data", "\r\n".join(lines)), 8, parts=4)
     assert len(found.captions) == 24
     assert all(caption.startswith(f"a{sign}") for caption in found.captions)
 
 
-def test_captions_that_are_no_text(tmp_path):
+def test_captions_must_be_text(tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "\\ud800 {i}"}}\n' for i in range(24))
     with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: .* not text"):
         load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
@@ -301,7 +304,7 @@ def test_captions_that_are_no_text(tmp_path):
     ("row", "message"),
     [("[" * 10**5 + "]" * 10**5, "nested too deeply"), ('{"file_name": ' + "1" * 10**4 + "}", "is not JSON")],
 )
-def test_captions_that_no_reader_reads(row, message, tmp_path):
+def test_unreadable_captions(row, message, tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "{i}"}}\n' for i in range(23)) + row
     with pytest.raises(typer.BadParameter, match=rf"metadata\.jsonl, line 24 .*{message}"):
         load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
@@ -360,8 +363,8 @@ def test_a_decompression_bomb(tmp_path, monkeypatch):
         image_data.load_images(folder, 8)
 
 
-def test_idx_files_still_train(tmp_path):
-    """The fixture of these refusals is a training that works."""
+def test_valid_files_train(tmp_path):
+    """The files that these tests modify are a valid training set."""
     data = write_idx(tmp_path / "idx", train=24, test=8)
     small = ["--batch", "8", "--steps", "1", "--warmup", "0", "--size", "8", "--test-sizes", "", "--patch", "4"]
     small += ["--dim", "24", "--depth", "1", "--heads", "2", "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""scripts/train/sample.py and prompts.py: images of one's own prompts from a checkpoint of a few steps."""
+"""Sampling images for prompts from a short training (scripts/train/sample.py, prompts.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def run_folder(tmp_path_factory):
     return train(tmp_path_factory.mktemp("sample"))
 
 
@@ -46,9 +46,21 @@ def invoke(*args):
     return CliRunner().invoke(app, ["sample", *map(str, args)], env={"COLUMNS": "400"})
 
 
-def test_a_sheet_of_prompts(trained, tmp_path):
+def test_a_sheet_of_prompts(run_folder, tmp_path):
     out = tmp_path / "sheets" / "sheet.png"
-    common = [trained, "--prompt", "red tile", "--prompt", "blue tile", "--steps", 1, "--scale", 2, "--device", "cpu"]
+    common = [
+        run_folder,
+        "--prompt",
+        "red tile",
+        "--prompt",
+        "blue tile",
+        "--steps",
+        1,
+        "--scale",
+        2,
+        "--device",
+        "cpu",
+    ]
     done = invoke(*common, "--size", "12x8", "--images", 3, "--out", out)
     assert done.exit_code == 0, done.output
     assert "2 × 3 images of 12x8, step 12" in done.output
@@ -73,8 +85,8 @@ def test_large_images_keep_their_pixels(tmp_path):
         assert sheet.size[1] > 320
 
 
-def test_seeds_prompts_and_positions(trained):
-    state = read_checkpoint(trained / "checkpoint.pt")
+def test_seeds_prompts_and_positions(run_folder):
+    state = read_checkpoint(run_folder / "checkpoint.pt")
     prompts = ["red tile", "blue tile", ""]
 
     def images(seed=0, size=(8, 8), sheet=SHEET):
@@ -83,33 +95,33 @@ def test_seeds_prompts_and_positions(trained):
     first = images()
     assert first.shape == (3, 2, 3, 8, 8)
     assert torch.equal(first, images())
-    torch.testing.assert_close(first[:, 1], images(seed=1)[:, 0])  # the i-th image is the first of seed + i
+    torch.testing.assert_close(first[:, 1], images(seed=1)[:, 0])  # the i-th image equals the first of seed + i
     assert not torch.allclose(first[:, 0], first[:, 1])
     assert not torch.allclose(first[0], first[1])
     larger = images(size=(12, 8))
     assert larger.shape == (3, 2, 3, 12, 8)
     other = Sheet(None, 3.0, 2, 2, "extrapolated", "")
     assert not torch.allclose(larger, images(size=(12, 8), sheet=other))
-    assert torch.equal(first, images(sheet=other))  # at the trained size they are one
+    assert torch.equal(first, images(sheet=other))  # both kinds of positions agree at the trained size
 
 
 @pytest.mark.parametrize(
     ("grid", "expected"), [((8, 8), (4, 4)), ((16, 4), (8, 2)), ((24, 16), (5, 3)), ((9, 1), (12, 1))]
 )
-def test_positions_keep_the_proportions(grid, expected):
+def test_rescaled_positions_keep_the_aspect_ratio(grid, expected):
     assert lay_over(4, grid) == expected
 
 
-def test_the_average_is_sampled(trained):
-    state = read_checkpoint(trained / "checkpoint.pt")
+def test_samples_use_averaged_weights(run_folder):
+    state = read_checkpoint(run_folder / "checkpoint.pt")
     assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
     assert torch.equal(load_model(state).head.weight, state["average"]["head.weight"])
-    del state["average"]  # of a training without one
+    del state["average"]  # as in a training without averaging
     assert torch.equal(load_model(state).head.weight, state["model"]["head.weight"])
 
 
-def test_unknown_words_are_named(trained, tmp_path):
-    assert (trained / "words.txt").read_text().split() == [
+def test_unknown_words_are_named(run_folder, tmp_path):
+    assert (run_folder / "words.txt").read_text().split() == [
         "0",
         "1",
         "2",
@@ -121,7 +133,7 @@ def test_unknown_words_are_named(trained, tmp_path):
         "tile",
         "white",
     ]
-    command = [trained, "--steps", 1, "--images", 1, "--out", tmp_path / "sheet.png"]
+    command = [run_folder, "--steps", 1, "--images", 1, "--out", tmp_path / "sheet.png"]
     said = invoke(*command, "--prompt", "Red zebra", "--prompt", "blue sky").output
     assert "No caption of the training had 'sky', 'zebra': the model reads such words letter by letter" in said
     assert "No caption" not in invoke(*command, "--prompt", "Red tile").output
@@ -142,14 +154,14 @@ REFUSED = {
     "nothing": (["--size", "0x8"], "--size: expected multiples of 2"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as the captions of the training, got 24"),
     "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
-    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; known are: rescaled; extrapolated"),
+    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(trained, tmp_path, name):
+def test_refusals(run_folder, tmp_path, name):
     args, message = REFUSED[name]
-    folder = trained
+    folder = run_folder
     if name == "no checkpoint":
         folder = tmp_path
     if name == "another task":
@@ -167,13 +179,13 @@ def test_options_of_images_are_refused_for_text(tmp_path):
     assert "--size, --scale: not for a run of `train lm`" in result.output
 
 
-def test_places_that_cannot_be_written(trained, tmp_path):
+def test_outputs_that_cannot_be_written(run_folder, tmp_path):
     (tmp_path / "file").write_text("")
     for out, message in (
         (tmp_path / "file" / "sheet.png", "can't be written"),
         (tmp_path, "expected a file, as sheet.png"),
     ):
-        result = invoke(trained, "--steps", 1, "--images", 1, "--out", out)
+        result = invoke(run_folder, "--steps", 1, "--images", 1, "--out", out)
         assert result.exit_code == 2, result.output
         assert message in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,4 +1,4 @@
-"""Training on videos, on footage made here."""
+"""Training on synthetic videos."""
 
 import json
 import os
@@ -24,7 +24,7 @@ needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
 
 
 def brightening(num: int, height: int = 32, width: int = 32) -> np.ndarray:
-    """Grey that grows brighter, and starts anew at the top: (F, H, W, 3)."""
+    """Return grey frames (F, H, W, 3) that become brighter and restart at the maximum."""
     frames = (np.arange(num) * 24 % 240).astype(np.uint8)
     return np.tile(frames[:, None, None, None], (1, height, width, 3))
 
@@ -64,7 +64,7 @@ SMALL = {
 
 
 def flags(options: dict) -> list[str]:
-    """As they are on a command line."""
+    """Convert options to command-line arguments."""
     given = []
     for name, value in options.items():
         option = name.replace("_", "-")
@@ -81,8 +81,8 @@ def flags(options: dict) -> list[str]:
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoded_frames_are_the_ones_written(tmp_path, name):
     frames = brightening(5, 32, 48)
-    frames[:, :, :8], frames[:, :, 40:] = 255, 0  # wide: the middle is cut out
-    frames[:, 16:, :, 2] = 90  # upright, and in RGB
+    frames[:, :, :8], frames[:, :, 40:] = 255, 0  # wider than high: the centre is cropped
+    frames[:, 16:, :, 2] = 90  # not flipped, and in RGB order
     path = write_video(tmp_path / "wide.mp4", frames, name)
     found = decode(path, 32, name)
     assert found.shape == (5, 3, 32, 32)
@@ -92,7 +92,7 @@ def test_decoded_frames_are_the_ones_written(tmp_path, name):
     assert decode(path, 8, name).shape == (5, 3, 8, 8)
 
 
-def test_missing_and_unreadable_videos_are_named(tmp_path):
+def test_missing_and_unreadable_videos(tmp_path):
     with pytest.raises(VideoError, match="there is no such"):
         find_videos([tmp_path / "nothing"])
     with pytest.raises(VideoError, match="found none"):
@@ -108,7 +108,7 @@ def test_missing_and_unreadable_videos_are_named(tmp_path):
 
 
 def write_format(path: Path, num: int) -> Path:
-    """Grey frames with noise, so that they have bytes to lose; the head of an .mp4 in front."""
+    """Write noisy grey frames, so that truncation removes data; an .mp4 has its header first."""
     import av
 
     options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
@@ -125,7 +125,7 @@ def write_format(path: Path, num: int) -> Path:
 @pytest.mark.skipif("pyav" not in DECODERS, reason="needs PyAV")
 @pytest.mark.parametrize("suffix", [".mp4", ".avi", ".mkv"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_half_a_video_is_refused(tmp_path, suffix, name):
+def test_truncated_video_is_refused(tmp_path, suffix, name):
     path = write_format(tmp_path / f"whole{suffix}", 40)
     assert len(decode(path, 8, name)) == 40
     half = tmp_path / f"half{suffix}"
@@ -136,8 +136,8 @@ def test_half_a_video_is_refused(tmp_path, suffix, name):
 
 @needs_decoder
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_list_of_files_is_no_video(footage, tmp_path, name):
-    """ffconcat names files of any place, whose frames would be read."""
+def test_list_of_files_is_refused(footage, tmp_path, name):
+    """An ffconcat file could refer to frames of any file."""
     wrong = tmp_path / "list.mp4"
     wrong.write_text(f"ffconcat version 1.0\nfile {footage.name}\n")
     (tmp_path / footage.name).write_bytes(footage.read_bytes())
@@ -146,14 +146,14 @@ def test_a_list_of_files_is_no_video(footage, tmp_path, name):
 
 
 def test_footage_given_twice_is_refused(tmp_path):
-    """Its frames would be in both parts."""
+    """Its frames would be in the training and the test part."""
     (tmp_path / "a.mp4").touch()
     for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
         with pytest.raises(VideoError, match=r"each video once, got a\.mp4 again"):
             find_videos([tmp_path, again])
 
 
-def test_the_footage_decides_what_a_run_is():
+def test_footage_identifies_a_run():
     frames = torch.zeros(8, 3, 2, 2, dtype=torch.uint8)
     one = video_data.Footage(frames, ())
     assert one.digest == video_data.Footage(frames.clone(), ()).digest
@@ -162,7 +162,7 @@ def test_the_footage_decides_what_a_run_is():
     assert one.digest != video_data.Footage(frames, ()).digest
 
 
-def test_without_a_decoder_the_remedy_is_said(monkeypatch):
+def test_missing_decoder_gives_the_install_command(monkeypatch):
     monkeypatch.setattr(video_data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(VideoError, match="pip install av"):
         decode(Path("any.mp4"), 8)
@@ -182,7 +182,7 @@ def test_held_out_segments_share_no_frame_with_training(fold):
         video = np.searchsorted(np.cumsum(lengths), a, side="right")
         near = {b for b in range(a - gap, a + gap + 1) if np.searchsorted(np.cumsum(lengths), b, side="right") == video}
         assert not near & owners[False]
-    edges = set(np.cumsum(lengths).tolist())  # no clip spans two videos
+    edges = set(np.cumsum(lengths).tolist())  # clips must not span two videos
     for held_out in (False, True):
         starts = footage.starts(span, held_out=held_out)
         assert not any(s < edge < s + span for s in starts for edge in edges)
@@ -190,7 +190,7 @@ def test_held_out_segments_share_no_frame_with_training(fold):
         footage.starts(900, held_out=False)
 
 
-def test_tasks_show_each_clip_in_the_order_of_its_label():
+def test_clip_order_matches_its_label():
     x = torch.arange(8.0)[None, None, :, None, None].expand(2, 3, 8, 1, 1)
     shown = ordered(x, torch.tensor([0, 1]), TASKS["arrow"])[:, 0, :, 0, 0]
     assert shown.tolist() == [list(range(8)), list(range(7, -1, -1))]
@@ -223,7 +223,7 @@ def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
 
 
 @needs_decoder
-def test_the_loss_falls_and_the_arrow_of_time_is_seen(footage, tmp_path):
+def test_training_learns_the_direction_of_time(footage, tmp_path):
     config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
     result = train_video.run(config)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
@@ -233,14 +233,14 @@ def test_the_loss_falls_and_the_arrow_of_time_is_seen(footage, tmp_path):
     assert json.loads((config.out / "result.json").read_text()) == result
     assert (config.out / "history.csv").read_text().splitlines()[0] == "step,loss,lr"
     assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
-    # finished: nothing is trained again
+    # a finished run is not trained again
     assert train_video.run(config)["accuracy"] == result["accuracy"]
 
 
 @needs_decoder
 @pytest.mark.parametrize("task", ["arrow", "order"])
 @pytest.mark.parametrize("encoding", ["none", "space-only"])
-def test_without_time_a_model_is_exactly_at_chance(footage, tmp_path, encoding, task):
+def test_model_without_temporal_positions_is_at_chance(footage, tmp_path, encoding, task):
     few = {**SMALL, "steps": 3, "test_samples": 48}
     config = VideoTraining(data=[footage], out=tmp_path / "run", encoding=encoding, task=task, **few)
     result = train_video.run(config)
@@ -265,33 +265,33 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 
 
 @needs_decoder
-def test_the_command_line_says_what_is_wrong(footage, tmp_path):
-    def said(*args: str) -> str:
+def test_invalid_options(footage, tmp_path):
+    def output_of(*args: str) -> str:
         result = CliRunner().invoke(app, ["video", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert result.exit_code == 2, result.output
         return result.output
 
     run = ["--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
-    assert "unknown 'rope'" in said(*run, "--encoding", "rope")
-    assert "multiple of 4" in said(*run, "--size", "10")
-    assert "expected a multiple of 3" in said(*run, "--accumulate", "3")
-    assert "no such file" in said(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "as long as a clip" in said(*run, "--frames", "64")
-    assert "start it with torchrun" in said(*run, "--sharding", "fsdp")
-    assert not (tmp_path / "run").exists()  # nothing half-written
+    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
+    assert "multiple of 4" in output_of(*run, "--size", "10")
+    assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
+    assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
+    assert "as long as a clip" in output_of(*run, "--frames", "64")
+    assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
+    assert not (tmp_path / "run").exists()  # nothing was written
     done = CliRunner().invoke(app, ["video", *run])
     assert done.exit_code == 0, done.output
-    assert "encoding: rotate there, cosine now" in said(*run, "--encoding", "cosine")
-    assert "steps: 2 there, 3 now" in said(*run, "--steps", "3")
+    assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
+    assert "steps: 2 there, 3 now" in output_of(*run, "--steps", "3")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    assert "has no checkpoint.pt" in said(*run, "--out", str(tmp_path / "other"))
+    assert "has no checkpoint.pt" in output_of(*run, "--out", str(tmp_path / "other"))
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"PK torn")
-    assert "can't be read" in said(*run)
+    assert "can't be read" in output_of(*run)
 
 
 @pytest.mark.parametrize("task", ["arrow", "order"])
-def test_a_clip_comes_under_two_labels(task):
+def test_clip_appears_with_both_labels(task):
     numbers = torch.arange(40, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 4).contiguous()
     footage = video_data.Footage(numbers, (video_data.Segment(0, 40, False),))
     config = VideoTraining(data=[], out=Path("unused"), task=task, **SMALL)
@@ -307,7 +307,7 @@ def test_a_clip_comes_under_two_labels(task):
     assert found.tolist() == expected
 
 
-def test_motion_tells_what_changes_and_nothing_about_the_order():
+def test_motion_shows_changes_but_not_their_order():
     still = torch.rand(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     x = still + 0.1 * torch.randn(2, 3, 6, 4, 4, generator=torch.Generator().manual_seed(1))
     found, permutation = train_video.motion(x), torch.tensor([3, 0, 5, 1, 4, 2])
@@ -317,7 +317,7 @@ def test_motion_tells_what_changes_and_nothing_about_the_order():
     assert train_video.motion(still.expand(-1, -1, 6, -1, -1)).abs().max() < 1e-4
 
 
-def test_clips_are_given_as_motion():
+def test_clips_as_motion():
     frames = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     footage = video_data.Footage(frames, (video_data.Segment(0, 40, False),))
     plain, moving = (VideoTraining(data=[], out=Path("unused"), **{**SMALL, "motion": m}) for m in (False, True))
@@ -350,7 +350,7 @@ def test_bf16_on_a_gpu(footage, tmp_path, compile):
     assert losses[-1] < 0.7 * losses[0]
 
 
-# --- what is kept across runs, and validation ------------------------------------------------------------------------
+# --- the cache, and validation ---------------------------------------------------------------------------------------
 
 
 def train_once(footage, out, **options):
@@ -361,13 +361,13 @@ def train_once(footage, out, **options):
 
 @needs_decoder
 def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
-    """By the content of the file, the size and the decoder; damaged and half-written files are made anew."""
+    """The cache key is the file's content, the size and the decoder; damaged or incomplete entries are recomputed."""
     decoded, real = [], video_data.decode
     monkeypatch.setattr(video_data, "decode", lambda *args: decoded.append(args) or real(*args))
     cache = tmp_path / "cache"
 
     def frames(path=footage, size=8):
-        video_data._decode_all.cache_clear()  # as in another process
+        video_data._decode_all.cache_clear()  # simulates another process
         cut = {"segment": 40, "parts": 4, "fold": 0, "gap": 8, "device": torch.device("cpu")}
         return video_data.load_footage([path], size, cache=cache, **cut).frames
 
@@ -390,7 +390,7 @@ def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
         assert len(decoded) == number
         assert torch.equal(safetensors.torch.load_file(kept)["value"], first)
     (other,) = set(cache.iterdir()) - {kept}
-    kept.write_bytes(other.read_bytes())  # whole, but of another key
+    kept.write_bytes(other.read_bytes())  # valid, but with another key
     assert torch.equal(frames(), first)
     assert len(decoded) == 7
 
@@ -403,7 +403,7 @@ def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
 
 
 @needs_decoder
-def test_damaged_footage_is_not_kept(footage, tmp_path, monkeypatch):
+def test_damaged_footage_is_not_cached(footage, tmp_path, monkeypatch):
     def fail(*args):
         raise VideoError("damaged")
 
@@ -414,15 +414,15 @@ def test_damaged_footage_is_not_kept(footage, tmp_path, monkeypatch):
 
 
 @needs_decoder
-def test_a_cache_that_can_not_be_written_is_said(footage, tmp_path, capsys):
+def test_read_only_cache_is_reported(footage, tmp_path, capsys):
     (tmp_path / "file").write_text("no folder")
     video_data._decode_all.cache_clear()
     train_once(footage, tmp_path / "run", cache=str(tmp_path / "file"))
-    assert "Nothing is kept for other runs" in capsys.readouterr().err
+    assert "Nothing is cached for later runs" in capsys.readouterr().err
 
 
 @needs_decoder
-def test_where_frames_are_kept(footage, tmp_path, monkeypatch):
+def test_location_of_the_cache(footage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for cache, folder in (("none", None), ("auto", "home/lrpe-md/footage"), (str(tmp_path / "mine"), "mine")):
         video_data._decode_all.cache_clear()
@@ -431,7 +431,7 @@ def test_where_frames_are_kept(footage, tmp_path, monkeypatch):
         assert folder is None or len(list((tmp_path / folder).iterdir())) == 1
 
 
-def test_what_killed_processes_left_in_the_cache_goes(tmp_path):
+def test_incomplete_files_in_the_cache_are_deleted(tmp_path):
     from lrpe_md.scripts.common.cache import kept
 
     old, new = tmp_path / "a.1.part", tmp_path / "b.2.part"
@@ -446,7 +446,7 @@ def test_what_killed_processes_left_in_the_cache_goes(tmp_path):
 
 
 @needs_decoder
-def test_validation_on_the_way(footage, tmp_path):
+def test_validation_during_training(footage, tmp_path):
     plain = train_once(footage, tmp_path / "plain")
     checked = train_once(footage, tmp_path / "checked", validate_every=3)
     assert checked["accuracy"] == plain["accuracy"]

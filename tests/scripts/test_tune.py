@@ -1,4 +1,4 @@
-"""The tuner: what it tries, what it finds in made-up times, the table that it prints, when --check fails."""
+"""The tuner: candidates, results for synthetic times, the printed table, and --check."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_every_tile_of_the_table_has_a_place():
 def test_candidates(place):
     found = place.shapes()
     assert 12 <= len(found) == len(set(found))
-    assert place.tile in found, "the table's tile is one of those that are searched"
+    assert place.tile in found, "the candidates lack the table's tile"
     fixed = {(tile.max_registers, tile.stages, tile.rows_first) for tile in found}
     assert fixed == {place.tile[3:]}
     others = place.refinements(place.tile)
@@ -44,8 +44,8 @@ def test_candidates(place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_problem_reads_the_tile_that_it_is_for(place):
-    """And no other of the row; in the interpreter, on a few tokens."""
+def test_problem_uses_its_tile(place):
+    """A problem uses no other tile of the row; runs in the interpreter on few tokens."""
     before = dict(TILES)
     cases = place.cases(small=True)
     assert cases.keys() == place.cases().keys()
@@ -56,13 +56,13 @@ def test_a_problem_reads_the_tile_that_it_is_for(place):
         place.passes(inputs)[0]()
     for width in range(3):
         if width != place.width:
-            place.passes(inputs)[0]()  # what is remembered of it is forgotten
+            place.passes(inputs)[0]()  # a cached launch is dropped
             with Place(place.key, width).in_table(place.tile), pytest.raises(TypeError):
                 place.passes(inputs)[0]()
     assert before == TILES
 
 
-def test_nothing_of_another_tile_is_remembered(monkeypatch):
+def test_cache_is_cleared_between_tiles(monkeypatch):
     inputs = [large_inputs(next(iter(FORWARD.cases(small=True).values())), torch.device("cpu"))]
     with FORWARD.in_table(FORWARD.tile):
         FORWARD.passes(inputs)[0]()
@@ -75,7 +75,7 @@ def test_nothing_of_another_tile_is_remembered(monkeypatch):
 def test_candidates_of_linear_attention(place):
     found = place.shapes()
     assert len(found) == len(set(found)) == 24
-    assert place.tile in found, "the table's tile is one of those that are searched"
+    assert place.tile in found, "the candidates lack the table's tile"
     others = place.refinements(place.tile)
     assert {tile[:3] for tile in others} == {place.tile[:3]}
     assert place.tile not in others
@@ -90,8 +90,8 @@ def test_every_tile_of_linear_attention_has_a_place():
 
 
 @pytest.mark.parametrize("place", LINEAR, ids=str)
-def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
-    """For that pass and size of state; in the interpreter, whose own tile is another."""
+def test_linear_problem_uses_its_tile(place, monkeypatch):
+    """Check the requested pass and state size, since the interpreter itself uses another tile."""
     asked = set()
 
     def choose(stage, state, itemsize, interpreting, aligned):
@@ -99,7 +99,7 @@ def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
         return linear_plan.LinearTile(64, 4, 1)
 
     monkeypatch.setattr(linear_launch, "choose_tile", choose)
-    monkeypatch.setattr(linear_launch, "start", lambda *args: None)  # what is asked for shows without running it
+    monkeypatch.setattr(linear_launch, "start", lambda *args: None)  # the requests are recorded without a launch
     for full, small in zip(place.cases().values(), place.cases(small=True).values(), strict=True):
         assert (full.map, full.head_dim) == (small.map, small.head_dim)
     case = next(iter(place.cases(small=True).values()))
@@ -112,14 +112,14 @@ def test_a_problem_of_linear_attention_asks_for_its_tile(place, monkeypatch):
     assert linear_plan.TILES[place.stage] == before
 
 
-def test_no_smaller_tile_is_timed_in_place_of_one_that_does_not_fit():
+def test_oversized_tile_is_not_replaced_by_a_smaller_one():
     place = LINEAR[0]
     with place.in_table(place.tile), pytest.raises(linear_tune.TooLarge, match="shared memory"):
         linear_launch.shrink(place.tile)
     assert len(linear_launch.shrink(place.tile)) == 2
 
 
-def test_the_printed_table_of_linear_attention_is_the_table():
+def test_printed_table_of_linear_attention_equals_the_table():
     best = LINEAR[5].tile._replace(stages=1)
     found = tune.Found(LINEAR[5], best, 1.0, 1.1)
     (text,) = tune.write_tables([found])
@@ -133,7 +133,7 @@ def test_the_printed_table_of_linear_attention_is_the_table():
 
 
 def made_up(place, fast, slow=1.0, calls=None):
-    """Times that are shortest for ``fast``; a tile is slower the more it differs from it."""
+    """Return a measure that is fastest for ``fast``, and slower the more a tile differs from it."""
 
     def measure(tile, problem):
         if calls is not None:
@@ -144,7 +144,7 @@ def made_up(place, fast, slow=1.0, calls=None):
     return measure
 
 
-def test_the_best_of_made_up_times():
+def test_best_tile_is_found():
     fast = DOMEGA.tile._replace(rows=2, elements=256, num_warps=2, max_registers=255, stages=2)
     assert fast != DOMEGA.tile
     told, calls = [], []
@@ -155,10 +155,10 @@ def test_the_best_of_made_up_times():
     tried = {tile for tile, _ in calls}
     assert {tile for tiles in told for tile in tiles} == tried
     assert all(calls.count((tile, problem)) >= 1 for tile in tried for problem in DOMEGA.cases())
-    assert calls.count((fast, next(iter(DOMEGA.cases())))) == 3  # once, and in two rounds
+    assert calls.count((fast, next(iter(DOMEGA.cases())))) == 3  # first pass plus two rounds
 
 
-def test_the_table_is_found_where_it_is_best():
+def test_table_tile_is_kept_if_it_is_best():
     found = search(FORWARD, made_up(FORWARD, FORWARD.tile), rounds=1)
     assert (found.best, found.ratio) == (FORWARD.tile, 1)
 
@@ -175,7 +175,7 @@ def test_the_worst_problem_decides():
     assert tune.scores(times) == {two: pytest.approx(1.2), one: pytest.approx(3 / 2.2)}
 
 
-def test_a_tile_that_cannot_run_loses():
+def test_failing_tile_is_never_best():
     def measure(tile, problem):
         return math.inf if tile == FORWARD.tile and "head" in problem else 1.0 + tile.rows
 
@@ -185,7 +185,7 @@ def test_a_tile_that_cannot_run_loses():
 
 
 def test_a_measurement(monkeypatch, tmp_path):
-    """The passes of a problem, on inputs that are made once; each time is a line at once."""
+    """Measure the passes of a problem on inputs that are created once; each time is saved at once."""
     ran = []
 
     def clock(fns, rep):
@@ -209,8 +209,8 @@ def test_a_measurement(monkeypatch, tmp_path):
     assert (rows["min"] == 1).all()
 
 
-def test_luck_is_measured_again():
-    """A tile that was fast twice of four times is not the best."""
+def test_leaders_are_timed_again():
+    """A tile that was fast in two of four measurements is not the best."""
     seen = []
 
     def measure(tile, problem):
@@ -222,7 +222,7 @@ def test_luck_is_measured_again():
     assert found.best.rows != 1
 
 
-def test_the_printed_table_is_the_table():
+def test_printed_table_equals_the_table():
     text = tune.write_table(TILES)
     assert all(len(line) <= 120 for line in text.splitlines())
     scope = {"Tile": Tile, "Pass": Pass}
@@ -235,7 +235,7 @@ def test_the_printed_table_is_the_table():
 
 @pytest.fixture
 def invoke(monkeypatch, tmp_path):
-    """The command with made-up times, as if on a GPU."""
+    """Run the command with synthetic times, as if on a GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -260,7 +260,7 @@ def slow_in_one_place(session, place, tile, problem):
     return [1.1 if place == DOMEGA and tile == place.tile else 1.0]
 
 
-def test_check_passes_where_the_table_is_best(invoke):
+def test_check_passes_if_the_table_is_best(invoke):
     result, out = invoke(times_of_table, "--check")
     assert result.exit_code == 0, result.output
     assert f"0 of {len(ALL)} tiles" in result.output
@@ -282,7 +282,7 @@ def test_check_fails_at_a_slow_tile(invoke):
     assert "1.100" in marked[0]
 
 
-def test_check_fails_where_time_ran_out(invoke):
+def test_check_fails_if_time_runs_out(invoke):
     result, _ = invoke(times_of_table, "--check", "--limit", "1e-9")
     assert result.exit_code == 1
     assert f"{len(ALL)} were not timed" in result.output
@@ -301,7 +301,7 @@ def test_the_best_tiles_are_printed_and_the_rest_kept(invoke):
     assert set(pd.read_csv(out).channels) == {tune.WIDTHS[DOMEGA.width]}
 
 
-def test_what_cannot_run_is_a_line_with_the_reason(invoke):
+def test_failed_tiles_are_saved_with_the_reason(invoke):
     def times(session, place, tile, problem):
         if tile.num_warps == 4:
             raise RuntimeError("out of resource: registers")
@@ -317,7 +317,8 @@ def test_what_cannot_run_is_a_line_with_the_reason(invoke):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [(["--only", "8 cosine"], "2 cosine forward"), ([], "finds no GPU"), (["--rep", "0"], "--rep")]
+    ("args", "message"),
+    [(["--only", "8 cosine"], "2 cosine forward"), ([], "needs the target GPU"), (["--rep", "0"], "--rep")],
 )
 def test_errors(args, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

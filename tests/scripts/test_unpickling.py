@@ -1,4 +1,4 @@
-"""What .github/SECURITY.md says of files: nothing that is read runs code."""
+"""Reading files never runs code, as .github/SECURITY.md says."""
 
 import ast
 import io
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Runs:
-    """Unpickled, it calls a function."""
+    """An object whose unpickling calls a function."""
 
     def __init__(self, path):
         self.path = path
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(name, zipped, tmp_path):
         weights._read(file, num_heads=2)
     assert not ran.exists()
     torch.load(io.BytesIO(file.read_bytes()), weights_only=False)
-    assert ran.exists()  # else this tests nothing
+    assert ran.exists()  # shows that the file would run code if it were unpickled
 
 
 def test_samples_that_would_run_code_are_refused(tmp_path):
@@ -51,7 +51,7 @@ def test_samples_that_would_run_code_are_refused(tmp_path):
 
 
 def calls(source: str) -> set[str]:
-    """Of what can run a file's or a string's content, with the arguments that decide it."""
+    """Return the calls in the source that can execute a file or string, with the arguments that decide it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -68,7 +68,7 @@ def calls(source: str) -> set[str]:
     return found
 
 
-def test_no_other_code_reads_what_could_run():
+def test_no_other_code_can_execute_files():
     folders = ROOT / "lrpe_md", ROOT / "models", ROOT / "scripts"
     found = {
         (path.relative_to(ROOT).as_posix(), call)
@@ -77,8 +77,8 @@ def test_no_other_code_reads_what_could_run():
         for call in calls(path.read_text(encoding="utf-8"))
     }
     assert found == {
-        ("lrpe_md/engine/kernels/fixed.py", "exec"),  # a kernel's own name and arguments
-        ("scripts/adapters/sweep.py", "pickle.dumps"), ("scripts/adapters/sweep.py", "pickle.loads"),  # its own models
+        ("lrpe_md/engine/kernels/fixed.py", "exec"),  # a kernel's name and arguments
+        ("scripts/adapters/sweep.py", "pickle.dumps"), ("scripts/adapters/sweep.py", "pickle.loads"),  # its models
         ("scripts/adapters/sweep.py", "torch.load without weights_only=True"),
         ("scripts/ablate/app.py", "joblib.cpu_count"), ("scripts/ablate/app.py", "joblib.Parallel"),
         ("scripts/ablate/app.py", "joblib.delayed"), ("scripts/ablate/app.py", "joblib.delayed(train)"),

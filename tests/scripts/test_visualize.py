@@ -1,4 +1,4 @@
-"""scripts/visualize.py: the numbers behind the panels, against loops in plain Python, and that each figure is built."""
+"""scripts.visualize: the numbers in the panels against plain Python loops, and every figure."""
 
 import math
 import re
@@ -30,11 +30,11 @@ def closed():
 def tiny(name: str, shape: tuple[int, ...] | None = None, **options: Any) -> visualize.View:
     subject = data.published(name, num_heads=8 if name == "mhrope" else 2)
     shape = TINY[len(data.default_shape(subject.preset))] if shape is None else shape
-    return visualize.look(subject, shape="x".join(map(str, shape)), **options)
+    return visualize.build_view(subject, shape="x".join(map(str, shape)), **options)
 
 
 def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Row-major."""
+    """List the cells of a grid in row-major order."""
     out: list[tuple[int, ...]] = [()]
     for n in shape:
         out = [(*index, i) for index in out for i in range(n)]
@@ -48,7 +48,7 @@ def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_each_preset_has_a_figure_with_named_axes(name: str):
     view = tiny(name)
     figure = visualize.draw(view)
-    figure.set_layout_engine("none")  # takes longer than the rest; of those that are saved it is there
+    figure.set_layout_engine("none")  # layout is slow, and only saved figures need it
     figure.draw_without_rendering()
     parts = [figure, *figure.subfigs, *(part for sub in figure.subfigs for part in sub.subfigs)]
     titled = {axis.get_title(): axis for part in parts for axis in part.axes if axis.axison and axis.get_title()}
@@ -84,7 +84,7 @@ def test_unrotated_and_aliased_channels_are_marked():
 
     subject = replace(subject, frequencies={data.NO_ORDER: Dense(2, omega, 1.0)})
     subject = replace(subject, preset=replace(subject.preset, omega=subject.omega("rotate", data.NO_ORDER)))
-    view = visualize.look(subject, shape="5x7")
+    view = visualize.build_view(subject, shape="5x7")
     assert view.channels == [0, 1, 5, 3]
     figure = visualize.draw(view)
     axes = {a.get_title(): a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes}
@@ -93,7 +93,7 @@ def test_unrotated_and_aliased_channels_are_marked():
     assert {"H, and its size 5", "W, and its size 7", "not rotated", "aliased, λ < 2"} == set(marks)
     crosses = next(line for line in waves.lines if line.get_marker() == "x")
     assert list(crosses.get_xdata()) == [2, 4]
-    assert not crosses.get_clip_on()  # they are above the axis
+    assert not crosses.get_clip_on()  # markers above the axis must not be clipped
     assert "pair 0, H: λ = 1.57 tokens (aliased)" in axes
     assert "pair 1, W: λ = 12.6 tokens" in axes
 
@@ -112,8 +112,8 @@ def test_ticks_are_whole_and_on_the_grid():
 @pytest.mark.parametrize(
     ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or preset(n).scheme.tokens]
 )
-def test_similarity_is_that_of_encoded_ones(name: str, text: int):
-    """q = k of equal content in each pair, encoded as the library does it."""
+def test_similarity_matches_encoded_tokens(name: str, text: int):
+    """Encode equal content in all pairs with the library, and compare q·k."""
     view = tiny(name, text=text)
     made, layout = view.subject.preset, view.layout
     positions = made.positions(*([text] if text else []), layout.shape)
@@ -127,7 +127,7 @@ def test_similarity_is_that_of_encoded_ones(name: str, text: int):
     for head in range(made.omega.shape[0]):
         here = replace(view, head=head)
         score = here.scores()[0][1]
-        # Tokens in blocks of 2×2 come in another order: compare as sets of what one token sees.
+        # Tokens in blocks of 2×2 have another order, so compare sorted values.
         all_scores = torch.stack([
             data.similarity(data.angles(layout, here.omega(view.own)), i) for i in range(text, positions.num_tokens)
         ])  # fmt: skip
@@ -154,11 +154,12 @@ def test_angles_and_similarity_by_hand():
     score = [sum(math.cos(a - b) for a, b in zip(row, at, strict=True)) / 32 for row in ([0.0] * 32,) * 2 + (*found,)]
     names, values = view.scores()[0]
     assert values.tolist() == pytest.approx(score, abs=1e-12)
-    assert names == [("rotate", "major_first"), ("rotate", "minor_first")]  # equal series on both axes
+    # both orders, since the axes have equal series
+    assert names == [("rotate", "major_first"), ("rotate", "minor_first")]
 
 
 def test_each_map_and_axis_order_by_hand():
-    """Pixtral: one series, its even members to the first axis, its odd ones to the other."""
+    """Pixtral has one series: even members belong to the first axis, odd ones to the second."""
     view = tiny("pixtral", token="2x1")
     scores = view.scores()
     assert [names for names, _ in scores] == [[(m, o)] for m in ("rotate", "cosine") for o in
@@ -177,7 +178,7 @@ def test_each_map_and_axis_order_by_hand():
 
 @pytest.mark.parametrize("order", ["minor_first", "major_first"])
 @pytest.mark.parametrize("mapping", ["rotate", "cosine"])
-def test_custom_frequencies_are_those_of_the_modules(mapping: str, order: Any):
+def test_custom_frequencies_equal_the_modules(mapping: str, order: Any):
     from lrpe_md import CosineMd, RotateMd
 
     module = {"rotate": RotateMd, "cosine": CosineMd}[mapping]
@@ -194,7 +195,7 @@ def test_custom_frequencies_are_those_of_the_modules(mapping: str, order: Any):
 def test_wavelengths_in_tokens():
     view = tiny("dinov3", (4, 6))
     each, along = data.wavelengths(view.layout, view.omega(view.own))
-    periods = [100 ** (i / 16) for i in range(16)]  # of [-1, 1], which has n cells of 2/n
+    periods = [100 ** (i / 16) for i in range(16)]  # positions are in [-1, 1], with n cells of 2/n
     assert each[:16, 0].tolist() == pytest.approx([p * 4 / 2 for p in periods])
     assert each[16:, 1].tolist() == pytest.approx([p * 6 / 2 for p in periods])
     assert each[:16, 1].isinf().all()
@@ -215,12 +216,12 @@ def test_axes_that_the_grid_does_not_follow_count_positions():
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])
-def test_merged_tokens_are_drawn_where_they_are(shape: tuple[int, ...]):
+def test_merged_tokens_are_drawn_at_their_positions(shape: tuple[int, ...]):
     layout = tiny("qwen2_vl_vision", shape).layout
     assert [tuple(row) for row in layout.coords.tolist()] == [cell[-2:] for cell in cells(shape)]
 
 
-def test_text_comes_first_and_moves_the_image_behind_it():
+def test_text_comes_first_and_moves_the_image():
     layout = tiny("qwen2_vl", (2, 3, 5), text=4).layout
     assert layout.coords[:4].tolist() == [[i] * 3 for i in range(4)]
     assert layout.coords[4:].tolist() == [[4.0 + i for i in cell] for cell in cells((2, 3, 5))]
@@ -228,7 +229,7 @@ def test_text_comes_first_and_moves_the_image_behind_it():
     assert tiny("cogvideox", text=4).layout.rotated.tolist() == [False] * 4 + [True] * 72
 
 
-def test_interpolation_is_handed_on():
+def test_interpolation_is_passed_on():
     view = tiny("rope_vit_axial", (4, 6), reference="8x-")
     assert view.layout.steps.tolist() == [2, 1]
 
@@ -256,7 +257,7 @@ def test_channels_go_from_the_fastest_to_the_slowest():
         assert len(set(channels)) == len(channels) == min(number, 64)
 
 
-def test_frames_have_the_chosen_one():
+def test_frames_include_the_selected_one():
     layout = tiny("wan", (9, 2, 2)).layout
     assert data.choose_frames(layout, (4, 0, 0)) == [0, 4, 8]
     assert data.choose_frames(layout, (1, 0, 0)) == [1, 4, 8]
@@ -277,21 +278,21 @@ def test_frames_side_by_side_with_the_text_above():
         [12, 13, 14, nan, 24, 25, 26],
     ]
     torch.testing.assert_close(picture.image, torch.tensor(wanted, dtype=torch.float32), equal_nan=True)
-    assert (picture.top, picture.left) == (3, [0, 4])
+    assert (picture.top, picture.first_columns) == (3, [0, 4])
 
 
 def test_cuts_go_through_the_token():
     layout = tiny("wan", (3, 4, 5), text=0).layout
     values = torch.tensor([100 * t + 10 * h + w for t, h, w in cells((3, 4, 5))])
     for axis, wanted in enumerate(([13, 113, 213], [103, 113, 123, 133], [110, 111, 112, 113, 114])):
-        distance, line = data.cut(layout, values, (1, 1, 3), axis)
+        distance, line = data.slice_through(layout, values, (1, 1, 3), axis)
         assert line.tolist() == wanted
         assert distance[wanted.index(113)] == 0
     assert values[layout.index((1, 1, 3))] == 113
 
 
-def test_equal_maps_stay_apart():
-    """cosFormer has one frequency, so that rotation with it is the same."""
+def test_equal_maps_are_drawn_separately():
+    """cosFormer has a single frequency, so that rotation gives the same similarity."""
     (own, first), (other, second) = tiny("cosformer").scores()
     assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
     assert torch.equal(first, second)
@@ -304,7 +305,7 @@ def test_wrapped_angles():
     torch.testing.assert_close(torch.polar(torch.ones(6).double(), wrapped), torch.polar(torch.ones(6).double(), theta))
 
 
-def test_base_is_said_only_where_there_is_one():
+def test_base_is_shown_only_if_there_is_one():
     assert data.published("cosformer").base is None
     assert data.published("wan").base == 1e4
     assert data.published("wan", base=50.0).base == 50
@@ -339,9 +340,9 @@ def run(*arguments: str) -> Any:
     (["--frequencies", "axial", "--shape", "3x4", "--axis-order", "major_first", "--base", "30", "--head-dim", "12",
       "--reference", "8", "--channel", "5", "--text", "2"], ["axial-rotate.png"]),
 ])  # fmt: skip
-def test_a_picture_a_preset(arguments: list[str], names: list[str] | None, tmp_path: Path):
+def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, tmp_path: Path):
     result = run(*arguments, "--out", str(tmp_path / "out"), "--dpi", "20")
-    if names is None:  # a sequence is no image
+    if names is None:  # presets of sequences have no grid shape
         assert result.exit_code == 2
         assert not (tmp_path / "out").exists()
         return
@@ -373,20 +374,20 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "--preset, --frequencies: expected one of the two"),
-    (["-p", "wan", "--frequencies", "axial"], "--preset, --frequencies: expected one of the two"),
-    (["-p", "wann"], "--preset: unknown 'wann'; known are: eva02"),
-    (["-p", "wan", "--map", "cosine"], "--map: a preset has its own"),
-    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: a preset has its own"),
+    ([], "expected either --preset or --frequencies"),
+    (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
+    (["-p", "wann"], "--preset: unknown 'wann'; choose from: eva02"),
+    (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset"),
+    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
     (["--frequencies", "axial", "--map", "turn"], "--map: unknown 'turn'"),
     (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
     (["--frequencies", "axial", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 can't have 66"),
-    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; known are: png; pdf; svg"),
-    (["-p", "wan", "--shape", "4xa"], "--shape: expected whole numbers of at least 1"),
-    (["-p", "wan", "--shape", "4x0x2"], "--shape: expected whole numbers of at least 1"),
+    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
+    (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
+    (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
     (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 has 2 axes"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
@@ -397,9 +398,9 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
-    (["-p", "eva02", "--shape", "1x1"], "--shape: nothing of eva02 turns on a grid of 1x1"),
+    (["-p", "eva02", "--shape", "1x1"], "--shape: expected a grid on which eva02 rotates some channel, got 1x1"),
 ])  # fmt: skip
-def test_wrong_arguments_are_named(arguments: list[str], message: str, tmp_path: Path):
+def test_invalid_arguments(arguments: list[str], message: str, tmp_path: Path):
     result = run(*arguments, "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert message in re.sub(r"[\s│]+", " ", result.output)

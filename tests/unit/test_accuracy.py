@@ -1,4 +1,4 @@
-"""How exact the reference's angles are, for positions of every dtype."""
+"""Accuracy of the reference's angles, for positions of every dtype."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from lrpe_md.reference import Spec, encode, encode_backward
 from lrpe_md.testing import rounded_angles
 
 
-def _turned(positions, omega, num_tokens, **options):
-    """cos Θ and sin Θ as the rotation of (1, 0): (N, C) each."""
+def _cos_sin(positions, omega, num_tokens, **options):
+    """Return cos Θ and sin Θ, (N, C) each, by rotating (1, 0)."""
     x = torch.tensor([1.0, 0.0]).repeat_interleave(omega.shape[1]).expand(1, 1, num_tokens, -1)
     return rotate(x, omega=omega, positions=positions, impl="reference", **options)[0, 0].chunk(2, dim=-1)
 
@@ -21,12 +21,12 @@ def test_integer_coordinates_are_exact(dtype):
     top = min(torch.iinfo(dtype).max, 2**24 + 1)
     coords = torch.tensor([[top], [top - 1]]).to(dtype)
     omega = torch.tensor([[[1.0], [0.3]]])
-    cos, sin = _turned(coords, omega, 2)
+    cos, sin = _cos_sin(coords, omega, 2)
     expected = torch.tensor([[top], [top - 1]]).double() @ omega[0].double().mT
     torch.testing.assert_close(cos.double(), expected.cos(), rtol=0, atol=1e-6)
     torch.testing.assert_close(sin.double(), expected.sin(), rtol=0, atol=1e-6)
     mask = torch.tensor([True, False])
-    cos, _ = _turned(Coordinates(coords, prefix=1, suffix=1, rotated=mask), omega, 4)
+    cos, _ = _cos_sin(Coordinates(coords, prefix=1, suffix=1, rotated=mask), omega, 4)
     torch.testing.assert_close(
         cos.double(), torch.stack([torch.ones(2), expected[0].cos(), *torch.ones(2, 2)]).double()
     )
@@ -35,7 +35,7 @@ def test_integer_coordinates_are_exact(dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64]
 )
-def test_positions_of_too_few_bits(dtype):
+def test_low_precision_coordinates_are_refused(dtype):
     coords = torch.zeros(3, 2).to(dtype)
     message = f"coords: expected .*, got {dtype}"
     with pytest.raises(TypeError, match=message):
@@ -50,7 +50,7 @@ PLAIN = {"one axis": ((2**20,), 0), "two axes": ((1024, 1025), 3), "three": ((64
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("phase", [None, 2.5])
 def test_far_tokens_of_a_plain_grid(name, phase):
-    """Angles are right to 1e-6 at 2^20, and the same as those of a table."""
+    """Angles at 2^20 are exact to 1e-6 and equal those of a table."""
     shape, prefix = PLAIN[name]
     grid = Grid(shape, prefix=prefix)
     end = replace(grid, start=grid.total - 16)
@@ -58,14 +58,14 @@ def test_far_tokens_of_a_plain_grid(name, phase):
     phi = None if phase is None else torch.full((1, 4), phase)
     theta = (end.coordinates() @ omega[0].double().mT) + (phase or 0.0)
     for positions in (end, end.coordinates().float(), end.coordinates(), replace(end, scale=1.0)):
-        cos, sin = _turned(positions, omega, 16, phase=phi)
+        cos, sin = _cos_sin(positions, omega, 16, phase=phi)
         torch.testing.assert_close(cos.double(), theta.cos(), rtol=0, atol=1e-6)
         torch.testing.assert_close(sin.double(), theta.sin(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-def test_a_whole_pass_is_decoding(learnable):
-    """The last tokens of 8,192 at their offset, values and gradients."""
+def test_decoding_equals_the_whole_pass(learnable):
+    """The last of 8,192 tokens, encoded at an offset, have the same values and gradients."""
     rope, x = Rotate1d(64, learnable=learnable), torch.randn(1, 2, 8192, 64, requires_grad=True)
     whole, tail = rope(x)[:, :, -16:], rope(x[:, :, -16:], offset=8176)
     torch.testing.assert_close(whole, tail, rtol=0, atol=1e-6)
@@ -77,7 +77,7 @@ def test_a_whole_pass_is_decoding(learnable):
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_the_closed_form_is_exact_far_away(map):
-    """dω and dφ of far tokens, which float32 sums round to 7 digits a product."""
+    """dω and dφ of far tokens are exact; a float32 sum would round each product to 7 digits."""
     grid = Grid((2**20,), start=2**20 - 64)
     s, x = grid.coordinates(), torch.randn(1, 1, 64, 8)
     omega, phase = torch.rand(1, 8 if map == "cosine" else 4, 1), torch.rand(1, 8 if map == "cosine" else 4)
@@ -98,8 +98,8 @@ def test_the_closed_form_is_exact_far_away(map):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=5e-6 * b.abs().max().item())
 
 
-def test_the_budget_is_that_of_float32_angles():
-    """The judge keeps its measure: angles, and their gradient's sums, in the dtype of what they are made of."""
+def test_budget_is_based_on_float32_angles():
+    """The error budget comes from angles and gradient sums in the dtype of their inputs."""
     grid = Grid((3000,))
     x, omega = torch.randn(1, 1, 3000, 8), torch.rand(1, 4, 1)
     exact = rotate(x.double(), omega=omega.double(), positions=grid, impl="reference")

@@ -1,4 +1,4 @@
-"""Train-time positions: what is drawn, what stays."""
+"""Position augmentation in training: distributions, invariants, errors."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ GRID = Grid((3, 5), prefix=2, suffix=1).cells()
 
 
 def affine_of(found, expected):
-    """Scale and shift an axis that take one table to the other."""
+    """Return scale and shift per axis that map one table to the other."""
     rows = []
     for a, b in zip(expected.unbind(-1), found.unbind(-1), strict=True):
         scale = (b.max() - b.min()) / (a.max() - a.min())
@@ -29,7 +29,7 @@ def draws(num, positions=GRID, **strengths):
     ])  # fmt: skip
 
 
-def test_eval_leaves_positions_alone():
+def test_eval_keeps_positions():
     augment = AugmentPositions(shift=1, jitter=2, rescale=2, perturb=1).eval()
     assert augment(GRID) is GRID
     assert augment.train()(GRID) is not GRID
@@ -41,7 +41,7 @@ def test_shift():
     for axis, bound in enumerate((0.5, 2.0)):
         assert 0.9 * bound < shift[:, axis].max() <= bound
         assert -0.9 * bound > shift[:, axis].min() >= -bound
-    assert shift.T.corrcoef()[0, 1].abs() < 0.3  # each axis for itself
+    assert shift.T.corrcoef()[0, 1].abs() < 0.3  # axes are independent
     assert draws(100, shift=0.5)[..., 1].abs().max() <= 0.5
 
 
@@ -57,7 +57,7 @@ def test_factors(name):
 
 
 def test_order():
-    """Shift, then jitter, then rescale (DINOv3): the factors scale the shift."""
+    """Shift is applied first, then jitter and rescale (DINOv3), so that the factors scale the shift."""
     only = [draws(1, shift=0.5)[0], draws(1, shift=0.5, jitter=2.0)[0], draws(1, shift=0.5, jitter=2.0, rescale=3.0)[0]]
     torch.testing.assert_close(only[1][:, 1], only[0][:, 1] * only[1][:, 0])
     torch.testing.assert_close(only[2][:, 1], only[0][:, 1] * only[2][:, 0])
@@ -89,7 +89,7 @@ def test_perturb():
 
 
 def test_perturb_before_the_rest():
-    """The draws by hand: a token's move is scaled with the grid."""
+    """Repeat the draws by hand: the perturbation of a token is scaled with the grid."""
     generator = torch.Generator().manual_seed(7)
     factor = ((2 * torch.rand(1, dtype=torch.float64, generator=generator) - 1) * math.log(4)).exp()
     noise = (torch.randn(9, 1, dtype=torch.float64, generator=generator) / 2).clamp(-0.5, 0.5)
@@ -114,7 +114,7 @@ def test_seeds(positions):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ranks_of_a_sequence_move_it_alike():
+def test_ranks_of_a_sequence_draw_the_same_augmentation():
     strengths = {"shift": 0.1, "jitter": 1.1, "rescale": 2.0, "perturb": 0.3}
     whole = AugmentPositions(**strengths)(GRID).explicit()
     for start, length in ((0, 5), (5, 7), (12, 6)):
@@ -124,7 +124,7 @@ def test_ranks_of_a_sequence_move_it_alike():
         assert part.rotated.tolist() == expected.rotated.tolist()
 
 
-def test_unrotated_rows_stay():
+def test_unrotated_rows_are_unchanged():
     table = Coordinates(torch.rand(2, 4, 2), rotated=torch.tensor([[True, False, True, True]] * 2))
     moved = AugmentPositions(shift=1.0, perturb=1.0)(table)
     assert moved.coords.shape == (2, 4, 2)
@@ -161,7 +161,7 @@ def test_a_compiled_model_is_compiled_once():
 
 @pytest.mark.parametrize("positions", [GRID, GRID.explicit()], ids=["grid", "table"])
 def test_inside_a_compiled_model(positions):
-    """The draws are those of eager mode, one after the other."""
+    """Consecutive draws equal those of eager mode."""
     torch._dynamo.reset()
     augment = AugmentPositions(shift=0.2, jitter=1.5, rescale=2.0, perturb=0.3)
     again, counter = copy.deepcopy(augment), CompileCounterWithBackend("aot_eager")

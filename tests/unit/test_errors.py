@@ -1,4 +1,4 @@
-"""What users get wrong: one clear error each, before anything is launched."""
+"""User errors: each raises one clear message before anything is launched."""
 
 import pytest
 import torch
@@ -219,8 +219,8 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
         lrpe_md.lrpe_cosine_md_fwd_triton(x, theta, shape=(3, 4))
 
 
-def test_auto_says_once_why_it_is_slow(monkeypatch):
-    """A GPU without triton: the reference, and one warning."""
+def test_auto_warns_once_without_triton(monkeypatch):
+    """The reference runs on a GPU without triton, after one warning."""
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
 
     class OnGpu:

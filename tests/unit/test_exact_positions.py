@@ -1,4 +1,4 @@
-"""Rounding that is exact, bounds, other axes, and grids behind and in front of what is there."""
+"""Exact rounding, bounds, reordered axes, and grids before and after other tokens."""
 
 from fractions import Fraction
 
@@ -14,20 +14,20 @@ def column(positions, axis=0):
     return positions.explicit().explicit().coords[..., axis].tolist()
 
 
-def test_the_size_that_was_off_by_one():
+def test_interpolation_of_a_rounding_edge_case():
     assert Grid((98,)).interpolate(256).explicit().floor().coords[49] == 128
     assert Grid((98,)).interpolate(256).floor().coords[49] == 128
 
 
 def test_interpolation_rounds_down_exactly():
-    """CogView4's i · 256 // n: every size up to 512."""
+    """Compare with CogView4's i · 256 // n at every size up to 512."""
     for n in range(1, 513):
         assert column(Grid((n,)).interpolate(256).floor()) == [i * 256 // n for i in range(n)], n
 
 
 @given(n=st.integers(1, 3000), r=st.integers(1, 5000), first=st.integers(0, 50), data=st.data())
 def test_rational_rules_are_rounded_once(n, r, first, data):
-    """Whatever the reference, also counted from elsewhere, for chosen tokens, and for shards."""
+    """This holds for any reference, start and selection of tokens, and for shards."""
     index = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
     grid = Grid((n,)).offset(first).interpolate(r)
     found = grid.take(torch.tensor(index)).coords[:, 0].tolist()
@@ -38,8 +38,8 @@ def test_rational_rules_are_rounded_once(n, r, first, data):
     assert column(part) == [float(Fraction((start + first) * r, n))]
 
 
-def test_other_rules_stay_what_they_are():
-    """Scales that are no n-ths, tensors, and whole numbers beyond what float64 holds."""
+def test_inexact_rules_are_unchanged():
+    """Scales that are not fractions of n, tensors, and integers beyond float64 use the general path."""
     scale, shift = 0.1234567, -3.7
     grid = Grid((7,), scale=scale, shift=shift)
     assert column(grid) == [i * scale + shift for i in range(7)]
@@ -49,7 +49,7 @@ def test_other_rules_stay_what_they_are():
 
 
 def test_rounding_down_is_exact_when_compiled():
-    """One graph for all sizes."""
+    """One graph serves all sizes."""
     torch.compiler.reset()
 
     def place(x):
@@ -69,7 +69,7 @@ def test_floor_of_a_grid_keeps_its_tokens():
     assert found.coords.tolist() == [[0, 0], [0, 1], [0, 2], [2, 0], [2, 1], [2, 2]]
 
 
-def test_clamp_is_an_axis_at_a_time():
+def test_clamp_applies_per_axis():
     grid = Grid((4, 4))
     assert column(grid.clamp(low=1)) == [max(i, 1) for i in range(4) for _ in range(4)]
     found = grid.clamp((None, 1), (2, None))
@@ -99,14 +99,14 @@ def test_select_of_a_grid():
             grid.select(axes)
 
 
-# --- behind and in front -----------------------------------------------------------------------------------
+# --- after and before --------------------------------------------------------------------------------------
 
 WHERE = {"grid": lambda grid: grid, "table": lambda grid: grid.explicit()}
 
 
 @pytest.mark.parametrize("form", WHERE)
-def test_how_far_a_grid_moves_the_sequence_on(form):
-    """By the larger of height and width, by its largest position, or by that of an axis that is not moved."""
+def test_advance_of_a_grid(form):
+    """The running position advances by the longer side, the largest position, or an axis that is not offset."""
     video = WHERE[form](Grid((9, 2, 4)))
 
     def first_behind(*args, **kwargs):
@@ -120,7 +120,7 @@ def test_how_far_a_grid_moves_the_sequence_on(form):
     assert torch.equal(placed.coords[3:], Grid((9, 2, 4)).offset((3, 0, 0)).coordinates())
 
 
-def test_moving_on_by_whole_numbers():
+def test_advance_by_whole_numbers():
     part = Grid((4,)).rescale(0.4)
     assert compose(After(part), Tokens(1, "axis")).coords[-1, 0] == pytest.approx(2.2)
     assert compose(After(part, whole=True), Tokens(1, "axis")).coords[-1, 0] == 3
@@ -128,7 +128,7 @@ def test_moving_on_by_whole_numbers():
 
 @pytest.mark.parametrize("form", WHERE)
 def test_before(form):
-    """Frames that went before end where the sequence is."""
+    """Earlier frames end where the sequence begins."""
     history = WHERE[form](Grid((2, 1, 2)))
     found = compose(Before(history, (0,)), After(Grid((2, 1, 2)), (0,)), Tokens(1, "axis"))
     assert found.coords[:, 0].tolist() == [-2, -2, -1, -1, 0, 0, 1, 1, 2]
@@ -140,8 +140,8 @@ def test_before(form):
         Before(3)
 
 
-def test_counting_in_another_order():
-    """Text behind its image in the sequence, and before it in position."""
+def test_order_of_positions_differs_from_the_sequence():
+    """Text follows its image in the sequence and precedes it in position."""
     found = compose(After(Grid((1, 2, 2)), (0,)), Tokens(3, "axis", start=1), order=(1, 0))
     assert found.coords[:, 0].tolist() == [4, 4, 4, 4, 1, 2, 3]
     with pytest.raises(ValueError, match=r"order: expected each of 0 to 1 once, got \(0, 0\)"):

@@ -1,4 +1,4 @@
-"""Series, axis maps, directions, scalings."""
+"""Frequencies: series, axis maps, directions, scalings."""
 
 import math
 
@@ -32,7 +32,7 @@ from lrpe_md.frequencies.series import head_bands_theta, log_linspace_theta, per
 
 
 def axes_and_members(omega, series):
-    """For each channel of head 0 the axis it turns on and the member of the series it has, None where it has none."""
+    """Return for each channel of head 0 its axis and member of the series, or None without rotation."""
     found = []
     for row in omega[0]:
         axes = row.nonzero()[:, 0].tolist()
@@ -131,13 +131,13 @@ def test_each_axis_gets_its_section(axis_map, sections, axis_order):
     theta = torch.rand(3, num_axes * (total + 1), dtype=torch.float64) + 0.5
     omega = axial_omega(theta, total + zeros, num_axes, axis_order=axis_order, axis_map=axis_map, sections=sections)
     assert omega.shape == (3, total + zeros, num_axes)
-    if axis_map != "stride":  # whose sections clamp
+    if axis_map != "stride":  # stride clamps its sections
         assert (omega[0] != 0).sum(0).tolist() == sections
         assert omega[:, total:].abs().sum() == 0
     assert ((omega[:, :total] != 0).sum(-1) == 1).all()
 
 
-def test_unequal_series_an_axis():
+def test_series_per_axis():
     thetas = [torch.rand(2, dtype=torch.float64), torch.rand(5, dtype=torch.float64)]
     omega = axial_omega(thetas, 6, 2, axis_order="major_first", axis_map="alternate", sections=(2, 4))
     assert torch.equal(omega[0, [0, 2], 0], thetas[0])
@@ -183,12 +183,12 @@ def test_plane_directions():
 @pytest.mark.parametrize("num_axes", [2, 3])
 @pytest.mark.parametrize("num", [50, 83, 130])
 def test_golden_directions_are_spread_evenly(num_axes, num):
-    """Σ v vᵀ is near that of a uniform spread, C/K · I, and no two neighbours are close, at any number."""
+    """Σ v vᵀ is near C/K · I, that of uniform directions, and no two neighbours are close."""
     v = golden_directions(num, num_axes)
     torch.testing.assert_close(v.T @ v / num, torch.eye(num_axes).double() / num_axes, atol=0.04, rtol=0)
     cosines = (v @ v.T).abs() - torch.eye(num)
     apart = cosines.max(-1).values.clamp(max=1).acos()
-    share = math.pi / num if num_axes == 2 else math.sqrt(2 * math.pi / num)  # of the half circle, half sphere
+    share = math.pi / num if num_axes == 2 else math.sqrt(2 * math.pi / num)  # share of the half circle or half sphere
     assert apart.min() > 0.35 * share
 
 
@@ -250,7 +250,8 @@ def test_scalings_keep_dtype_and_gradient():
         gradient = torch.autograd.grad(scaled.sum(), theta)[0]
         replaced = (scaled.detach() / theta.detach())[0, 7] < 0.5 and scaled.grad_fn.name().startswith("Where")
         assert (gradient[:, :7] > 0).all()
-        assert (gradient[:, 7] > 0).all() != replaced  # RIFLEx's is no function of theta
+        # RIFLEx replaces this member by one that does not depend on theta
+        assert (gradient[:, 7] > 0).all() != replaced
 
 
 @pytest.mark.parametrize(
@@ -258,8 +259,11 @@ def test_scalings_keep_dtype_and_gradient():
 )
 @pytest.mark.parametrize("length", [20, 66, 200])
 def test_riflex(dim, base, repeats_at, index, length):
-    """Eq. 7 and 8 in the paper's words, numbers alone: the component whose period is closest to the first repetition
-    gets a period of the whole video, of which the authors use 90%; shorter videos stay as they are."""
+    """Follow eq. 7 and 8 of the paper for numbers.
+
+    The component whose period is closest to the first repetition gets a period of the whole video, of which the authors
+    use 90%. Shorter videos are unchanged.
+    """
     periods = [round(2 * math.pi * base ** (2 * j / dim)) for j in range(dim // 2)]
     nearest = min(range(dim // 2), key=lambda j: abs(periods[j] - repeats_at))
     expected = [base ** (-2 * j / dim) for j in range(dim // 2)]
@@ -284,7 +288,7 @@ TIMES = [1.0, 0.7, 0.31, 0.1, 0.04]
 @pytest.mark.parametrize("factor", [1.5, 4.0])
 @pytest.mark.parametrize("time", [*TIMES, 0.0])
 def test_dype_on_ntk(factor, time):
-    """The paper's: the base, made larger for NTK, to the power of 2 t²."""
+    """The base scaled by NTK is raised to the power of 2 t², as in the paper."""
     dim, base = 56, 1e4
     larger = base * max(1.0, (factor ** (dim / (dim - 2))) ** (2 * time**2))
     expected = geometric(dim, larger)
@@ -296,11 +300,11 @@ def test_dype_on_ntk(factor, time):
 
 
 def dype_by_turns(dim, base, factor, time, length):
-    """DY-YaRN, number by number: how many turns a component makes in the trained length says which range it is in."""
+    """Compute DY-YaRN by numbers: the turns of a component in the trained length determine its range."""
     if factor <= 1:
         return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
-    def place(turns):  # the index that makes so many
+    def place(turns):  # the index of the component with this number of turns
         return dim * math.log(length / (2 * math.pi * turns * time**2)) / (2 * math.log(base))
 
     def weight(i, most, least):
@@ -323,7 +327,7 @@ def dype_by_turns(dim, base, factor, time, length):
 @pytest.mark.parametrize("time", TIMES)
 def test_dype_on_yarn(dim, base, factor, time):
     if base == 500.0 and time < 0.3:
-        return  # all are kept: the next test
+        return  # no component changes; see the next test
     expected = torch.tensor(dype_by_turns(dim, base, factor, time, 64), dtype=torch.float64)
     for t in (time, torch.tensor(time, dtype=torch.float64)):
         found, amplitude = dype_yarn_scaling(geometric(dim, base), factor, t, original_length=64)
@@ -332,8 +336,10 @@ def test_dype_on_yarn(dim, base, factor, time):
 
 
 def test_dype_on_yarn_at_its_ends():
-    """Towards the end of the diffusion all is kept, also at t = 0, where the authors' formula is no number; where
-    nothing turns often enough all is interpolated."""
+    """Nothing changes at the end of the diffusion, and everything is interpolated if nothing rotates often enough.
+
+    At t = 0 the authors' formula is undefined.
+    """
     theta = geometric(56, 1e4)
     for time in (0.0, 0.001, torch.zeros(())):
         found, _ = dype_yarn_scaling(theta, 4.0, time, original_length=64)
@@ -342,8 +348,8 @@ def test_dype_on_yarn_at_its_ends():
     torch.testing.assert_close(found, theta / 4, rtol=1e-12, atol=0)
 
 
-def test_scalings_by_time_wait_for_nothing():
-    """On the meta device there is no value to wait for."""
+def test_time_scalings_do_not_synchronise():
+    """The meta device has no values to read."""
     theta, time = geometric(56, 1e4).to("meta"), torch.zeros((), device="meta")
     for scaled, _ in (
         riflex_scaling(theta, 66, repeats_at=30), riflex_scaling(theta, 66, index=2), ntk_scaling(theta, 2.0),
@@ -353,14 +359,14 @@ def test_scalings_by_time_wait_for_nothing():
         assert scaled.shape == theta.shape
 
 
-def test_yarn_keeps_what_turns_fast():
-    """Also where every frequency does, which the authors' clamp turns round."""
+def test_yarn_keeps_fast_frequencies():
+    """This includes series with only fast frequencies, where the authors' clamp reverses its bounds."""
     theta = geometric(48, 10.0)
     assert torch.equal(yarn_scaling(theta, 2.0, original_length=10**5)[0], theta)
 
 
 def test_yarn_by_head():
-    """Each head of a series over all heads has its own ramp."""
+    """Each head of a series over all heads has a separate ramp."""
     bands = head_bands_theta(8, 2, 1e4)
     both, _ = yarn_scaling(bands, 4.0, original_length=1024)
     for one, theta in zip(both, bands, strict=True):
@@ -425,16 +431,16 @@ def test_scalings_equal_transformers(dim, base, factor):
 
 
 def owners(omega):
-    """The axis of each channel, None where it is not rotated; the number of the member of the series."""
+    """Return for each channel its axis (None without rotation) and the member of the series."""
     axes = [int(row.argmax()) if row.any() else None for row in omega]
     return axes, [None if axis is None else float(row[axis]) for axis, row in zip(axes, omega, strict=True)]
 
 
-COUNT = torch.arange(1, 33, dtype=torch.float64)  # theta whose members say their number
+COUNT = torch.arange(1, 33, dtype=torch.float64)  # theta whose values are its indices
 
 
 def test_groups_of_axes():
-    """h and w alternate, t last; one series over all."""
+    """h and w alternate, followed by t, in one series over all."""
     axes, members = owners(axial_omega(COUNT, 8, 3, axis_map=((1, 2), (0,)), sections=(2, 4, 2))[0])
     assert axes == [1, 2, 1, 2, 1, 1, 0, 0]
     assert members == list(range(1, 9))
@@ -447,7 +453,7 @@ def test_groups_of_axes():
     assert torch.equal(same, axial_omega(COUNT, 9, 3, axis_map="chunk", axis_order="major_first"))
 
 
-def test_an_axis_a_head():
+def test_axis_per_head():
     omega = axial_omega(COUNT, 4, 3, axis_map="head", sections=(2, 1, 3), num_heads=7)
     assert omega.shape == (7, 4, 3)
     for head, axis in enumerate((0, 0, 1, 2, 2, 2)):
@@ -456,7 +462,7 @@ def test_an_axis_a_head():
     assert axial_omega(COUNT, 4, 3, axis_map="head", num_heads=8).any(1).any(-1).all()
 
 
-def test_gaps_before_between_and_behind():
+def test_gaps_before_between_and_after():
     axes, members = owners(axial_omega(COUNT, 10, 2, sections=(3, 2), gaps=(1, 2, 2), axis_order="major_first")[0])
     assert axes == [None, 0, 0, 0, None, None, 1, 1, None, None]
     assert members == [None, 1, 2, 3, None, None, 1, 2, None, None]
@@ -487,6 +493,6 @@ def test_gaps_before_between_and_behind():
         ),
     ],
 )
-def test_maps_that_do_not_fit(message, options):
+def test_invalid_maps(message, options):
     with pytest.raises(ValueError, match=message):
         axial_omega(COUNT, 8, 2, **options)

@@ -1,8 +1,8 @@
-"""Given tables of cos and sin: what they mean, and what is refused."""
+"""Given cos and sin tables: semantics and errors."""
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 from lrpe_md import Coordinates, Grid, Norm, axial_omega, cosine, pack, reference, rotate
 from lrpe_md.reference import join_pairs, split_pairs
@@ -17,7 +17,7 @@ def draw(*size: int) -> torch.Tensor:
 
 
 def angles(channels: int, heads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """omega (H, C, 2), and Θ (H, 12, C) of the tokens on the grid."""
+    """Return omega (H, C, 2), and Θ (H, 12, C) of the tokens on the grid."""
     omega = torch.cat([axial_omega(THETA * (h + 1), channels, 2) for h in range(heads)])
     return omega, reference.angles(Grid(SHAPE).coordinates(), omega)
 
@@ -25,8 +25,8 @@ def angles(channels: int, heads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 PAIRS = ["half", "interleaved", (1, 3)]
 
 
-@spread("pairs kind heads", PAIRS, ["pairs", "full", "complex", "complex full"], [1, 2])
-def test_tables_of_angles_rotate_by_these(pairs, kind, heads):
+@parametrize_each("pairs kind heads", PAIRS, ["pairs", "full", "complex", "complex full"], [1, 2])
+def test_tables_rotate_by_their_angles(pairs, kind, heads):
     q, k = draw(2, 4, 15, 8), draw(2, 2, 15, 8)
     omega, theta = angles(4, heads)
     expected = rotate(q, k, omega=omega, positions=GRID, pairs=pairs)
@@ -64,7 +64,7 @@ def test_tables_of_the_cosine_map():
 
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_each_channel_uses_its_own_entry(pairs):
-    """y_a = a cos_a - b sin_a, y_b = b cos_b + a sin_b; what has no row, and no table, passes."""
+    """y_a = a cos_a - b sin_a and y_b = b cos_b + a sin_b; tokens without a row and channels without a table pass."""
     x, cos, sin = draw(2, 3, 15, 12), draw(2, 12, 8), draw(1, 12, 8).expand(2, -1, -1)
     blocks = ("blocks", pairs) if isinstance(pairs, tuple) else (pairs,)
     a, b = split_pairs(x[:, :, PREFIX:-1, 2:10], *blocks)
@@ -77,7 +77,7 @@ def test_each_channel_uses_its_own_entry(pairs):
 
 @pytest.mark.parametrize("map", [cosine, rotate])
 def test_gradients_of_tables(map):
-    """By plain torch, from one tensor and from both, through views and complex numbers, to any order."""
+    """Tables get gradients of any order from plain torch, through views and complex numbers."""
     width = 8 if map is cosine else 4
     q, k = draw(2, 4, 14, 8).requires_grad_(), draw(2, 2, 14, 8).requires_grad_()
     cos, sin = (draw(2, 2, 12, width).requires_grad_() for _ in range(2))
@@ -92,8 +92,8 @@ def test_gradients_of_tables(map):
     assert torch.autograd.gradgradcheck(encode, (q[:1, :2, :3], k[:1, :2, :3], cos[:1, :, :2], sin[:1, :, :2]))
 
 
-def test_what_is_given_is_looked_at_again():
-    """Calls that differ in nothing but the tables' shape, dtype, prefix or sign are different calls."""
+def test_cache_distinguishes_tables():
+    """Calls that differ only in the tables' shape, dtype, prefix or sign are different cache entries."""
     x = draw(1, 2, 12, 8)
     tables = draw(12, 8), draw(12, 8)
     whole = rotate(x, tables=tables)
@@ -209,7 +209,7 @@ def test_refused(name):
         rotate(given.pop("x", X), **given)
 
 
-def test_refused_of_q_and_k_and_of_the_cosine_map():
+def test_refused_for_q_and_k_and_for_cosine():
     with pytest.raises(ValueError, match=r"a divisor of x's heads \(4, 2\), got 4"):
         rotate(Q, K, tables=(COS.expand(1, 4, 12, 8),) * 2)
     with pytest.raises(ValueError, match=r"last dimension of 8 \(channels\), got \(12, 16\)"):
@@ -218,8 +218,8 @@ def test_refused_of_q_and_k_and_of_the_cosine_map():
         rotate(Q, K[:, :, :5], tables=TABLES)
 
 
-def test_positions_are_as_before():
-    """A call without tables takes what it took."""
+def test_positions_still_work_without_tables():
+    """Calls without tables accept omega and positions."""
     packed = pack([Grid((3, 4))])
     expected = rotate(X[0].transpose(0, 1), omega=OMEGA, positions=packed)
     again = rotate(X[:1], omega=OMEGA, positions=Coordinates(packed.positions.coords))
@@ -227,7 +227,7 @@ def test_positions_are_as_before():
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
-def test_outputs_apart_from_the_tables(rotary_dim):
+def test_outputs_must_not_overlap_tables(rotary_dim):
     """An output in the memory of a table is refused before anything is written."""
     place = torch.randn(1, 4, 12, 16)
     tables = place[0, 0, :, : rotary_dim or 8], COS[:, : rotary_dim or 8]

@@ -1,4 +1,4 @@
-"""What does not fit :func:`lrpe_md.linear_attention`: one clear error each, before anything runs."""
+"""Invalid arguments of :func:`lrpe_md.linear_attention`: one clear error each, before anything runs."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def call(**changes):
 
 
 ERRORS = {
-    # what is multiplied
+    # q, k and v
     r"q: expected a tensor \(B, H, N, D\), got list": {"q": [1.0]},
     r"q: expected shape \(B, H, N, D\), got \(2, 4, 7\)": {"q": Q[..., 0]},
     r"q: expected float16, .*, got torch.int64": {"q": Q.long()},
@@ -76,7 +76,7 @@ ERRORS = {
         }
         for name, value in (("pairs", "third"), ("order", "sin_cos"), ("rotary_dim", 8), ("rotary_dim", "x"))
     },
-    # what is divided by
+    # normaliser
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
     r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
     r"normalizer: 'unrotated' divides by .*, got act='none'": {"act": "none"},
@@ -181,8 +181,8 @@ def test_errors(message, changes, monkeypatch):
         call(**changes)
 
 
-def test_what_is_allowed():
-    """Close to the errors."""
+def test_valid_edge_cases():
+    """Valid calls that are close to the errors."""
     assert call().shape == Q.shape
     assert call(act="silu", normalizer="none").shape == Q.shape
     assert call(act="none", normalizer="encoded").shape == Q.shape
@@ -210,7 +210,7 @@ def test_what_is_allowed():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_values_are_checked_at_every_call(dtype):
-    """Also where a call of these sizes was checked before, and not where values are unknown."""
+    """This includes cached calls, but not values that are unknown to the host."""
     options = {**ONE, "impl": "auto"}
     expected = call(**options, cu_seqlens=CU.to(dtype))
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_values_are_checked_at_every_call(dtype):
     torch.testing.assert_close(compiled(CU), expected)
 
 
-def test_triton_says_where_it_cannot_run(monkeypatch):
+def test_triton_without_a_gpu(monkeypatch):
     from lrpe_md.engine import dispatch
 
     monkeypatch.setattr(dispatch, "INTERPRETING", False)

@@ -1,4 +1,4 @@
-"""LinearAttention: the encoding's own map, frequencies and activation, and encodings of another make."""
+"""LinearAttention: an encoding's map, frequencies and activation, and encodings of foreign classes."""
 
 import copy
 
@@ -22,7 +22,7 @@ def qkv(dtype=torch.float64, heads=(4, 2), num_tokens=13, dim=8, v_dim=6):
 
 
 class Foreign(nn.Module):
-    """The same encoding, which can't say what it is made of."""
+    """The same encoding, without a description of its parts."""
 
     def __init__(self, encoding):
         super().__init__()
@@ -60,8 +60,8 @@ def made(name):
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_described_encodings_are_themselves(name, normalizer):
-    """Against q̂ and k̂ that the encoding itself forms: values, gradients, those of what it learns among them."""
+def test_described_encodings_equal_their_features(name, normalizer):
+    """Compare values and all gradients with the q̂ and k̂ that the encoding itself computes."""
     encoding, positions = made(name)
     whole, foreign = (LinearAttention(e, normalizer=normalizer) for e in (encoding, Foreign(encoding)))
     tensors = [*qkv(), *encoding.parameters()]
@@ -71,7 +71,7 @@ def test_described_encodings_are_themselves(name, normalizer):
         assert o.shape == (2, 4, 13, 6)
         found.append((o, *torch.autograd.grad((o.sin()).sum(), tensors)))
     for a, b in zip(*found, strict=True):
-        scale = max(1, b.abs().max().item())  # "encoded" divides by what is near 0
+        scale = max(1, b.abs().max().item())  # "encoded" divides by values close to 0
         torch.testing.assert_close(a / scale, b / scale, rtol=1e-6, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_options_reach_the_function():
     )
 
 
-def test_eps_and_impl_are_handed_on():
+def test_eps_and_impl_are_passed_on():
     q, k, v = qkv()
     low, high = (LinearAttention(eps=eps)(q, k, v) for eps in (1e-6, 1e6))
     assert not torch.allclose(low, high)
@@ -115,8 +115,8 @@ def test_without_an_encoding():
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 4}, {}])
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
-def test_encodings_of_another_make(normalizer, options):
-    """With a gate, masks and a state as described ones have them, of any callable; NaN under a gate of 0."""
+def test_foreign_encodings(normalizer, options):
+    """Any callable works with a gate, masks and a state; a gate of 0 removes NaN."""
     encoding, positions = made("cosine")
 
     def function(q, k, *, positions):
@@ -144,8 +144,8 @@ def test_encodings_of_another_make(normalizer, options):
             LinearAttention(function)(q, k, v, positions, state=(state[0], state[0][..., 0]))
 
 
-def test_xpos_is_no_description():
-    """Its scales of q and k are not lost."""
+def test_xpos_scales_are_kept():
+    """A description of the encoding would lose its scales of q and k."""
     encoding = Rotate1d(8, act="relu", scale_base=4.0)
     q, k, v = qkv()
     q_hat, k_hat = encoding(q, k, positions=TEXT)
@@ -167,7 +167,7 @@ def test_hooks_of_the_encoding_run(name):
     assert where is positions
 
 
-def test_what_cannot_be_normalised():
+def test_unsuitable_normalizers_are_refused():
     for encoding in (
         CosineMd(8, 2),
         RotateMd(8, 2, act="silu"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_normalised():
         LinearAttention(CosineMd(8, 2, act="relu"))(q, k, v)
 
 
-def test_it_is_a_module():
+def test_module_interface():
     module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True))
     assert [name for name, _ in module.named_parameters()] == ["encoding.theta"]
     assert "CosineMd" in repr(module)
@@ -214,7 +214,7 @@ def test_presets_describe_themselves(name):
 
 
 def test_activation_of_the_plain_path():
-    """q̄ of an encoding of another make is its activation of q, not q̂."""
+    """q̄ of a foreign encoding is the activation of q, not q̂."""
     q, k, v = qkv()
     found = LinearAttention(Foreign(CosineMd(8, 2, act="softplus")))(q, k, v, GRID)
     q_bar, k_bar = (activate(t, "softplus") for t in (q, k))

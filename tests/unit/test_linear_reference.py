@@ -1,6 +1,6 @@
 """The reference of linear attention against the quadratic form: weights q̂ k̂ᵀ, masked, then normalised.
 
-The quadratic form is written from the formula, in float64 and N × N; it shares nothing with the package.
+The quadratic form follows the formula, in float64 with an N × N matrix, and shares no code with the package.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def activated(x, act, dim):
 
 
 def encoded(case, x, shape, omega, phase, amplitude):
-    """x̄ and x̂ of tokens on a grid, token by token and pair by pair."""
+    """Compute x̄ and x̂ of tokens on a grid, token by token and pair by pair."""
     bar = activated(x, case.act, case.dim)
     if case.map is None:
         return bar, bar
@@ -71,7 +71,7 @@ def encoded(case, x, shape, omega, phase, amplitude):
 
 
 def visible(case, num_q, num_k):
-    """Which keys (columns) a query (row) sees."""
+    """Return a mask of the keys (columns) that each query (row) sees."""
     q, k = torch.arange(num_q)[:, None], torch.arange(num_k)
     if case.cu_seqlens is not None:
         sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(case.cu_seqlens)])
@@ -89,7 +89,7 @@ def visible(case, num_q, num_k):
 
 
 def quadratic(case, qkv, omega=None, phase=None, gate=None, state=(), amplitude=None):
-    """o, S and Σ behind the last token."""
+    """Compute o, and S and Σ after the last token."""
     q, k, v = qkv
     sides = (None if case.phase == "k" else phase), phase
     q_bar, q_hat = encoded(case, q, case.shape, omega, sides[0], amplitude)
@@ -132,7 +132,7 @@ def quadratic(case, qkv, omega=None, phase=None, gate=None, state=(), amplitude=
     return o, [a + b for a, b in zip(after, state or [0, 0], strict=False)]
 
 
-def compared(case):
+def assert_equals_quadratic(case):
     case = replace(case, dtype=torch.float64, omega_dtype=torch.float64, return_state=case.dim != -2)
     inputs = make_linear_inputs(case)
     inputs = inputs.to(torch.float64)
@@ -140,7 +140,7 @@ def compared(case):
     tensors = {"dq": inputs.qkv[0], "dk": inputs.qkv[1], "dv": inputs.qkv[2], "domega": inputs.omega}
     tensors |= {"dphase": inputs.phase, "dgate": inputs.gate}
     tensors |= dict(zip(("dS", "dsums"), inputs.state, strict=False))
-    if inputs.gate is not None:  # a gate of 0 takes its token out
+    if inputs.gate is not None:  # a gate of 0 removes its token
         out = (inputs.gate == 0).expand(inputs.qkv[1].shape[:3])[..., None]
         tensors |= {name: tensors[name].masked_fill(out, 0) for name in ("dk", "dv")}
     leaves = {
@@ -162,7 +162,7 @@ def compared(case):
             expected["dgate"] = expected["dgate"].masked_fill(inputs.gate == 0, 0)
     assert found.keys() == expected.keys()
     for name, right in expected.items():
-        atol = 1e-9 * max(1, right.abs().max().item())  # "encoded" divides by what is near 0
+        atol = 1e-9 * max(1, right.abs().max().item())  # "encoded" divides by values close to 0
         torch.testing.assert_close(found[name], right, rtol=1e-9, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     return found
 
@@ -181,8 +181,8 @@ MASKS = [
 @pytest.mark.parametrize("map", ["cosine", "rotate", None])
 def test_the_quadratic_form(map, normalizer, mask):
     case = LinearCase(map, (3, 5), head_dim=6, normalizer=normalizer, gate="float", state=True)
-    compared(replace(case, **mask))
-    compared(replace(case, act="softplus", state=False, gate="bool", **mask))
+    assert_equals_quadratic(replace(case, **mask))
+    assert_equals_quadratic(replace(case, act="softplus", state=False, gate="bool", **mask))
 
 
 ACTS = [("relu", None), ("sigmoid", None), ("softplus", None), ("softmax", -1), ("softmax", -2)]
@@ -191,14 +191,14 @@ ACTS = [("relu", None), ("sigmoid", None), ("softplus", None), ("softmax", -1), 
 @pytest.mark.parametrize(("act", "dim"), ACTS)
 @pytest.mark.parametrize("map", ["cosine", "rotate", None])
 def test_activations(map, act, dim):
-    compared(LinearCase(map, act=act, dim=dim, head_dim=6))
+    assert_equals_quadratic(LinearCase(map, act=act, dim=dim, head_dim=6))
 
 
 @pytest.mark.parametrize("act", ["none", "silu"])
 @pytest.mark.parametrize("normalizer", ["encoded", "none"])
 def test_activations_that_can_be_negative(act, normalizer):
     for mask in MASKS[:2]:
-        compared(replace(LinearCase(act=act, normalizer=normalizer, head_dim=6), **mask))
+        assert_equals_quadratic(replace(LinearCase(act=act, normalizer=normalizer, head_dim=6), **mask))
 
 
 @pytest.mark.parametrize("phase", ["none", "both", "k"])
@@ -206,7 +206,7 @@ def test_activations_that_can_be_negative(act, normalizer):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_tables(map, phase, amplitude_heads):
     case = LinearCase(map, (2, 2, 3), head_dim=6, mask="causal", omega_heads=2)
-    compared(replace(case, phase=phase, amplitude_heads=amplitude_heads))
+    assert_equals_quadratic(replace(case, phase=phase, amplitude_heads=amplitude_heads))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_tables(map, phase, amplitude_heads):
     ids=str,
 )
 def test_other_calls(changes):
-    compared(LinearCase(**{"head_dim": 8, **changes}))
+    assert_equals_quadratic(LinearCase(**{"head_dim": 8, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,10 @@ def test_other_calls(changes):
         ("rotate", "sigmoid", 2, 1, 3),
     ],
 )
-def test_how_large_outputs_get(map, act, tokens, least, most):
-    """What docs/linear-attention.md says of denominators, at head_dim 8: multiples of the largest value."""
+def test_largest_outputs(map, act, tokens, least, most):
+    """Check the statements of docs/linear-attention.md on denominators at head_dim 8, as multiples of the largest
+    value.
+    """
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 20000 // tokens, 1, tokens, 8, dtype=torch.float64).unbind()
     omega = geometric_theta(8 if map == "cosine" else 4).view(1, -1, 1)
@@ -262,10 +264,10 @@ def test_the_comparison_can_fail():
     case = LinearCase(mask="causal", shape=(7, 19), head_dim=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_linear, "CHUNK", 32)
-        compared(case)  # a chunk's size changes nothing
+        assert_equals_quadratic(case)  # results do not depend on the chunk size
         patch.setattr(torch.Tensor, "tril", lambda t: torch.triu(t))
         with pytest.raises(AssertionError):
-            compared(case)
+            assert_equals_quadratic(case)
 
 
 # --- states ---------------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def rows(t, start, stop):
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])
 @pytest.mark.parametrize("mask", ["causal", "block"])
 def test_pieces_equal_the_whole(mask, normalizer):
-    """Values and gradients; a causal sequence in pieces of any size, a block-causal one in whole blocks."""
+    """Compare values and gradients of causal sequences in any pieces and of block-causal ones in whole blocks."""
     torch.manual_seed(0)
     grid = Grid((5, 3), prefix=2, suffix=1)
     q, k, v = (torch.randn(2, h, 18, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
@@ -309,7 +311,7 @@ def test_pieces_equal_the_whole(mask, normalizer):
 
 
 def test_a_call_without_keys_and_one_without_queries():
-    """The state of the keys, and what queries read of it, are the whole."""
+    """The state of the keys, read by the queries in a second call, gives the whole result."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4) for n in (5, 7, 7))
     omega, where = torch.rand(1, 4, 1), (torch.arange(5.0)[:, None], torch.arange(7.0)[:, None])
@@ -326,7 +328,7 @@ def test_a_call_without_keys_and_one_without_queries():
     assert torch.equal(alone, torch.zeros_like(alone))
 
 
-# --- what is defined where a formula is not ---------------------------------------------------------------------------
+# --- results where the formula is undefined ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
@@ -352,7 +354,7 @@ def test_nan_under_a_gate_of_zero(mask, normalizer):
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_rows_that_relu_silences(mask, normalizer):
+def test_rows_zeroed_by_relu(mask, normalizer):
     case = replace(LinearCase(normalizer=normalizer), **mask)
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv
@@ -391,8 +393,8 @@ def test_no_tokens_and_no_samples():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_set_outside_changes_nothing(dtype, mask):
-    """Autocast, also around the backward, and the precision of float32 products."""
+def test_autocast_and_precision_settings_have_no_effect(dtype, mask):
+    """This includes autocast around the backward, and the precision of float32 products."""
     case = replace(LinearCase(dtype=dtype, state=True, return_state=True, act="softplus", head_dim=64), **mask)
     inputs = make_linear_inputs(case)
     expected = run_linear(inputs, "reference")
@@ -414,7 +416,7 @@ def test_what_is_set_outside_changes_nothing(dtype, mask):
 
 
 def test_products_are_formed_in_ieee(monkeypatch):
-    """Whatever is set: seen at the product itself, since not every CPU has another precision."""
+    """Check the setting at the product itself, since many CPUs have no other precision."""
     seen = []
     rounded = reference_linear._rounded
 
@@ -436,7 +438,7 @@ def test_products_are_formed_in_ieee(monkeypatch):
 
 
 def test_rounded_operands():
-    """Both sides of each product, in the forward and in the derivatives; sums stay float32."""
+    """Both operands of each product are rounded, in forward and derivatives; sums stay float32."""
     a, b, g = (torch.randn(2, 5, 5) for _ in range(3))
 
     def low(t):
@@ -457,7 +459,7 @@ def test_rounded_operands():
         for name in ("S", "domega", "dgate", "dS"):
             assert not torch.equal(plain[name], rounded[name]), name
             torch.testing.assert_close(rounded[name], plain[name], rtol=0.1, atol=0.1 * plain[name].abs().max().item())
-    # What is exact in 16 bits is not rounded.
+    # Values that are exact in 16 bits stay exact.
     case = LinearCase(None, act="relu", normalizer="none", head_dim=4, shape=(3,))
     inputs = make_linear_inputs(case)
     whole = replace(inputs, qkv=tuple(t.mul(2).round() for t in inputs.qkv), grad=inputs.grad.round())
@@ -466,7 +468,7 @@ def test_rounded_operands():
         assert torch.equal(t, exact[name]), name
 
 
-# --- what tests are judged by -----------------------------------------------------------------------------------------
+# --- the error budget -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -477,7 +479,7 @@ def test_the_reference_keeps_its_own_budget(mask, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_wrong_result_leaves_the_budget(monkeypatch, dtype):
+def test_wrong_result_exceeds_the_budget(monkeypatch, dtype):
     case = LinearCase(dtype=dtype, shape=(5, 7), mask="causal", gate="float", state=True, return_state=True)
     names = {*run_linear(make_linear_inputs(case), "reference")}
     assert names == {"o", "dq", "dk", "dv", "dgate", "domega", "S", "sums", "dS", "dsums"}
@@ -521,7 +523,7 @@ def test_factories():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_derivatives_of_any_order(mask):
-    """With respect to all that is a float, coordinates and amplitude among it."""
+    """Differentiate by every float input, including coordinates and amplitude."""
     case = LinearCase(
         shape=(5,), prefix=1, batch=1, heads=(2, 1), head_dim=2, v_dim=2, gate="float", state=True, return_state=True,
         act="softplus", dtype=torch.float64, phase="both", amplitude_heads=1, omega_dtype=torch.float64,
@@ -551,7 +553,7 @@ def test_derivatives_of_any_order(mask):
     for a, b, t, y, right in zip(up, down, tangents, values, call(*plain), strict=True):
         torch.testing.assert_close((a - b) / (2 * eps), t, rtol=1e-5, atol=1e-6)
         assert torch.equal(y, right)
-    with dual_level():  # without a transform
+    with dual_level():  # forward mode without a transform
         outputs = call(*(make_dual(t, torch.ones_like(t)) for t in plain))
         for y, t in zip(outputs, tangents, strict=True):
             torch.testing.assert_close(unpack_dual(y).tangent, t)
@@ -560,7 +562,7 @@ def test_derivatives_of_any_order(mask):
         torch.testing.assert_close(y, torch.stack([first, second]))
 
 
-def test_bind_gives_what_run_differentiates():
+def test_bind_matches_run():
     inputs = make_linear_inputs(LinearCase(mask="causal", return_state=True))
     o, after = bind_linear(inputs, "auto")(inputs.qkv, inputs.omega)
     found = run_linear(inputs, "auto")
@@ -568,8 +570,8 @@ def test_bind_gives_what_run_differentiates():
     assert torch.equal(after[0], found["S"])
 
 
-def test_sequences_wait_for_nothing():
-    """cu_seqlens is read where it is: on the meta device nothing can be."""
+def test_sequences_do_not_synchronise():
+    """cu_seqlens is never read by the host, which is impossible on the meta device."""
     q = torch.empty(1, 2, 100, 4, device="meta")
     cu_seqlens = torch.empty(4, dtype=torch.int32, device="meta")
     for is_causal in (False, True):
@@ -581,7 +583,7 @@ def test_sequences_wait_for_nothing():
 
 
 def test_no_table_of_all_pairs():
-    """The largest tensor grows with the tokens, not with their square."""
+    """The largest tensor grows linearly with the tokens, not quadratically."""
     sizes = {}
     for num in (1024, 4096):
         largest = [0]

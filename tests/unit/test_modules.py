@@ -1,4 +1,4 @@
-"""Modules that own frequencies: what must survive casting, copying, saving and materialising."""
+"""Modules with frequencies: behaviour under casting, copying, saving and materialising."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def test_module_is_the_function(cls, kwargs):
+def test_module_equals_the_function(cls, kwargs):
     module, function = cls(8, 2, act="silu", **kwargs), cosine if cls is CosineMd else rotate
     q, k = torch.randn(2, 8, 13, 8), torch.randn(2, 4, 13, 8)
     found = module(q, k, positions=GRID)
@@ -106,11 +106,11 @@ def test_state_dict_copy_pickle(cls, kwargs):
     for copied in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         for name, t in tensors(copied).items():
             assert torch.equal(t, tensors(module)[name])
-    # A model with fixed frequencies has the state_dict of a model without an encoding.
+    # Fixed frequencies are not in the state_dict.
     assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
 
 
-def test_what_learns(cls, kwargs):
+def test_learned_parameters(cls, kwargs):
     module = cls(8, 2, **kwargs)
     names = {name for name, _ in module.named_parameters()}
     expected = {"phase"} if kwargs.get("phase") else set()
@@ -124,7 +124,7 @@ def test_what_learns(cls, kwargs):
         (module(x, positions=GRID) * torch.randn(2, 4, 13, 16 if cls is CosineMd else 8)).sum().backward()
         optimizer.step()
         assert all(not torch.equal(p, before[name]) for name, p in module.named_parameters())
-        if kwargs.get("learnable") and "theta" in names:  # an axial scheme stays axial
+        if kwargs.get("learnable") and "theta" in names:  # an axial omega stays axial
             assert torch.equal(module.get_omega() != 0, cls(8, 2, **kwargs).get_omega() != 0)
 
 
@@ -148,7 +148,7 @@ def test_extra_repr(cls):
         assert part in text
 
 
-def test_frequencies_of_your_own(cls):
+def test_custom_frequencies(cls):
     module = cls(8, 2, frequencies=own_omega, num_heads=4, seed=1)
     channels = 8 if cls is CosineMd else 4
     assert torch.equal(module.omega, own_omega(channels, 4, 1).float())
@@ -206,7 +206,7 @@ def test_gradients_survive_a_cast(cls):
 
 
 def test_fsdp2(cls, tmp_path):
-    """Meta init, sharded, materialised and cast: every shard has the initial values."""
+    """Every shard has its initial values after meta init, sharding, materialising and casting."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""A norm in front of a map: the reference, errors, modules."""
+"""A norm before a map: the reference, errors, modules."""
 
 import math
 
@@ -23,7 +23,7 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
 Q, K = normal(B, H, N, D), normal(B, 2, N, D)
 
 
-def test_it_is_torchs_own_norm_before_the_map():
+def test_norm_equals_torchs_norm_before_the_map():
     weight, bias = normal(D), normal(D, seed=1)
     options = {"omega": OMEGA, "positions": GRID}
     for kind, expected in (
@@ -34,7 +34,7 @@ def test_it_is_torchs_own_norm_before_the_map():
         torch.testing.assert_close(rotate(Q, norm=norm, **options), rotate(expected, **options))
 
 
-def test_over_all_heads_it_is_that_of_the_projection():
+def test_norm_over_heads_equals_that_of_the_projection():
     weight = normal(H * D)
     flat = nn.functional.rms_norm(Q.transpose(1, 2).flatten(2), (H * D,), weight, 1e-6)
     expected = rotate(flat.unflatten(2, (H, D)).transpose(1, 2), omega=OMEGA, positions=GRID)
@@ -43,7 +43,7 @@ def test_over_all_heads_it_is_that_of_the_projection():
 
 
 @both
-def test_groups_of_tokens_are_calls_apart(over):
+def test_groups_of_tokens_equal_separate_calls(over):
     grid, omega = Grid((2, 3), prefix=4, suffix=3), OMEGA
     weight = normal(3, H, D) if over == "heads" else normal(3, 1, D)
     found = rotate(Q, omega=omega, positions=grid, norm=Norm(weight=weight, over=over))
@@ -69,7 +69,7 @@ def test_gradcheck(kind, over, change):
     assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
 
 
-def test_gemmas_offset():
+def test_gemma_offset():
     weight = normal(D)
     expected = rotate(Q, omega=OMEGA, positions=GRID, norm=Norm(weight=weight + 1))
     torch.testing.assert_close(rotate(Q, omega=OMEGA, positions=GRID, norm=Norm(weight=weight, offset=1)), expected)
@@ -151,7 +151,7 @@ def test_modules(make):
     assert torch.equal(k.transpose(1, 2), expected[1])
 
 
-def test_text():
+def test_repr():
     module, norm = Rotate1d(D), Norm(weight=normal(D))
     expected = module(Q, K, offset=3, norm=norm)
     again = rotate(Q, K, omega=module.get_omega(), positions=Grid((N,), origin=torch.tensor([3])), norm=norm)
@@ -164,7 +164,7 @@ def test_text():
 
 
 @both
-def test_positions_of_q_and_k_apart(over):
+def test_separate_positions_of_q_and_k(over):
     weights = (normal(H, D), normal(2, D)) if over == "heads" else (normal(D), normal(D, seed=4))
     norm, table = Norm(weight=weights, over=over), Coords(normal(N, 2))
     q, k = rotate(Q, K, omega=OMEGA, positions=(GRID, table), norm=norm)
@@ -172,7 +172,7 @@ def test_positions_of_q_and_k_apart(over):
         assert torch.equal(y, rotate(x, omega=OMEGA, positions=where, norm=Norm(weight=weight, over=over)))
 
 
-def test_linear_attention_is_given_it():
+def test_linear_attention_with_norm():
     norm = Norm()
     for module, where in ((RotateMd(D, 2), {"positions": GRID}), (Rotate1d(D), {})):
         description, q, k = module(Q, K, norm=norm, attend=lambda *args: args, **where)

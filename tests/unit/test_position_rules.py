@@ -1,4 +1,4 @@
-"""Rules that keep a grid a grid, tables that can't, masks: what commutes, what composes, what a kernel makes of it."""
+"""Position rules: on grids and tables, their composition, masks, and the kernels' results."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_rules_on_a_single_row_and_on_none(n):
 
 
 def test_a_crop_runs_forwards():
-    """A few positions far from 0 would run backwards; from 0, one position and any crop of its own size never do."""
+    """A few positions far from 0 would run backwards; from 0, a single position or a full-size crop never does."""
     with pytest.raises(ValueError, match=r"start, stop: expected the last of 2 positions, stop \(2 - 1\) / 2 = 8, not"):
         Grid((4, 2)).crop((0, 14), (4, 16))
     for n in range(1, 30):
@@ -73,14 +73,14 @@ def test_a_crop_runs_forwards():
 
 
 def test_crop_is_linspace():
-    """NumPy's and torch's linspace from start to stop (n - 1) / n, as in CogVideoX."""
+    """Compare with NumPy's and torch's linspace from start to stop (n - 1) / n, as in CogVideoX."""
     for n, start, stop in ((7, 0, 30), (5, 3, 27), (45, 0, 45)):
         expected = torch.linspace(start, stop * (n - 1) / n, n, dtype=torch.float64)
         torch.testing.assert_close(Grid((n,)).crop((start,), (stop,)).coordinates()[:, 0], expected, rtol=1e-12, atol=0)
 
 
 def test_grids_and_coordinates_compare():
-    """By value, tensors among it, and with a hash that agrees."""
+    """Equality is by value, including tensors, and hashes agree."""
     scale = torch.tensor([0.5, 2.0], dtype=torch.float64)
     makers = [
         lambda: Grid((3, 4)),
@@ -154,7 +154,7 @@ def test_a_shard_of_a_rule_is_a_slice(shape, step, prefix, suffix, data):
         close(part.explicit().coords, whole.coordinates()[start : start + length])
 
 
-def test_a_rule_gives_gradients_to_its_tensors():
+def test_rules_are_differentiable():
     scale = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     x, omega = torch.randn(1, 1, 12, 4, dtype=torch.float64), torch.rand(1, 2, 2, dtype=torch.float64)
 
@@ -189,7 +189,7 @@ def test_one_graph_for_all_sizes(name):
 
 @given(sizes, affine, st.data())
 @settings(deadline=None, max_examples=40)
-def test_taken_tokens(shape, step, data):
+def test_take_equals_indexing(shape, step, data):
     grid = Grid(shape, prefix=1, suffix=2).transform(*step)
     num = math.prod(shape)
     index = torch.tensor(data.draw(st.lists(st.lists(st.integers(0, num - 1), min_size=2, max_size=2), max_size=5)))
@@ -206,7 +206,7 @@ def test_taken_tokens(shape, step, data):
         close(by_sample.take(last).coords, body[index][:, -1:])
 
 
-def test_dropped_tokens_are_encoded_as_in_the_whole():
+def test_remaining_tokens_are_encoded_as_in_the_whole():
     grid = Grid((4, 5), prefix=1).interpolate((7, 7))
     x, omega = torch.randn(2, 3, 21, 8, dtype=torch.float64), torch.rand(1, 8, 2, dtype=torch.float64)
     keep = torch.stack([torch.randperm(20)[:9] for _ in range(2)])
@@ -251,7 +251,7 @@ def test_integer_coordinates_are_scaled_exactly():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_integers_past_2_to_24_keep_their_value(impl, dtype):
-    """float32 does not hold them; the angles are those of float64."""
+    """float32 can't represent them; the angles are computed in float64."""
     x, omega = torch.randn(1, 1, 2, 4), torch.tensor([[[0.7], [0.31]]])
     coords = torch.tensor([[2**24 + 1], [2**25 + 7]], dtype=dtype)
     found = rotate(x, omega=omega, positions=coords, impl=impl)
@@ -292,7 +292,7 @@ def test_to():
 # --- rows that are not rotated -----------------------------------------------------------------------------
 
 
-def test_unrotated_rows_stay_at_zero():
+def test_unrotated_rows_are_zero():
     coords = torch.tensor([[1.0, 2.0], [float("nan"), 4.0], [5.0, 6.0]])
     table = Coordinates(coords, prefix=1, rotated=torch.tensor([True, False, True]))
     for moved in (table, table.offset(3), table.rescale(2.0).offset((1, 1)), table.take(torch.tensor([0, 1, 1]))):
@@ -310,8 +310,8 @@ def test_unrotated_rows_stay_at_zero():
 @pytest.mark.parametrize("map", [cosine, rotate])
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("heads", [(1, 2), (2, 1), (2, 2)])
-def test_a_mask_is_a_prefix_anywhere(map, impl, by_sample, heads):
-    """Values and gradients with a phase, whose unrotated rows a prefix and a suffix can say too."""
+def test_mask_equals_prefix_and_suffix(map, impl, by_sample, heads):
+    """Compare values and gradients, with a phase, for masks that a prefix and a suffix can express."""
     grid = Grid((3, 4), prefix=2, suffix=1, scale=(0.3, 1.7))
     channels = 8 if map is cosine else 4
     x = torch.randn(2, 4, 15, 8, dtype=torch.float64, requires_grad=True)
@@ -345,7 +345,7 @@ def test_a_mask_compiles():
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("table", [False, True])
 def test_an_index_beyond_the_tokens(index, by_sample, table):
-    """A grid's wrapped: 6 of 6 tokens was the first."""
+    """Without the check, index 6 of 6 tokens would wrap around."""
     positions, index = Grid((2, 3)), torch.tensor(index)
     positions = positions.explicit() if table else positions
     if by_sample and table:

@@ -1,4 +1,4 @@
-"""Grids, coordinates, frequencies; what must be invariant."""
+"""Grids, coordinates, frequencies, and their invariants."""
 
 import math
 
@@ -13,7 +13,7 @@ from lrpe_md.frequencies import mixed_omega
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
-def test_the_documents_example():
+def test_document_example():
     """s = 5 on (n_2, n_1) = (3, 2) is (s_2, s_1) = (2, 1)."""
     assert Grid((3, 2)).coordinates()[5].tolist() == [2, 1]
 
@@ -74,7 +74,7 @@ def test_explicit_coordinates_equal_the_grid(map, impl):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("map", [cosine, rotate])
 @pytest.mark.parametrize("omega_kind", ["axial", "mixed"])
-def test_scores_depend_on_relative_positions_alone(map, impl, omega_kind):
+def test_scores_only_depend_on_relative_positions(map, impl, omega_kind):
     channels = 8 if map is cosine else 4
     omega = axial_omega(geometric_theta(4), channels, 2) if omega_kind == "axial" else mixed_omega(channels, 2)
     q = torch.randn(1, 1, 1, 8, dtype=torch.float64).expand(1, 1, 30, 8)
@@ -117,7 +117,7 @@ def test_query_heads_share_their_key_heads_frequencies(impl):
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("map", [cosine, rotate])
-def test_prefix_is_left_alone(map, impl):
+def test_prefix_is_not_rotated(map, impl):
     x = torch.randn(1, 2, 14, 8)
     channels = 8 if map is cosine else 4
     y = map(
@@ -148,7 +148,7 @@ def test_axial_blocks(axis_order, axes):
 
 def test_axial_truncation_and_unequal_splits():
     omega = axial_omega(geometric_theta(3), 8, 3)
-    assert (omega != 0).sum(1).tolist() == [[2, 3, 3]]  # the last block, the slowest axis, is cut
+    assert (omega != 0).sum(1).tolist() == [[2, 3, 3]]  # the last block, of the slowest axis, is truncated
     thetas = [geometric_theta(n) for n in (1, 2, 5)]
     omega = axial_omega(thetas, 8, 3, axis_order="major_first")
     assert (omega != 0).sum(1).tolist() == [[1, 2, 5]]
@@ -167,7 +167,7 @@ def test_mixed_directions():
     assert omega.shape == (3, 8, 2)
     magnitude = omega.norm(dim=-1)
     torch.testing.assert_close(magnitude, geometric_theta(4, 10.0).repeat(2).expand(3, 8))
-    # the two blocks of a head turn along orthogonal directions
+    # the two blocks of a head have orthogonal directions
     torch.testing.assert_close((omega[:, :4] * omega[:, 4:]).sum(-1), torch.zeros(3, 4, dtype=torch.float64))
     assert not torch.allclose(omega[0], omega[1])
     again = mixed_omega(8, 2, 3, base=10.0, generator=torch.Generator().manual_seed(0))
@@ -178,7 +178,7 @@ def test_mixed_directions():
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize("value", [1.5, torch.tensor(1.5), torch.linspace(1, 2, 4), torch.rand(2, 4) + 1])
 def test_amplitude_scales_tokens_of_the_grid(map, value):
-    """The whole result is scaled, but of prefix and suffix nothing."""
+    """Prefix and suffix are not scaled."""
     x = torch.randn(2, 2, 9, 4 if map == "cosine" else 8)
     call, grid = {"cosine": cosine, "rotate": rotate}[map], Grid((2, 3), prefix=2, suffix=1)
     omega = torch.rand(1, 4, 2)
@@ -189,7 +189,7 @@ def test_amplitude_scales_tokens_of_the_grid(map, value):
     assert torch.equal(scaled[:, :, [0, 1, 8]], plain[:, :, [0, 1, 8]])
 
 
-def test_amplitude_of_one_is_none():
+def test_amplitude_of_one_has_no_effect():
     x, omega = torch.randn(1, 2, 6, 4), torch.rand(1, 4, 2)
     plain = cosine(x, omega=omega, positions=Grid((2, 3)))
     assert torch.equal(cosine(x, omega=omega, positions=Grid((2, 3)), amplitude=1.0), plain)
@@ -208,8 +208,8 @@ def test_sine_first():
     assert torch.equal(found, torch.cat([sin, cos], dim=-1))
 
 
-def test_blocks_of_pairs_are_slices_of_their_own():
-    """Half inside each block: as if each block were a head of its own."""
+def test_pairs_within_blocks():
+    """Each block uses the half layout like a separate head."""
     x, omega = torch.randn(2, 3, 6, 20), torch.rand(3, 8, 2)
     found = rotate(x, omega=omega, positions=Grid((2, 3)), pairs=(3, 5), rotary_dim=slice(2, 18))
     blocks = [
@@ -223,8 +223,8 @@ def test_blocks_of_pairs_are_slices_of_their_own():
     assert torch.equal(one, half)
 
 
-def test_positions_and_phases_of_their_own_for_q_and_k():
-    """Cross-attention: other tokens, of another number."""
+def test_separate_positions_and_phases_for_q_and_k():
+    """Cross-attention has different tokens for q and k, and a different number of them."""
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8)
     omega, phase = torch.rand(2, 4, 2), torch.rand(2, 4)
     where = Grid((2, 3)), Coordinates(torch.randn(4, 2), prefix=1)

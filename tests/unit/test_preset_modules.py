@@ -1,4 +1,4 @@
-"""Presets as modules: what a scheme says, learned where it learns, through casts, saving and materialising."""
+"""Presets as modules: learned parameters, casts, saving and materialising."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def made(request):
 
 
 def on_grid(module):
-    """q and k, and positions for them."""
+    """Return q and k, and positions for them."""
     positions = module.positions(*SEGMENTS[module.num_axes])
     generator = torch.Generator().manual_seed(0)
     shape = (1, module.num_heads, positions.num_tokens, module.head_dim)
@@ -37,16 +37,16 @@ def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def moved(module):
-    """With parameters away from where they began, the phase within its bounds."""
+def move_parameters(module):
+    """Perturb the parameters, with the phase in its bounds."""
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.sub_(torch.rand_like(p) if name == "phase" else 0.1 * torch.rand_like(p) * p)
     return module
 
 
-def test_module_is_the_call_with_the_presets_data(made):
-    module = moved(PresetMd(made)) if made.scheme.phase else PresetMd(made)
+def test_module_equals_the_function(made):
+    module = move_parameters(PresetMd(made)) if made.scheme.phase else PresetMd(made)
     xs, positions = on_grid(module)
     assert positions == made.positions(*SEGMENTS[made.num_axes])
     call = rotate if made.scheme.map == "rotate" else cosine
@@ -57,7 +57,7 @@ def test_module_is_the_call_with_the_presets_data(made):
     assert ((expected[1][..., : made.head_dim] - xs[1]).abs().max() > 0.05).item()
 
 
-def test_what_learns_and_in_which_dtype(made):
+def test_learned_parameters_and_dtypes(made):
     module = PresetMd(made)
     learned = LEARNED.get(made.name, set())
     assert {name for name, _ in module.named_parameters()} == learned == module.no_weight_decay()
@@ -71,7 +71,7 @@ def test_what_learns_and_in_which_dtype(made):
 
 @pytest.mark.parametrize("name", list_presets())
 def test_frequencies_train(name):
-    """Whatever the scheme: what is learned moves, and a frequency a channel stays on its axis."""
+    """Learned parameters of any scheme change, and single-axis channels stay on their axis."""
     module = PresetMd(preset(name, num_heads=HEADS[name]), learnable=True)
     xs, positions = on_grid(module)
     before, laid = {n: p.detach().clone() for n, p in module.named_parameters()}, module.get_omega().detach().clone()
@@ -89,7 +89,7 @@ def test_frequencies_train(name):
         assert torch.equal(after != 0, laid != 0)
 
 
-def test_learned_where_the_scheme_learns_unless_told():
+def test_learnable_defaults_to_the_scheme():
     assert not list(PresetMd(preset("mochi"), learnable=False).parameters())
     assert PresetMd(preset("mochi"), learnable=False).omega.dtype == torch.float64
     assert PresetMd(preset("mochi"), dtype=torch.float64).omega.dtype == torch.float64
@@ -100,7 +100,7 @@ def test_learned_where_the_scheme_learns_unless_told():
 
 
 def test_state_dict_copy_pickle(made):
-    module = moved(PresetMd(made))
+    module = move_parameters(PresetMd(made))
     other = PresetMd(made)
     other.load_state_dict(module.state_dict())
     xs, positions = on_grid(module)
@@ -134,14 +134,14 @@ def test_casts_and_the_meta_device(made, learnable):
             expected = tensors(real)[name]
             rounded = module is whole[1] and isinstance(t, nn.Parameter)
             assert torch.equal(t, expected.bfloat16().to(t.dtype) if rounded else expected), name
-    reset = moved(copy.deepcopy(real))
+    reset = move_parameters(copy.deepcopy(real))
     reset.reset_parameters()
     for name, t in tensors(reset).items():
         assert torch.equal(t, tensors(real)[name]), name
 
 
-def test_tables_lie_where_the_module_does():
-    """Text on the diagonal makes a table; a grid needs none."""
+def test_tables_follow_the_module():
+    """Text on the diagonal needs a table; a grid does not."""
     module = PresetMd(preset("qwen2_vl", 16))
     assert module.positions(3, (2, 4)).coords.device.type == "cpu"
     assert module.to("meta").positions(3, (2, 4)).coords.is_meta
@@ -152,7 +152,7 @@ def test_tables_lie_where_the_module_does():
     assert dino.positions(5, (2, 4), by="longer") == Grid((2, 4), 5).cells("longer")
 
 
-def test_the_phase_is_kept_in_its_range_and_on_the_keys():
+def test_phase_is_clamped_and_only_on_the_keys():
     module = PresetMd(preset("pope", 8, num_heads=2))
     (q, k), positions = on_grid(module)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_the_phase_is_kept_in_its_range_and_on_the_keys():
     expected = cosine(q, k, omega=made.omega, positions=positions, phase=(None, kept), **made.options)
     for a, b in zip(module(q, k, positions=positions), expected, strict=True):
         torch.testing.assert_close(a, b)
-    # Wherever it is, it gets the gradient of where it is kept.
+    # A phase out of bounds gets the gradient at the bound.
     (found,) = torch.autograd.grad(module(q, k, positions=positions)[1].square()[..., :8].sum(), module.phase)
     kept.requires_grad_()
     y = cosine(k, omega=made.omega, positions=positions, phase=kept, **made.options)
@@ -173,9 +173,9 @@ def test_the_phase_is_kept_in_its_range_and_on_the_keys():
 
 
 def test_the_kernels_run_it():
-    """A float64 omega with a float32 phase, an amplitude a pair, a learned theta."""
+    """Combine a float64 omega, a float32 phase, an amplitude per pair, and a learned theta."""
     for module in (
-        moved(PresetMd(preset("pope", 8, num_heads=2), impl="triton")),
+        move_parameters(PresetMd(preset("pope", 8, num_heads=2), impl="triton")),
         PresetMd(preset("wan", 24, scaling=YARN), impl="triton"),
         PresetMd(preset("flux2", 16), learnable=True, impl="triton"),
     ):
@@ -209,8 +209,8 @@ def test_repr():
     assert "'wan'" in repr(PresetMd(preset("wan")))
 
 
-def test_a_preset_of_ones_own():
-    """Data that was changed by hand."""
+def test_custom_preset():
+    """The data of a preset was edited by hand."""
     eva = preset("eva02", 8)
     module = PresetMd(replace(eva, omega=eva.omega.flip(-1), scheme=replace(eva.scheme, pairs="half")))
     x, positions = torch.randn(1, 1, 8, 8), module.positions((2, 4))
@@ -221,8 +221,8 @@ def test_a_preset_of_ones_own():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["wan", "pope", "rope_vit_mixed", "qwen2_vl", "transnormer"])
 def test_on_a_gpu(name):
-    """Moved there, with its tables; one step of training."""
-    module = moved(PresetMd(preset(name, num_heads=2)))
+    """Modules move to the GPU with their tables, and train for one step."""
+    module = move_parameters(PresetMd(preset(name, num_heads=2)))
     segments = [3, *SEGMENTS[module.num_axes]] if module.preset.scheme.tokens else SEGMENTS[module.num_axes]
     positions = module.positions(*segments)
     xs = [torch.randn(1, 2, positions.num_tokens, module.head_dim) for _ in range(2)]

@@ -1,7 +1,8 @@
-"""Each preset against the original code, on random q and k; where that is in no package, against its formula.
+"""Each preset against the original code on random q and k, or against its formula if no package has the code.
 
-Bounds. An original in float64 angles: 1e-6. One in float32: 1e-5 and what its angles cost it, which are off by the
-rounding of the exponent, the power, the reciprocal and the product: (3 + ln base) · 2^-24 of each s_j ω_j.
+Bounds: 1e-6 for originals with float64 angles. For originals with float32 angles, 1e-5 plus the effect of their angle
+errors. These come from rounding the exponent, the power, the reciprocal and the product: (3 + ln base) · 2^-24 of each
+s_j ω_j.
 """
 
 import copy
@@ -20,11 +21,11 @@ from original_presets import (
     HEADS,
     LAYOUTS,
     encode,
+    for_heads,
     golden_tables,
     inputs,
     is_golden,
     ltx2,
-    of_heads,
     on,
     original,
     sized,
@@ -74,7 +75,7 @@ def test_preset_equals_the_original(number, impl):
 
 
 def rounding(p, positions, weights):
-    """What float32 angles cost each channel of x = 1: (H or 1, N, D), or 2D."""
+    """Return the effect of float32 angles on each channel of x = 1: (H or 1, N, D), or 2D."""
     base = p.scheme.frequencies.base or 1.0
     cost = (table(positions).abs()[:, None, None, :] * weights.abs()).sum(-1) * (3 + math.log(base)) * 2.0**-24
     cost = cost.permute(1, 0, 2) * (2**0.5 if p.scheme.map == "rotate" else 1)  # (H or 1, N, C)
@@ -100,7 +101,7 @@ FIRST = {name: next(c for c in CASES if c.name == name) for name in SCHEMES}
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("name", SCHEMES)
 def test_in_float64(name, number):
-    """The original with every float32 in it a float64: values, and what attention makes of them."""
+    """Compare values and attention outputs with the original, run with float64 in place of float32."""
     case = FIRST[name]
     if is_golden(case):
         case = [c for c in CASES if c.name == name][number]
@@ -132,7 +133,7 @@ def test_positions_of_other_repositories(number):
     torch.testing.assert_close(found, expected.double()[:, : found.shape[1]], rtol=0, atol=1e-9)
 
 
-MODELS = {  # in timm, with what they give to their rotary
+MODELS = {  # timm models, with the arguments of their rotary embedding
     "eva02_tiny_patch14_224": "eva02",
     "vit_small_patch16_rope_224": "rope_vit_axial",
     "vit_small_patch16_dinov3": "dinov3",
@@ -156,7 +157,7 @@ def test_presets_of_whole_models(model):
 
 
 def test_attention_between_video_and_audio():
-    """LTX-2's queries are a video's, its keys audio's, each at its own seconds."""
+    """LTX-2's queries are video and its keys audio, each with positions in seconds."""
     p = preset("ltx2_cross", num_heads=HEADS)
     video, audio = p.positions((3, 2, 4)), p.positions((11,))
     (q, _), (_, k) = (tuple(inputs(positions.num_tokens, p.head_dim)) for positions in (video, audio))
@@ -166,11 +167,11 @@ def test_attention_between_video_and_audio():
     found = rotate(q, k, omega=p.omega, positions=(video, audio), **p.options)
     torch.testing.assert_close(found[0] @ found[1].mT, expected_q @ expected_k.mT, rtol=0, atol=1e-6)
     seconds = [(positions.coords[[0, -1], 0] + 1) * 10 for positions in (video, audio)]
-    assert seconds[0].tolist() == pytest.approx([0.5 / 24, (8 * 2 - 3) / 24])  # the middle of a frame, and of eight
+    assert seconds[0].tolist() == pytest.approx([0.5 / 24, (8 * 2 - 3) / 24])  # the centre of one frame, and of eight
     assert seconds[1].tolist() == pytest.approx([0.005, (4 * 10 - 1) / 100])
 
 
-# --- what holds for each -----------------------------------------------------------------------------------
+# --- properties of every preset ----------------------------------------------------------------------------
 
 
 SEGMENTS = {name: c.segments for name, c in FIRST.items()}
@@ -179,9 +180,9 @@ SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 @pytest.mark.parametrize("name", SCHEMES)
 @given(steps=st.lists(st.floats(-100, 100), min_size=4, max_size=4))
 @settings(deadline=None, max_examples=6)
-def test_scores_depend_on_relative_positions_alone(name, steps):
-    """Moving all that is rotated by the same step leaves every score as it was."""
-    p = of_heads(name)
+def test_scores_only_depend_on_relative_positions(name, steps):
+    """Moving all rotated tokens by the same step does not change the scores."""
+    p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     rows = positions.explicit().explicit()
     step = torch.tensor(steps[: p.num_axes], dtype=torch.float64) / p.omega.abs().max().clamp(min=10) * 10
@@ -198,7 +199,7 @@ def test_scores_depend_on_relative_positions_alone(name, steps):
 @given(data=st.data())
 @settings(deadline=None, max_examples=6)
 def test_a_shard_is_a_slice(name, data):
-    p = of_heads(name)
+    p = for_heads(name)
     whole = p.positions(*SEGMENTS[name])
     start = data.draw(st.integers(0, whole.num_tokens))
     for length in (None, data.draw(st.integers(0, whole.num_tokens - start))):
@@ -210,7 +211,7 @@ def test_a_shard_is_a_slice(name, data):
         assert torch.equal(full if mask is None else mask, full if expected.rotated is None else expected.rotated)
 
 
-PAIRS = {  # or channels, of each axis, as published; the slowest frequencies barely show in an output
+PAIRS = {  # published pairs (or channels) per axis, since outputs barely depend on the slowest frequencies
     "eva02": (16, 16), "rope_vit_axial": (16, 16), "rope_vit_mixed": (32, 32), "dinov3": (16, 16),
     "perception_encoder": (16, 16), "pixtral": (16, 16), "qwen2_vl_vision": (20, 20), "qwen2_vl": (16, 24, 24),
     "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
@@ -224,16 +225,16 @@ PAIRS = {  # or channels, of each axis, as published; the slowest frequencies ba
     "mrope_interleave": (24, 20, 20), "videorope": (16, 24, 24), "hope": (0, 24, 24), "circle_rope": (16, 24, 24),
     "ilrope": (24, 20, 20), "omnirope": (16, 24, 24), "mm_rope": (16, 24, 24),
 }  # fmt: skip
-OF_ALL_HEADS = {  # of 32, 32, 32, 32 and 8
+OF_ALL_HEADS = {  # with 32, 32, 32, 32 and 8 heads
     "ltx": (341, 341, 341), "ltx2": (682, 682, 682), "ltx2_audio": (1024,), "ltx2_cross": (1024,),
     "mhrope": (128, 192, 192),
 }  # fmt: skip
-ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # of the channels; elsewhere all are
+ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # number of rotated channels, if not all
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_a_preset_says(name):
-    p = of_heads(name)
+def test_preset_fields(name):
+    p = for_heads(name)
     scheme = p.scheme
     assert p.name == name
     assert p.omega.dtype == torch.float64
@@ -261,7 +262,7 @@ def test_what_a_preset_says(name):
 
 
 def test_no_scheme_is_named_elsewhere():
-    """No branch on a scheme's name: outside of presets/registry.py, and of the adapters, the names are in no code."""
+    """Scheme names appear in no code outside of presets/registry.py and the adapters."""
     import ast
     from pathlib import Path
 
@@ -280,8 +281,8 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
-    """The kernels on every preset, in float32: as near to float64 as the reference."""
-    p = of_heads(name)
+    """Errors of the kernels from float64 are within the reference's, for every preset in float32."""
+    p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
     q, k = inputs(positions.num_tokens, p.head_dim, p.num_heads)
@@ -312,7 +313,7 @@ def test_a_grid_needs_no_table(name):
     assert (positions.prefix, positions.suffix) == (before, sum(numbers) - before - positions.num_grid_tokens)
 
 
-def test_segments_go_through():
+def test_segments_are_positions():
     p = preset("flux1")
     grid = Grid((1, 2, 3), start=1, length=3)
     assert torch.equal(table(p.positions(grid)), grid.coordinates())
@@ -326,7 +327,7 @@ def test_segments_go_through():
 
 
 def test_a_batch_of_captions_and_sizes():
-    """Lumina 2 with captions of two lengths and images of three sizes, padded and packed."""
+    """Lumina 2 encodes captions of two lengths and images of three sizes, padded and packed."""
     p = preset("lumina2", 24)
     layouts = [p.positions(n, shape) for n, shape in ((7, (3, 5)), (4, (6, 2)), (4, (2, 7)))]
     xs = [list(inputs(layout.num_tokens, 24)) for layout in layouts]
@@ -356,9 +357,9 @@ def test_resolution_is_a_position_rule():
 
 
 def test_rope_mixed_begins_as_the_original():
-    """Half of a head's pairs along a random angle, half across, magnitudes 10^(-4 i / D)."""
+    """Half of a head's pairs have a random direction, half the orthogonal one; magnitudes are 10^(-4 i / D)."""
     p = preset("rope_vit_mixed", num_heads=40)
-    angles = torch.atan2(p.omega[:, 0, 0], p.omega[:, 0, 1])  # y, x
+    angles = torch.atan2(p.omega[:, 0, 0], p.omega[:, 0, 1])  # (y, x)
     magnitudes = torch.tensor([10.0 ** (-4 * i / 64) for i in range(16)], dtype=torch.float64)
     for half in (0, 1):
         turned = (angles + half * math.pi / 2)[:, None]
@@ -407,7 +408,7 @@ def test_dinov3_trains_with_its_augmentation():
     ids=["yarn", "llama3", "longrope"],
 )  # fmt: skip
 def test_text_side_scalings(scaling, parameters):
-    """Qwen2-VL stretched, with its amplitude."""
+    """Qwen2-VL is stretched, and its amplitude follows."""
     p, segments = preset("qwen2_vl", scaling=scaling), (3, (1, 3, 5), 20)
     positions = p.positions(*segments)
     q, k = inputs(positions.num_tokens, 128)
@@ -418,8 +419,8 @@ def test_text_side_scalings(scaling, parameters):
     assert not torch.allclose(p.omega, preset("qwen2_vl").omega)
 
 
-def test_a_scaling_an_axis():
-    """Each axis its own series, and its own amplitude, which is then one a pair."""
+def test_scaling_per_axis():
+    """Each axis has a separate series and amplitude, so that there is one amplitude per pair."""
     yarn = partial(yarn_scaling, factor=4.0, original_length=64)
     p, plain = preset("wan", scaling=(None, yarn, partial(ntk_scaling, factor=2.0))), preset("wan")
     assert torch.equal(p.omega[..., 0], plain.omega[..., 0])
@@ -435,7 +436,7 @@ def test_a_scaling_an_axis():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_copies(name):
-    p = of_heads(name)
+    p = for_heads(name)
     for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
         assert torch.equal(other.omega, p.omega)
         assert torch.equal(table(other.positions(*SEGMENTS[name])), table(p.positions(*SEGMENTS[name])))
@@ -500,7 +501,7 @@ TAKES = {name: {"base", "scaling", "split"} for name in SCHEMES}
 TAKES |= {"pixtral": {"base", "scaling"}, "rope_vit_mixed": {"base", "seed"}, "mochi": {"base", "seed"}}
 TAKES |= {"transnormer": {"base", "scaling"}, "pope": {"base", "scaling"}, "cosformer": {"scaling"}}
 TAKES |= {name: {"base", "scaling"} for name in ("rope_1d", "v2pe", "ltx2_audio", "ltx2_cross")}
-OPTIONS = {  # of the grids, with another value
+OPTIONS = {  # options of grids, with a value other than the default
     "dinov3": {"by": "longer"}, "perception_encoder": {"offset": 3}, "qwen2_vl_vision": {"merge": 1},
     "cogvideox": {"size": None}, "mochi": {"area": 9}, "cosmos": {"fps": 7}, "cosformer": {"longest": 99},
     "llama4_vision": {"offset": 3}, "minimax_m3_vl": {"merge": 1}, "qwen2_5_omni": {"interval": 0.3, "rate": 2},
@@ -515,14 +516,14 @@ SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3},
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_is_said_is_taken_or_refused(name):
-    """No argument passes without effect."""
-    plain = of_heads(name)
+def test_options_have_an_effect_or_are_refused(name):
+    """Options are never silently ignored."""
+    plain = for_heads(name)
     shares = (1, *[2] * (plain.num_axes - 1))
     changes = {"base": 77.0, "split": shares, "scaling": partial(ntk_scaling, factor=3.0), "seed": 5}
     for key, value in changes.items():
         if key in TAKES[name]:
-            # Sizes which all shares divide.
+            # Sizes that all shares divide.
             size, heads = 26880 if plain.scheme.map == "rotate" else 1680, 40 if name == "mhrope" else HEADS
             changed = preset(name, size, heads, **{key: value})
             if (name, key) != ("cosformer", "scaling"):
@@ -530,7 +531,7 @@ def test_what_is_said_is_taken_or_refused(name):
         else:
             with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
                 preset(name, num_heads=plain.num_heads, **{key: value})
-    # Options of the grids.
+    # Grid options.
     shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))
     own = OPTIONS.get(name, {})
     for option, value in own.items():
@@ -543,7 +544,7 @@ def test_what_is_said_is_taken_or_refused(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_head_dim_is_laid_out_or_refused(name):
-    """One message that names head_dim, or frequencies for every channel that takes part."""
+    """An unsupported head_dim raises an error that names it; others give every rotated channel a frequency."""
     refused, sizes = [], [*range(42), 128, 512]
     for head_dim in sizes:
         try:
@@ -560,8 +561,8 @@ def test_each_head_dim_is_laid_out_or_refused(name):
 
 
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
-def test_a_sequence_counts_on(name):
-    """Parts of a sequence of one axis are behind each other, in whatever pieces it is given."""
+def test_sequence_parts_are_consecutive(name):
+    """Parts of a sequence on one axis follow each other, however it is divided."""
     p = preset(name)
     whole = torch.arange(10, dtype=torch.float64)[:, None]
     for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):
@@ -571,9 +572,9 @@ def test_a_sequence_counts_on(name):
 
 def test_a_preset_made_on_the_meta_device_has_values():
     with torch.device("meta"):
-        found = [of_heads(name) for name in SCHEMES]
+        found = [for_heads(name) for name in SCHEMES]
     for p in found:
-        assert torch.equal(p.omega, of_heads(p.name).omega)
+        assert torch.equal(p.omega, for_heads(p.name).omega)
 
 
 @pytest.mark.parametrize("name", BAD)

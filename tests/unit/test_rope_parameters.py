@@ -12,7 +12,7 @@ from lrpe_md.frequencies.rope_parameters import RULES
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(32)], "long_factor": [1.0 + 2.0 * i for i in range(32)]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-TABLE = {  # the fields, and what differs from head_dim 64 and a length of 4096
+TABLE = {  # fields, and differences from head_dim 64 and a length of 4096
     "linear": ({"rope_type": "linear", "factor": 4.0}, {}),
     "linear, another base": ({"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5}, {}),
     "linear, partial": ({"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.25}, {}),
@@ -74,7 +74,7 @@ def test_values_equal_transformers(name):
     )  # fmt: skip
     function = rope_utils.ROPE_INIT_FUNCTIONS[fields["rope_type"]]
     expected, factor = function(config, "cpu", seq_len=changes.get("seq_len"))
-    # what a user's file says, and what transformers makes of it
+    # the fields in a user's file, and in transformers' normalised form
     for given in (TABLE[name][0], config.rope_parameters):
         theta, amplitude = rope_frequencies(given, head_dim, length, changes.get("seq_len"))
         assert theta.dtype == torch.float64
@@ -131,7 +131,7 @@ def test_errors(fields, head_dim, message):
 
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
-def test_a_ratio_of_a_length_to_itself_is_no_factor(kind):
+def test_equal_lengths_give_no_factor(kind):
     fields = {"rope_type": kind, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     with pytest.raises(ValueError, match=f"rope_parameters: expected 'factor' for rope_type '{kind}'"):
         rope_frequencies(fields, 64, 4096)

@@ -1,4 +1,4 @@
-"""Schemes of one's own: made, named, written and read, drawn."""
+"""Custom schemes: creating, registering, serialising and drawing them."""
 
 import json
 import math
@@ -45,8 +45,8 @@ OWN = Scheme("doc", 16, Axial((1, 1), 50.0), grid=doubled, tokens=Tokens(0, "zer
 
 
 @pytest.fixture(autouse=True)
-def own_names():
-    """What a test registers goes with it."""
+def restore_registry():
+    """Remove the names that a test registers."""
     before = dict(REGISTERED)
     yield
     REGISTERED.clear()
@@ -70,7 +70,7 @@ def test_a_preset_of_a_scheme():
     assert torch.equal(PresetMd(OWN, head_dim=8).omega, made.omega)
 
 
-def test_a_registered_scheme_is_as_good_as_a_published_one():
+def test_registered_scheme_works_like_a_published_one():
     register_scheme("ours", OWN)
     assert list_presets()[-1] == "ours"
     assert preset("ours", 8).name == "ours"
@@ -83,7 +83,7 @@ def test_a_registered_scheme_is_as_good_as_a_published_one():
     assert preset("ours").scheme is other
 
 
-def test_what_can_not_be_registered():
+def test_invalid_registrations():
     before = list_presets()
     for name in ("wan", "rotate", "none"):
         with pytest.raises(ValueError, match=f"name: expected one that is not published .* got '{name}'"):
@@ -111,7 +111,7 @@ def test_what_can_not_be_registered():
         ),
     ],
 )
-def test_schemes_that_contradict_themselves(message, changes):
+def test_contradictory_schemes(message, changes):
     with pytest.raises(ValueError, match=message):
         replace(OWN, **changes)
 
@@ -119,19 +119,19 @@ def test_schemes_that_contradict_themselves(message, changes):
 # --- parts of a head, gaps, heads ------------------------------------------------------------------------------------
 
 
-def turned(made, x, positions):
+def encode(made, x, positions):
     return rotate(x, omega=made.omega, positions=positions, **made.options)
 
 
 def test_a_part_of_a_head():
-    """The scheme's own, in front or not, and another by the argument; also the cosine map's."""
+    """Rotate the scheme's part of a head, at its start or not, or another part by argument; also for cosine."""
     part = replace(OWN, rotary=(0.5, 1))
     made = preset(part, 16)
     assert made.rotary_dim == slice(8, 16)
     x, positions = torch.randn(1, 1, 6, 16), made.positions((2, 3))
-    y = turned(made, x, positions)
+    y = encode(made, x, positions)
     assert torch.equal(y[..., :8], x[..., :8])
-    torch.testing.assert_close(y[..., 8:], turned(preset(OWN, 8), x[..., 8:], positions))
+    torch.testing.assert_close(y[..., 8:], encode(preset(OWN, 8), x[..., 8:], positions))
     assert preset(part, 16, rotary_dim=4).rotary_dim == slice(0, 4)
     assert preset(OWN, 16, rotary_dim=slice(4, 12)).rotary_dim == slice(4, 12)
     assert preset(OWN, 16, rotary_dim=16).rotary_dim is None
@@ -144,7 +144,7 @@ def test_a_part_of_a_head():
 
 
 def test_pairs_in_blocks_at_any_head_dim():
-    """Half and half within the channels of each axis, also of unequal shares, and in either order."""
+    """Pairs are half and half in the channels of each axis, for unequal shares and either order."""
     for shares, order in (((1, 3), "major_first"), ((1, 3), "minor_first"), ((0, 1), "major_first")):
         blocks = replace(OWN, pairs="blocks", frequencies=Axial(shares, axis_order=order))
         for head_dim in (8, 24):
@@ -157,16 +157,16 @@ def test_pairs_in_blocks_at_any_head_dim():
                 rotate(part, omega=omega, positions=positions, pairs="half")
                 for part, omega in zip(x.split([2 * n for n in widths], -1), made.omega.split(widths, 1), strict=True)
             ]
-            torch.testing.assert_close(turned(made, x, positions), torch.cat(apart, dim=-1))
+            torch.testing.assert_close(encode(made, x, positions), torch.cat(apart, dim=-1))
     with pytest.raises(ValueError, match="pairs: expected axes in blocks without gaps"):
         preset(replace(OWN, pairs="blocks", frequencies=Axial((1, 1), axis_map="alternate")))
 
 
 def test_channels_that_are_not_rotated():
-    """Gaps by their shares; what is left over in front, behind, or cut off, with its pairs."""
+    """Gaps have shares; remaining channels are before or after the rotated ones, or dropped with their pairs."""
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(1, 0, 2))), 20)
     assert (made.omega[0] != 0).any(-1).tolist() == [False] * 2 + [True] * 4 + [False] * 4
-    torch.testing.assert_close(made.omega[0, 3, 0].item(), 1e4**-0.5)  # a series knows nothing of gaps
+    torch.testing.assert_close(made.omega[0, 3, 0].item(), 1e4**-0.5)  # the series does not depend on gaps
     for remainder, rotated in (("front", [False, True, True, True]), ("behind", [True, True, True, False])):
         scheme = replace(OWN, frequencies=Axial((1, 1, 1), remainder=remainder), grid=FUNCTIONS["video"])
         assert (preset(scheme, 8).omega[0] != 0).any(-1).tolist() == rotated
@@ -177,7 +177,7 @@ def test_channels_that_are_not_rotated():
         preset(scheme, 4)
 
 
-def test_an_amplitude_an_axis_leaves_gaps_as_they_are():
+def test_amplitude_per_axis_does_not_scale_gaps():
     scaling = (None, lambda theta: (theta, 3.0))
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
     assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
@@ -201,7 +201,7 @@ def test_heads_that_differ():
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_with_tokens_around_it_keeps_them_apart():
+def test_table_with_prefix_and_suffix():
     made = preset("cogview4")
     positions = made.positions(5, (3, 7), 2)
     assert (positions.prefix, positions.suffix, positions.rotated) == (5, 2, None)
@@ -210,7 +210,7 @@ def test_a_table_with_tokens_around_it_keeps_them_apart():
     assert torch.equal(part.coords, positions.explicit().coords[4:13])
 
 
-def test_tables_are_placed_behind_what_precedes_them():
+def test_tables_follow_preceding_tokens():
     table = replace(OWN, grid=FUNCTIONS["rounded_down"], tokens=Tokens(0, "diagonal"), after=(0, 1), advance=(1,))
     found = preset(table).positions(3, (2, 5), 1).coords
     own = Grid((2, 5)).interpolate(256).floor().coords
@@ -223,7 +223,7 @@ def test_tables_are_placed_behind_what_precedes_them():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_published_scheme_is_data(name):
-    """Through JSON and back: the same frequencies, positions and pairs, and the same again when written."""
+    """A round trip through JSON preserves frequencies, positions and pairs, and gives the same JSON again."""
     scheme = SCHEMES[name]
     data = json.loads(json.dumps(scheme.to_dict()))
     again = Scheme.from_dict(data)
@@ -238,14 +238,14 @@ def test_every_published_scheme_is_data(name):
         assert getattr(again, field) == getattr(scheme, field)
 
 
-def test_only_what_differs_is_written():
+def test_defaults_are_not_written():
     assert SCHEMES["hunyuan_image"].to_dict().keys() == {"doc", "head_dim", "frequencies", "tokens"}
     data = SCHEMES["cosmos"].to_dict()
     assert data["frequencies"]["scaling"] == [{"function": "ntk_scaling", "factor": 2.0}, None, None]
     assert data["grid"] == "seconds"
 
 
-def test_functions_of_ones_own():
+def test_custom_functions():
     scaled = replace(OWN, frequencies=Axial((1, 1), scaling=partial(ntk_scaling, factor=3.0)))
     names = {"doubled": doubled}
     with pytest.raises(
@@ -276,7 +276,7 @@ def test_functions_of_ones_own():
         (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],
 )
-def test_dicts_that_are_no_schemes(message, change):
+def test_invalid_dicts(message, change):
     data = {"doc": "", "frequencies": {"kind": "axial", "split": [1, 1], "base": 3.0}, "head_dim": 8}
     changed = change(data)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -284,7 +284,7 @@ def test_dicts_that_are_no_schemes(message, change):
 
 
 WRONG = {
-    # of the scheme, of its frequencies (Axial, Dense), of its tokens
+    # fields of the scheme, its frequencies (Axial, Dense) and its tokens
     "head_dim": ["8", 8.5, True, 0, -8, 7], "num_heads": [0, 1.5, None], "doc": [3, None],
     "map": ["turn", 1], "pairs": ["thirds", None, ["half"]], "act": ["gelu", None, 1], "order": ["sin", None],
     "rotary": [0.5, [0, 0.5, 1], [0.5, 0.25], ["a", "b"], [0, math.nan]], "grid": [3, None, "unknown", {"function": 3}],
@@ -306,8 +306,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in WRONG.items() for value in values])
-def test_wrong_fields_are_named_when_they_are_read(path, value):
-    """Not at the first preset() or the first positions, and not taken silently."""
+def test_invalid_fields_raise_on_reading(path, value):
+    """Reading raises at once, not only the first preset() or the first positions."""
     where, _, name = path.rpartition(".")
     data = {
         "doc": "", "head_dim": 8, "frequencies": {"kind": "axial", "split": [1, 1], "base": 3.0},
@@ -324,7 +324,7 @@ def test_wrong_fields_are_named_when_they_are_read(path, value):
 
 
 @pytest.mark.parametrize("change", [{"order": "sin_cos"}, {"map": "cosine", "pairs": "half"}])
-def test_options_that_the_map_has_no_use_for(change):
+def test_options_without_effect_are_refused(change):
     with pytest.raises(ValueError, match=r"(order|pairs): expected none with map="):
         replace(OWN, **change)
 
@@ -336,7 +336,7 @@ def test_options_that_the_map_has_no_use_for(change):
         lambda theta: (theta, math.nan), lambda theta: (theta, torch.ones(3)), lambda theta: (1.0, theta),
     ],
 )  # fmt: skip
-def test_a_scaling_gives_back_what_it_takes(scaled):
+def test_invalid_results_of_a_scaling(scaled):
     with pytest.raises((ValueError, TypeError), match="scaling: expected"):
         preset(OWN, scaling=scaled)
 
@@ -355,7 +355,7 @@ def test_every_scheme_can_be_drawn(name):
     assert maps[-1].images[0].get_array().max() <= 1 + 1e-9
 
 
-def test_a_picture_of_ones_own(tmp_path):
+def test_drawing_a_custom_preset(tmp_path):
     pytest.importorskip("matplotlib")
     lrpe_md.show(OWN, (3, 5), tmp_path / "own.png", head_dim=8)
     assert (tmp_path / "own.png").stat().st_size > 1000
@@ -379,7 +379,7 @@ def test_without_matplotlib():
 
 
 def test_the_page_runs(tmp_path, monkeypatch):
-    """docs/schemes.md from top to bottom."""
+    """Run the code of docs/schemes.md from top to bottom."""
     pytest.importorskip("timm")
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -399,8 +399,8 @@ def test_the_page_names_every_preset():
     assert sorted(named) == sorted(SCHEMES)
 
 
-def test_the_page_would_fail():
-    """Its test is one: with another base it fails."""
+def test_page_check_can_fail():
+    """The check in the page fails for another base."""
     text = (DOCS / "schemes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:6]
     assert any("test_ours_is_the_formula()" in block for block in blocks)

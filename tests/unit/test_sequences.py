@@ -1,4 +1,4 @@
-"""Sequences of text and grids, and batches of them: positions by hand, shards, and one call for all."""
+"""Sequences of text and grids, and batches of them: positions, shards, and single calls."""
 
 import math
 
@@ -14,17 +14,17 @@ from lrpe_md.engine import launch
 
 
 def rows(layout):
-    """Positions as integers, None for rows that are not rotated."""
+    """Return positions as integers, None for rows that are not rotated."""
     layout = layout.explicit()
     mask = [True] * layout.num_tokens if layout.rotated is None else layout.rotated.tolist()
     return [tuple(map(int, row)) if here else None for row, here in zip(layout.coords.tolist(), mask, strict=True)]
 
 
-# --- by hand ---------------------------------------------------------------------------------------------
+# --- expected positions ----------------------------------------------------------------------------------
 
 
-def test_text_and_images_in_turn():
-    """Qwen2-VL: text on the diagonal, each image behind it on all axes, text behind the image's longest side."""
+def test_alternating_text_and_images():
+    """Qwen2-VL has text on the diagonal, images after it on all axes, and text after the longest side."""
     found = compose(
         Tokens(2, "diagonal"), After(Grid((1, 2, 3))), Tokens(1, "diagonal"), After(Grid((2, 1, 1))),
         Tokens(2, "diagonal"),
@@ -36,7 +36,7 @@ def test_text_and_images_in_turn():
 
 
 def test_text_on_an_axis():
-    """Lumina 2: text along axis 0, the image behind it there; then what is not rotated, and what is at zero."""
+    """Lumina 2 has text on axis 0 followed by the image there; then come unrotated tokens and tokens at zero."""
     found = compose(
         Tokens(3, "axis", axis=0), After(Grid((1, 1, 2)), axes=(0,)), Tokens(1), Tokens(1, "zero"),
         Tokens(1, "axis", axis=2), After(Grid((1, 2, 1)), axes=()),
@@ -45,8 +45,8 @@ def test_text_on_an_axis():
     assert rows(found) == [*text, (3, 0, 0), (3, 0, 1), None, (0, 0, 0), (0, 0, 4), (0, 0, 0), (0, 1, 0)]
 
 
-def test_grids_where_they_say():
-    """FLUX.1 Kontext and Qwen-Image: grids with offsets of their own, text where it is told to start."""
+def test_grids_with_offsets():
+    """FLUX.1 Kontext and Qwen-Image have grids with offsets and a start position of the text."""
     reference = Grid((1, 1, 2), prefix=1).offset((1, 0, 0))
     found = compose(Tokens(2, "diagonal", start=7), Grid((1, 2, 1)), reference, Tokens(1, "diagonal"))
     assert rows(found) == [(7, 7, 7), (8, 8, 8), (0, 0, 0), (0, 1, 0), None, (1, 0, 0), (1, 0, 1), (9, 9, 9)]
@@ -69,8 +69,8 @@ def test_coordinates_and_empty_sequences():
     assert compose(Grid((2,)), dtype=torch.float32).coords.dtype == torch.float32
 
 
-def test_a_table_behind():
-    """A grid in another order, and tokens that go on behind its largest position."""
+def test_table_after_other_tokens():
+    """Place a reordered grid, and tokens that continue after its largest position."""
     image = Grid((1, 4, 4))
     order = window_order((1, 4, 4), (1, 2, 2))
     found = rows(compose(Tokens(3, "diagonal"), After(image.take(order)), Tokens(1, "diagonal")))
@@ -134,7 +134,7 @@ def test_composing_then_slicing_equals_slicing_then_composing(segments, data):
 @given(sequences, sequences)
 @settings(deadline=None, max_examples=60)
 def test_plain_segments_compose_end_to_end(first, second):
-    """Where no segment looks at the running position, composing is concatenation."""
+    """Composing segments without running positions is concatenation."""
     first, second = ([s for s in part if isinstance(s, (Grid, Coordinates))] for part in (first, second))
     both = compose(*first, *second, num_axes=3)
     equal(both, pack([compose(*first, num_axes=3), compose(*second, num_axes=3)]).positions)
@@ -144,7 +144,7 @@ def test_plain_segments_compose_end_to_end(first, second):
 
 
 def samples():
-    """Three resolutions and two text lengths; one sample has tokens that are not rotated."""
+    """Return three resolutions and two text lengths; one sample has tokens that are not rotated."""
     return [
         compose(Tokens(3, "diagonal"), After(Grid((1, 2, 5)))),
         compose(Tokens(5, "diagonal"), After(Grid((2, 3, 2)).interpolate((None, 4, 4))), Tokens(2)),
@@ -207,7 +207,7 @@ def test_padding_is_not_rotated():
     assert pad([Grid((2,))], 4).rotated.tolist() == [[True, True, False, False]]
 
 
-def test_tables_go_where_they_are_told():
+def test_tables_are_on_the_given_device():
     assert pack([Grid((2, 2))], device="meta").positions.coords.is_meta
     assert pack([Grid((2, 2)).explicit("meta"), Grid((2, 2))]).positions.coords.is_meta
     assert pack([Grid((2, 2)).explicit("meta")]).cu_seqlens.is_meta
@@ -318,7 +318,7 @@ def test_float32_holds_positions_up_to_its_limit():
     assert math.prod(compose(Grid((2, 3)), dtype=torch.float32).coords.shape) == 12
 
 
-def test_compose_takes_every_size_in_one_graph():
+def test_compose_compiles_once_for_all_sizes():
     from torch._dynamo.testing import CompileCounter
 
     def f(x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:

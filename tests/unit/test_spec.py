@@ -1,6 +1,6 @@
-"""The two source documents, written down again as loops over tokens and channels, against every implementation.
+"""The two source documents, implemented as loops over tokens and channels, against every implementation.
 
-The loops are float64 torch scalars, so that autograd gives their gradients; they share nothing with the package.
+The loops use float64 torch scalars, so that autograd differentiates them, and share no code with the package.
 """
 
 import math
@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from spreading import spread
+from parametrizing import parametrize_each
 
 import lrpe_md
 from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md, reference
@@ -19,7 +19,7 @@ ACTS += [("softmax", -1), ("softmax", -2)]
 
 
 def activation(x, act, dim):
-    """f_act on (N, D)."""
+    """Apply f_act to (N, D)."""
     if act == "softmax":
         e = (x - x.amax(dim, keepdim=True).detach()).exp()
         return e / e.sum(dim, keepdim=True)
@@ -34,7 +34,7 @@ def activation(x, act, dim):
 
 
 def serial_to_coordinates(s, n):
-    """spec: Σ s_j N_j = s, N_1 = 1, N_{j+1} = n_j N_j; n = (n_1, .., n_k), the fastest axis first."""
+    """Solve Σ s_j N_j = s, N_1 = 1, N_{j+1} = n_j N_j for n = (n_1, .., n_k), fastest axis first."""
     coordinates = []
     for size in n:
         coordinates.append(s % size)
@@ -43,7 +43,7 @@ def serial_to_coordinates(s, n):
 
 
 def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
-    """spec/lrpe_cosine_md.md on X (B, H, l + n, D), θ (E) or (H, E)."""
+    """Implement spec/lrpe_cosine_md.md on X (B, H, l + n, D), θ (E) or (H, E)."""
     batch, heads, total, d = x.shape
     rows = []
     for b in range(batch):
@@ -65,7 +65,9 @@ def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
 
 
 def rotate_loop(x, angle, act, dim, first, width):
-    """spec/lrpe_rotate_1d.md: O_1 = X_1 cos - X_2 sin, O_2 = X_1 sin + X_2 cos on channels first .. first + width."""
+    """Implement spec/lrpe_rotate_1d.md: O_1 = X_1 cos - X_2 sin, O_2 = X_1 sin + X_2 cos on channels first .. first +
+    width.
+    """
     batch, heads, total, d = x.shape
     half = width // 2
     rows = []
@@ -86,16 +88,16 @@ def rotate_loop(x, angle, act, dim, first, width):
 
 
 def compare(call, loop, x, theta, dtype=torch.float32):
-    """y, dx and dθ of call(x, theta, impl=..) against those of loop(x, theta).
+    """Compare y, dx and dθ of call(x, theta, impl=..) with those of loop(x, theta).
 
-    Several dy, whose gradients are judged together: θ has a handful of entries, too few for an RMS.
+    Gradients of several dy are judged together, since θ has too few entries for an RMS.
     """
 
     def run(f, x, theta):
         x, theta = x.detach().requires_grad_(), theta.detach().requires_grad_()
         y = f(x, theta)
         dys = [randn(*y.shape, seed=10 + i).to(dtype).to(y.dtype) for i in range(8)]
-        if f is loop:  # hundreds of operations on scalars: all dy in one go
+        if f is loop:  # loops are slow, so that all dy share one forward
             return (y.detach(), *torch.autograd.grad(y, (x, theta), torch.stack(dys), is_grads_batched=True))
         found = [torch.autograd.grad(y, (x, theta), dy, retain_graph=True) for dy in dys]
         return (y.detach(), *(torch.stack(t) for t in zip(*found, strict=True)))
@@ -106,7 +108,7 @@ def compare(call, loop, x, theta, dtype=torch.float32):
     x, theta = x.to(dtype), theta.to(dtype)
     exact = run(loop, x.double(), theta.double())
     for r, e in zip(run(implementation("reference"), x.double(), theta.double()), exact, strict=True):
-        torch.testing.assert_close(r, e, rtol=1e-12, atol=1e-12)  # the reference is the document, in float64
+        torch.testing.assert_close(r, e, rtol=1e-12, atol=1e-12)  # the float64 reference equals the document
     found = run(implementation("triton"), x, theta)
     with rounded_angles():
         same = run(implementation("reference"), x, theta)
@@ -118,7 +120,7 @@ def compare(call, loop, x, theta, dtype=torch.float32):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1)])
 def test_phase(map, act, dim):
-    """Beyond the documents: φ[h, c] joins Θ on grid tokens; ω is dense, (H, C, K), and φ rides in its last column."""
+    """Beyond the documents, φ[h, c] is added to Θ on grid tokens; ω is dense, (H, C, K), with φ in its last column."""
     channels = 6 if map == "cosine" else 3
     x, packed = randn(1, 2, 9, 6), randn(2, channels, 3, seed=2)
 
@@ -179,7 +181,7 @@ def test_cosine_md_activations(act, dim):
     compare(call, lambda x, theta: cosine_md_loop(x, theta, (3, 4), 1, act, dim, "minor_first"), x, theta)
 
 
-def test_default_axis_order_is_the_documents():
+def test_default_axis_order_follows_the_document():
     x = randn(1, 1, 6, 4)
     theta = randn(2, seed=2)
     y = lrpe_cosine_md(x, theta, shape=(3, 2))
@@ -189,7 +191,7 @@ def test_default_axis_order_is_the_documents():
     assert not torch.allclose(y, major)
 
 
-@spread(
+@parametrize_each(
     "theta_shape offset rotary_dim", ["(h, d/2)", "(d/2)", "(h)"], [0, 3, "by sample"], [None, 4, slice(2, 8)],
 )  # fmt: skip
 def test_rotate_1d(theta_shape, offset, rotary_dim):
@@ -273,7 +275,7 @@ def test_passes_by_name(act, dim, per_head):
     for a, b, c in zip(found, again, expected, strict=True):
         torch.testing.assert_close(a, c)
         torch.testing.assert_close(b, c)
-    # The cache is read: other angles, another gradient.
+    # Other angles in the cache give another gradient.
     other, _ = lrpe_md.lrpe_cosine_md_cache_bwd_triton(do, x, theta, cache + 0.1, **kwargs)
     assert not torch.allclose(other, expected[0])
 
@@ -287,7 +289,7 @@ def test_passes_by_name(act, dim, per_head):
     torch.testing.assert_close(lrpe_md.lrpe_rotate_1d_torch(x, theta, **kwargs), y)
 
 
-def test_cached_angles_are_theta_modulo_a_turn():
+def test_cached_angles_equal_theta_modulo_a_turn():
     x, theta = randn(1, 2, 13, 8).float(), randn(2, 4, seed=2).float()
     _, cache = lrpe_md.lrpe_cosine_md_cache_fwd_triton(x, theta, shape=(3, 4), l=1)
     exact = torch.zeros(2, 13, 8, dtype=torch.float64)

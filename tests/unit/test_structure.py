@@ -1,19 +1,19 @@
-"""The house stays in order: arguments, lengths, imports and the way of a call within bars (tests/counts.py)."""
+"""Structural limits: numbers of arguments, lengths of functions, imports, and files that a call passes through."""
 
 from pathlib import Path
 
-import counts
 import pytest
+import structure_limits
 
 ROOT = Path(__file__).parents[2]
-BARS = {
+LIMITS = {
     "kernel arguments": 80,
     "arguments of another GPU function": 12,
     "functions with more than 8 positional parameters": 0,
     "functions over 80 lines of code": 0,
     "constexprs by position": 150,
-    "circles of imports": 0,
-    "changes of file in a warm forward": 8,
+    "import cycles": 0,
+    "file changes in a warm forward": 8,
 }
 PACKAGE = {
     "kernels.py": '''
@@ -63,30 +63,30 @@ def other_command(a: Annotated[int, typer.Option(help="")], b, c, d, e, f, g, h,
 
 @pytest.fixture(scope="module")
 def ours():
-    return counts.Checkout(ROOT)
+    return structure_limits.Checkout(ROOT)
 
 
 @pytest.fixture(scope="module")
-def found(ours):
-    return counts.counts(ours)
+def measurements(ours):
+    return structure_limits.measure(ours)
 
 
-@pytest.mark.parametrize("name", BARS)
-def test_bars(name, found):
-    assert found[name] <= BARS[name], "python tests/counts.py lists what is counted"
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name, measurements):
+    assert measurements[name] <= LIMITS[name], "python tests/structure_limits.py lists the offenders"
 
 
-def test_every_count_has_a_bar(found):
-    assert found.keys() == BARS.keys()
+def test_every_measurement_has_a_limit(measurements):
+    assert measurements.keys() == LIMITS.keys()
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A package that breaks the rules."""
+    """Create a package that breaks the rules."""
     (tmp_path / "lrpe_md").mkdir()
     for name, source in PACKAGE.items():
         (tmp_path / "lrpe_md" / name).write_text(source)
-    return counts.Checkout(tmp_path)
+    return structure_limits.Checkout(tmp_path)
 
 
 def test_arguments_are_counted(checkout):
@@ -106,8 +106,8 @@ def test_lines_are_counted(checkout):
     assert checkout.long_functions() == {"lrpe_md/lengths.py::long": 81}
 
 
-def test_circles_are_found(checkout):
-    assert checkout.circles() == [["lrpe_md.helpers", "lrpe_md.kernels"]]
+def test_import_cycles_are_found(checkout):
+    assert checkout.import_cycles() == [["lrpe_md.helpers", "lrpe_md.kernels"]]
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,20 @@ def test_imports_are_found(tmp_path, importing, name, expected):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(name if file == importing else "")
-    checkout = counts.Checkout(tmp_path)
+    checkout = structure_limits.Checkout(tmp_path)
     module = checkout.modules[importing.removesuffix(".py").replace("/", ".")]
     assert checkout.imports(module) == expected
 
 
-def test_overrides_are_there(ours):
-    """None is listed that has gone."""
+def test_listed_overrides_exist(ours):
+    """Each listed override exists and needs the exemption."""
     places = {place.name: place for _, _, place in ours.functions}
-    for name in counts.OVERRIDES:
-        assert len(places[name].parameters) > counts.MOST_POSITIONAL
+    for name in structure_limits.OVERRIDES:
+        assert len(places[name].parameters) > structure_limits.MOST_POSITIONAL
 
 
-def test_the_way_of_a_call_is_followed(ours):
-    """A call that makes its arguments' checks goes farther than one that has made them."""
+def test_first_call_enters_more_files_than_warm_call(ours):
+    """A call that validates its arguments passes through more files than one that is cached."""
     files = ours.files_of_calls
     assert files["warm"][0] == files["first"][0] == "functional.py"
     assert len(files["first"]) > len(files["warm"]) >= 3
@@ -149,10 +149,10 @@ def test_the_way_of_a_call_is_followed(ours):
 
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="expected a checkout"):
-        counts.Checkout(tmp_path)
+        structure_limits.Checkout(tmp_path)
 
 
-def test_names_of_files_are_unique():
-    # pytest imports a test by its name alone, and Python a helper of tests by the first of that name.
+def test_file_names_are_unique():
+    # pytest imports tests by file name only, and Python imports the first helper with that name.
     names = [path.name for path in (ROOT / "tests").rglob("*.py")]
     assert len(set(names)) == len(names)

@@ -1,4 +1,4 @@
-"""RoPE on text: offsets, caches, packed sequences, grouped queries, and what other codes compute."""
+"""RoPE on text: offsets, caches, packed sequences, grouped queries, and comparisons with other code."""
 
 import copy
 from itertools import pairwise
@@ -25,11 +25,11 @@ def qk(batch=2, heads=(4, 2), num_tokens=5, head_dim=8, dtype=torch.float32):
     return tuple(randn(batch, h, num_tokens, head_dim, seed=i, dtype=dtype) for i, h in enumerate(heads))
 
 
-# --- what the documents quote ----------------------------------------------------------------------------------------
+# --- implementations quoted in the documents -------------------------------------------------------------------------
 
 
 def paper_matrix(x, theta):
-    """spec/rope_layouts.md, the paper: x_m times the block-diagonal R_m of [[cos, -sin], [sin, cos]]."""
+    """Multiply x_m by the block-diagonal R_m of [[cos, -sin], [sin, cos]] (spec/rope_layouts.md, the paper)."""
     rows = []
     for m in range(x.shape[2]):
         blocks = []
@@ -41,15 +41,15 @@ def paper_matrix(x, theta):
 
 
 def llama_matrix(x, theta):
-    """spec/rope_layouts.md, llama: the same matrix with the first of all pairs before the second."""
+    """Multiply by the same matrix with the pairs in the half layout (spec/rope_layouts.md, llama)."""
     d = x.shape[-1]
-    order = torch.arange(d).reshape(-1, 2).T.flatten()  # row of the paper's matrix at each of llama's
+    order = torch.arange(d).reshape(-1, 2).T.flatten()  # llama's rows in the paper's order
     at = order.argsort()
     return paper_matrix(x[..., at], theta)[..., order]
 
 
 def rotate_half(x, theta):
-    """spec/rope_paper_notes.md, Hugging Face: x cos + [-x_2, x_1] sin, with each angle twice."""
+    """Compute x cos + [-x_2, x_1] sin, with each angle twice (spec/rope_paper_notes.md, Hugging Face)."""
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta
     angles = torch.cat([angles, angles], dim=-1)
     first, second = x.chunk(2, dim=-1)
@@ -57,7 +57,7 @@ def rotate_half(x, theta):
 
 
 def mistral_complex(x, theta):
-    """spec/rope_paper_notes.md, Mistral: neighbours as one complex number, times e^{i m θ}."""
+    """Multiply neighbours as complex numbers by e^{i m θ} (spec/rope_paper_notes.md, Mistral)."""
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
         torch.ones_like(angles), angles
@@ -66,7 +66,7 @@ def mistral_complex(x, theta):
 
 
 def backward_document(x, theta):
-    """spec/rope_forward_backward.txt: y = x ⊙ c + J(x) ⊙ s, J(v)_2k = -v_2k+1, J(v)_2k+1 = v_2k."""
+    """Compute y = x ⊙ c + J(x) ⊙ s, J(v)_2k = -v_2k+1, J(v)_2k+1 = v_2k (spec/rope_forward_backward.txt)."""
     angles = (torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta).repeat_interleave(2, dim=-1)
     turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     return x * angles.cos() + turned * angles.sin()
@@ -81,7 +81,7 @@ QUOTED = {
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("quoted", QUOTED, ids=lambda f: f.__name__)
 def test_quoted_implementations(quoted, impl):
-    """Values, and gradients to x and theta, in float64; in the other layout they differ."""
+    """Compare values and gradients to x and theta in float64; in the other layout they differ."""
     x, theta = randn(2, 3, 6, 8).requires_grad_(), geometric_theta(4, 10.0).requires_grad_()
     expected, found = quoted(x, theta), lrpe_rotate_1d(x, theta, pairs=QUOTED[quoted], impl=impl)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -95,7 +95,7 @@ def test_quoted_implementations(quoted, impl):
 
 
 def test_backward_of_the_document():
-    """dx = dy ⊙ c + Jᵀ(dy) ⊙ s: the rotation by -Θ."""
+    """dx = dy ⊙ c + Jᵀ(dy) ⊙ s is the rotation by -Θ."""
     x, theta, dy = randn(1, 2, 6, 8).requires_grad_(), geometric_theta(4, 10.0), randn(1, 2, 6, 8, seed=1)
     (dx,) = torch.autograd.grad(lrpe_rotate_1d(x, theta, pairs="interleaved"), x, dy)
     torch.testing.assert_close(dx, backward_document(dy, -theta), rtol=1e-12, atol=1e-12)
@@ -107,7 +107,7 @@ def test_backward_of_the_document():
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 4)], ids=["(h)", "(d/2)", "(h, d/2)"])
 def test_theta_gradcheck(shape, impl):
-    small = impl == "triton"  # the interpreter takes its time; tests/test_spec.py has the kernel's gradients, too
+    small = impl == "triton"  # the interpreter is slow; test_spec.py also tests the kernels' gradients
     q, k = qk(1, (2, 2) if small else (4, 2), 2 if small else 3, dtype=torch.float64)
     theta = (0.3 + randn(*shape).abs()).requires_grad_()
     xs = (k.requires_grad_(),) if small else (q.requires_grad_(), k.requires_grad_())
@@ -119,12 +119,12 @@ def test_theta_gradcheck(shape, impl):
 
 
 def test_grouped_queries_in_one_call():
-    """theta by head is that of the key heads: query heads of a group share it."""
+    """Per-head theta belongs to key heads, and the query heads of a group share it."""
     q, k = qk(dtype=torch.float64)
     for theta in (randn(2), randn(2, 4), randn(4)):
         by_query = theta if theta.shape == (4,) else theta.repeat_interleave(2, 0)
         if by_query.shape == (4,) and theta.shape == (2,):
-            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would be that of the pairs
+            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would be one per pair
         found = lrpe_rotate_1d((q, k), theta, offset=3)
         torch.testing.assert_close(found[0], lrpe_rotate_1d(q, by_query, offset=3))
         torch.testing.assert_close(found[1], lrpe_rotate_1d(k, theta, offset=3))
@@ -137,8 +137,8 @@ def test_grouped_queries_in_one_call():
     ("impl", "rotary_dim"),
     [("reference", None), ("reference", 4), ("reference", slice(2, 6)), ("triton", None), ("triton", slice(2, 6))],
 )
-def test_rotating_in_two_calls_is_rotating_in_one(rotary_dim, impl):
-    """What a cache relies on: the prompt and what follows it, and two rotations one after the other."""
+def test_two_calls_equal_one(rotary_dim, impl):
+    """Caches rely on this for a prompt and its continuation, and for two successive rotations."""
     q, k = qk(num_tokens=7)
     module = Rotate1d(8, base=100.0, rotary_dim=rotary_dim, impl=impl)
     whole = module(q, k, offset=11)
@@ -155,7 +155,7 @@ def test_rotating_in_two_calls_is_rotating_in_one(rotary_dim, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_offsets_of_samples(impl):
-    """Caches of different lengths, and tokens that pad on the left; q and k alike."""
+    """Cover caches of different lengths and left padding, with the same offsets for q and k."""
     q, k = qk(3)
     module, offsets = Rotate1d(8, base=100.0, impl=impl), torch.tensor([-3, 0, 9])
     found = module(q, k, offset=offsets)
@@ -163,7 +163,7 @@ def test_offsets_of_samples(impl):
         expected = module(q[b : b + 1], k[b : b + 1], offset=offset)
         for y, e in zip(found, expected, strict=True):
             torch.testing.assert_close(y[b : b + 1], e, rtol=0, atol=2e-6)
-    # a left-padded row attends as it does without padding
+    # a left-padded row gives the same attention as without padding
     scores = found[0][0, :2, 3:] @ found[1][0, 0, 3:].T
     alone = module(q[:1, :, 3:], k[:1, :, 3:])
     torch.testing.assert_close(scores, alone[0][0, :2] @ alone[1][0, 0].T, rtol=0, atol=2e-5)
@@ -171,7 +171,7 @@ def test_offsets_of_samples(impl):
 
 @pytest.mark.parametrize("offset", [2**20 + 7, 2**25 + 1, -(2**25) - 3])
 def test_far_offsets_are_exact(offset):
-    """Beyond float32's whole numbers, too."""
+    """Offsets may exceed the integers that float32 represents."""
     x, theta = randn(2, 1, 3, 8, dtype=torch.float32), geometric_theta(4)
     exact = lrpe_rotate_1d(x.double(), theta, offset=torch.tensor([offset, 0]), impl="reference")
     found = lrpe_rotate_1d(x, theta, offset=torch.tensor([offset, 0]), impl="triton")
@@ -183,7 +183,7 @@ def test_far_offsets_are_exact(offset):
 
 
 class NoValues(TorchDispatchMode):
-    """Fails where the host asks for a tensor's value."""
+    """Fail if the host reads a tensor's value."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in (
@@ -211,8 +211,8 @@ def test_offsets_as_tensors_are_not_read_by_the_host():
             int(torch.tensor([3]))
 
 
-def test_offsets_as_fake_tensors():
-    """Nothing depends on values, and shapes are right."""
+def test_offsets_may_be_fake_tensors():
+    """Nothing depends on values, and shapes are correct."""
     with FakeTensorMode(allow_non_fake_inputs=False):
         q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 5, 8)
         for y, z in every_form(Rotate1d(8), q, k):
@@ -221,18 +221,18 @@ def test_offsets_as_fake_tensors():
 
 
 @pytest.mark.parametrize("kind", ["0-d", "by sample"])
-def test_the_same_kernel_for_every_offset(known_launches, kind):
-    """And no more work for the host: a new offset is a launch that is known already."""
+def test_the_same_kernel_for_every_offset(count_launches, kind):
+    """A new offset also adds no host work, since its launch is cached."""
     q, k = qk()
     for value in (0, 1, 5, -4, 70_000, 2**40):
         offset = torch.tensor(value) if kind == "0-d" else torch.tensor([value, 3])
         Rotate1d(8, impl="triton")(q, k, offset=offset)
-    (launched,) = known_launches()
+    (launched,) = count_launches()
     assert launched.variant.by_sample == (kind == "by sample")
 
 
 def test_a_new_offset_compiles_nothing():
-    """Nor do other frequencies of the same module: another length scaling at run time."""
+    """Other frequencies of the module, such as length scaling at run time, don't recompile either."""
     torch._dynamo.reset()
     counter = CompileCounter()
     module = Rotate1d(8, amplitude=1.0)
@@ -264,26 +264,26 @@ def test_a_new_offset_compiles_nothing():
     assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(seen))
 
 
-def test_frequencies_change_without_another_kernel(known_launches):
+def test_frequencies_change_without_another_kernel(count_launches):
     module, (q, k) = Rotate1d(8, amplitude=1.0, impl="triton"), qk()
-    places = module.omega.data_ptr(), module.amplitude.data_ptr()  # which a CUDA graph keeps
+    places = module.omega.data_ptr(), module.amplitude.data_ptr()  # a CUDA graph depends on these addresses
     for theta, amplitude in ((geometric_theta(4), 1.0), (geometric_theta(4) / 2, 1.3)):
         module.set_frequencies(theta, amplitude)
         expected = lrpe_rotate_1d(q, theta.float(), offset=3, amplitude=amplitude, impl="reference")
         torch.testing.assert_close(module(q, k, offset=3)[0], expected, rtol=0, atol=2e-6)
-    assert len(known_launches()) == 1
+    assert len(count_launches()) == 1
     assert places == (module.omega.data_ptr(), module.amplitude.data_ptr())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_ints_are_offsets_as_tensors(known_launches, impl):
-    """Below zero and far ones, too: but for 0 one kernel, and one layout."""
+def test_int_offsets_equal_tensor_offsets(count_launches, impl):
+    """Negative and large offsets, except 0, use one kernel and one layout."""
     q, k = qk()
     module = Rotate1d(8, impl=impl)
     for offset in (-5, 3, 2**17):
         for y, e in zip(module(q, k, offset=offset), module(q, k, offset=torch.tensor(offset)), strict=True):
             assert torch.equal(y, e)
-    assert len(known_launches()) == (impl == "triton")
+    assert len(count_launches()) == (impl == "triton")
     assert offset_positions(4, 0, q.device) is offset_positions(4, 0, q.device)
 
 
@@ -292,7 +292,7 @@ def test_ints_are_offsets_as_tensors(known_launches, impl):
 
 @pytest.mark.parametrize("offset", [0, 4, torch.tensor(4), torch.tensor([4, 0, 9, 2])], ids=str)
 def test_packed_sequences(offset):
-    """Each as if it were alone, an empty one among them; tokens behind the last count on."""
+    """Each sequence, including an empty one, is encoded as if it were alone; later tokens continue the last one."""
     lengths, ends = (3, 0, 1, 4), [0, 3, 3, 4, 8]
     q, k = qk(1, num_tokens=10)
     module, cu_seqlens = Rotate1d(8, base=100.0), torch.tensor(ends, dtype=torch.int32)
@@ -324,7 +324,7 @@ def test_packed_sequences_in_the_kernel():
 @pytest.mark.parametrize("rotary_dim", [None, 4, "slice"])
 @pytest.mark.parametrize(("source", "target"), [("interleaved", "half"), ("half", "interleaved"), ("half", (1, 1, 1))])
 def test_convert_pairs(source, target, rotary_dim):
-    """Scores of the converted projections are those of the given ones, with biases."""
+    """Converted projections, with biases, give the same scores."""
     if isinstance(target, tuple):
         target = {None: (1, 3), 4: (1, 1)}.get(rotary_dim, target)
     channels = slice(2, 8) if rotary_dim == "slice" else rotary_dim
@@ -354,7 +354,7 @@ def test_convert_pairs(source, target, rotary_dim):
 
 @pytest.mark.parametrize("learnable", [False, True])
 @pytest.mark.parametrize("shape", [(3,), (2,), (2, 3)], ids=["(d/2)", "(h)", "(h, d/2)"])
-def test_module_with_its_own_theta(shape, learnable):
+def test_module_with_custom_theta(shape, learnable):
     theta, (q, k) = randn(*shape).abs(), qk()
     options = {"rotary_dim": 6, "num_heads": 2, "learnable": learnable, "amplitude": 1.5, "dtype": torch.float64}
     module = Rotate1d(8, theta=theta, **options)

@@ -1,4 +1,4 @@
-"""Inputs and settings that nobody means: a clear error, or the right result."""
+"""Unusual inputs and settings: a clear error or the correct result."""
 
 import inspect
 
@@ -41,7 +41,7 @@ X = torch.randn(1, 2, 6, 8)
 
 
 def _layouts(device):
-    """Positions and frequencies that say where they are, or are where their arguments are."""
+    """Return positions and frequencies with an explicit device, or on that of their arguments."""
     theta, table = geometric_theta(8, device=device), GRID.explicit(device)
     for axis_map in f.AXIS_MAPS:
         yield axial_omega(theta, 8, 2, axis_map=axis_map, sections=(4, 4))
@@ -60,7 +60,7 @@ def _layouts(device):
 
 
 def test_another_default_device():
-    """What is asked for on the CPU is there, with the values that it has without."""
+    """Tensors requested on the CPU are there, with the same values as without a default device."""
     expected = list(_layouts("cpu"))
     with torch.device("meta"):
         found = list(_layouts("cpu"))
@@ -84,7 +84,7 @@ NOT_DENSE = {
 def test_tensors_that_are_not_dense(kind, impl):
     odd = NOT_DENSE[kind]
     given = {"omega": OMEGA, "phase": torch.ones(1, 8), "amplitude": torch.ones(1, 8), "positions": GRID}
-    cosine(X, impl=impl, **given)  # what looks like this call must be looked at again
+    cosine(X, impl=impl, **given)  # fills the cache with a similar call
     with pytest.raises(TypeError, match=r"x: expected a dense tensor"):
         cosine(odd(X), impl=impl, **given)
     for name in ("omega", "phase", "amplitude"):
@@ -199,7 +199,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_errors_in_the_words_of_the_module(name):
+def test_errors_refer_to_the_module(name):
     module, cube = MODULES[name](), Grid((1, 2, 3))
     module(X, X, positions=GRID)
     for where in (cube, cube.explicit(), cube.coordinates(), (GRID, cube)):
@@ -212,13 +212,14 @@ def test_errors_in_the_words_of_the_module(name):
         module(wide, wide, positions=GRID)
     with pytest.raises(ValueError, match=r"^x: expected it on the module's device cpu, got meta"):
         module(X.to("meta"), positions=GRID)
-    with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):  # no fault of the module's
+    # This error is not about the module.
+    with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):
         module(X, positions=Grid((2, 4)))
     with pytest.raises(TypeError, match=r"^x: expected a dense tensor"):
         module(X.to_sparse(), positions=GRID)
 
 
-def test_heads_that_are_not_the_modules():
+def test_other_heads_than_the_modules():
     module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
     with pytest.raises(ValueError, match=r"^k: expected a multiple of the module's num_heads, 2 .*, got 3"):
         module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
@@ -237,8 +238,8 @@ def test_sizes_of_a_module(kind):
 
 
 @pytest.mark.parametrize("kind", [CosineMd, RotateMd, Rotate1d, PresetMd])
-def test_what_help_says(kind):
-    """The class's own text, and neither a note to its developers nor torch's."""
+def test_help_text(kind):
+    """It is the class's documentation, without notes for developers or torch's text."""
     made, called = inspect.getdoc(kind.__init__), inspect.getdoc(kind.forward)
     assert "Called last" not in made
     assert "Initialize internal Module state" not in made
@@ -246,12 +247,12 @@ def test_what_help_says(kind):
     assert "Define the computation" not in called
 
 
-def test_a_preset_in_words():
+def test_repr_of_a_preset():
     assert repr(preset("wan")) == "Preset('wan', head_dim=128, num_axes=3, omega=(1, 64, 3))"
     assert repr(preset("rope_vit_mixed", 64, 3)).startswith("Preset('rope_vit_mixed', head_dim=64, num_heads=3, ")
 
 
-def test_a_preset_by_its_name():
+def test_module_from_a_preset_name():
     for by_name, made in (
         (PresetMd("wan"), PresetMd(preset("wan"))),
         (PresetMd("rope_vit_mixed", head_dim=32, num_heads=3), PresetMd(preset("rope_vit_mixed", 32, 3))),
@@ -268,10 +269,10 @@ def test_a_preset_by_its_name():
         PresetMd(3)
 
 
-# --- sizes that are no ints --------------------------------------------------------------------------------
+# --- sizes of other types ----------------------------------------------------------------------------------
 
 
-def test_numpys_integers():
+def test_numpy_integers():
     grid = Grid((np.int64(3), 4), prefix=np.int32(1), start=np.uint8(2), length=torch.tensor(5))
     assert grid == Grid((3, 4), prefix=1, start=2, length=5)
     assert all(type(n) is int for n in (*grid.shape, grid.prefix, grid.start, grid.length))
@@ -305,7 +306,7 @@ ROPES = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", ROPES)
 def test_traced_at_a_fixed_size(name):
-    """Sizes are tensors there. What is traced has none of the first image's values in it."""
+    """Sizes are tensors in a trace, which must not contain values of the first image."""
     model, other = _Image(ROPES[name]()), torch.randn_like(IMAGE)
     traced = torch.jit.trace(model, IMAGE)
     torch.testing.assert_close(traced(other), model(other))
@@ -313,7 +314,7 @@ def test_traced_at_a_fixed_size(name):
 
 @pytest.mark.parametrize("name", ROPES)
 def test_exported_for_any_size(name):
-    """Without a remainder by a size, which ONNX's exporter has not."""
+    """ONNX's exporter has no remainder by a symbolic size."""
     model = _Image(ROPES[name]())
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.export.export(model, (IMAGE,), dynamic_shapes=({2: dynamic, 3: dynamic},)).run_decompositions()
@@ -352,7 +353,7 @@ def test_the_inverse(impl):
         torch.testing.assert_close(a, b)
 
 
-def test_frequencies_of_their_own_for_k():
+def test_separate_frequencies_for_k_are_refused():
     with pytest.raises(TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode each in a call"):
         cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
     with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):

@@ -1,17 +1,19 @@
-"""How a checkout is built, in numbers: ``python tests/counts.py [ROOT]``.
+"""Measure the structure of a checkout: ``python tests/structure_limits.py [ROOT]``.
 
-Reads the files of ``lrpe_md``, ``models`` and ``scripts``, and runs one thing, in a process of its own: a call of
-``cosine`` in Triton's interpreter. test_structure.py holds the numbers against its bars.
+It reads the files of ``lrpe_md``, ``models`` and ``scripts``. In a separate process it also runs a call of ``cosine``
+in Triton's interpreter. test_structure.py compares the measurements with limits.
 
-- kernel arguments: of ``lrpe_kernel``.
-- arguments of another GPU function: the largest number; a GPU function is decorated with ``triton.jit`` or ``@kernel``.
-- positional parameters: Python functions with more than 8, self and cls aside. Commands (``@app.command``, or
-  parameters that are a typer ``Option`` or ``Argument``) and overrides of other libraries' methods (OVERRIDES) may.
-- long functions: with more than 80 lines of code; docstrings, comments and blank lines aside; the kernel may.
-- constexprs by position: arguments, in calls between GPU functions, that bind by position to a ``tl.constexpr``.
-- circles: groups of modules that import each other; imports inside functions count.
-- changes of file: among the Python functions of ``lrpe_md`` that a warm call of ``cosine`` enters, in their order,
-  those whose file is not that of the one entered before. Functions of the kernels, which a GPU runs, are left out.
+- kernel arguments: number of arguments of ``lrpe_kernel``.
+- arguments of another GPU function: the largest number. GPU functions are decorated with ``triton.jit`` or ``@kernel``.
+- positional parameters: Python functions with more than 8, without self and cls. Commands (``@app.command``, or
+  parameters that are a typer ``Option`` or ``Argument``) and overrides of other libraries' methods (OVERRIDES)
+  are exempt.
+- long functions: those with more than 80 lines of code, without docstrings, comments and blank lines. The kernel is
+  exempt.
+- constexprs by position: arguments in calls between GPU functions that bind by position to a ``tl.constexpr``.
+- import cycles: groups of modules that import each other; imports inside functions count.
+- file changes: how often a warm call of ``cosine`` enters a Python function of ``lrpe_md`` in another file than the
+  previous one. Functions of the kernels, which run on a GPU, do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 FOLDERS = ("lrpe_md", "models", "scripts")
 KERNEL = "lrpe_kernel"
 MOST_POSITIONAL, MOST_LINES = 8, 80
-OVERRIDES = {  # of ours, and whose parameters they take
+OVERRIDES = {  # our methods, and the class that defines their parameters
     "LrpeVisionTransformer.forward_intermediates": "timm's VisionTransformer",
 }
 
@@ -39,15 +41,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Place(NamedTuple):
-    """A function, and where it is."""
+    """A function and its qualified name."""
 
-    name: str  # of methods and nested functions with what they are in
+    name: str  # includes enclosing classes and functions
     node: Function
     is_method: bool
 
     @property
     def parameters(self) -> list[ast.arg]:
-        """Those that can be given by position."""
+        """Parameters that can be passed by position."""
         arguments = self.node.args
         found = [*arguments.posonlyargs, *arguments.args]
         decorators = {decorator_name(d) for d in self.node.decorator_list}
@@ -80,8 +82,8 @@ def decorator_name(node: ast.expr) -> str:
 @dataclass
 class Module:
     path: Path
-    name: str  # as lrpe_md.engine.plan, models.vit
-    package: tuple[str, ...]  # what relative imports are relative to
+    name: str  # such as lrpe_md.engine.plan or models.vit
+    package: tuple[str, ...]  # base of relative imports
     source: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class Module:
 
     @cached_property
     def code_lines(self) -> set[int]:
-        """Lines with something on them beside a comment."""
+        """Lines that contain more than a comment."""
         idle = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
         found: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
@@ -106,7 +108,7 @@ class Module:
         return found
 
     def lines(self, node: Function) -> int:
-        """Of code, from ``def`` on."""
+        """Count the lines of code, from ``def`` on."""
         found = self.code_lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         for part in ast.walk(node):
             if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(part):
@@ -116,7 +118,7 @@ class Module:
 
 
 def places(tree: ast.AST, inside: str = "", in_class: bool = False) -> Iterator[Place]:
-    """All functions in the tree."""
+    """Yield all functions in the tree."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield Place(inside + node.name, node, in_class)
@@ -135,7 +137,7 @@ class Checkout:
         for folder in FOLDERS:
             for path in sorted((root / folder).rglob("*.py")):
                 parts = path.relative_to(root).with_suffix("").parts
-                whole = parts if folder == "lrpe_md" else ("lrpe_md", *parts)  # where a wheel has it
+                whole = parts if folder == "lrpe_md" else ("lrpe_md", *parts)  # its place in a wheel
                 parts = parts[:-1] if parts[-1] == "__init__" else parts
                 self.modules[".".join(parts)] = Module(path, ".".join(parts), whole[:-1])
         if not self.modules:
@@ -143,7 +145,7 @@ class Checkout:
 
     @cached_property
     def functions(self) -> list[tuple[str, Module, Place]]:
-        """All, each by its file and name."""
+        """List all functions as (file::name, module, place)."""
         return [
             (f"{module.path.relative_to(self.root)}::{place.name}", module, place)
             for module in self.modules.values()
@@ -157,12 +159,12 @@ class Checkout:
         return found
 
     def largest_gpu_function(self) -> tuple[int, str]:
-        """Its arguments and its name; the kernel aside."""
+        """Return the largest number of arguments, and the function's name; the kernel is left out."""
         others = [(name, place) for name, _, place in self.functions if place.for_gpu and place.name != KERNEL]
         return max((len(place.arguments), name) for name, place in others)
 
     def many_positional(self) -> dict[str, int]:
-        """Python functions with too many parameters that can be given by position."""
+        """Return Python functions with too many positional parameters."""
         return {
             name: len(place.parameters)
             for name, _, place in self.functions
@@ -177,13 +179,13 @@ class Checkout:
     # --- imports
 
     def find(self, parts: tuple[str, ...]) -> str | None:
-        """The module of that name; models and scripts go by two."""
+        """Return the module of that name; models and scripts have two names."""
         parts = parts[1:] if parts[:1] == ("lrpe_md",) and parts[1:2] in (("models",), ("scripts",)) else parts
         name = ".".join(parts)
         return name if name in self.modules else None
 
     def imports(self, module: Module) -> dict[str, str]:
-        """What the file's imports bind, anywhere in it: name -> module, or module:name of something in it."""
+        """Map each name that an import binds, anywhere in the file, to its module or module:name."""
         if module.name in self.imported:
             return self.imported[module.name]
         found = self.imported[module.name] = {}
@@ -202,8 +204,8 @@ class Checkout:
                         found[alias.asname or alias.name] = name
         return found
 
-    def circles(self) -> list[list[str]]:
-        """Groups of modules from each of which every other of the group is reached."""
+    def import_cycles(self) -> list[list[str]]:
+        """Return groups of modules that import each other, directly or not."""
         graph = {
             name: {other.split(":")[0] for other in self.imports(module).values()} - {name}
             for name, module in self.modules.items()
@@ -215,7 +217,7 @@ class Checkout:
     # --- constexprs
 
     def constexprs_by_position(self) -> dict[str, int]:
-        """For each GPU function that calls another: how many constexprs it hands on by position."""
+        """Count the constexprs that each GPU function passes by position to others."""
         known = {f"{module.name}:{place.name}": place for _, module, place in self.functions if place.for_gpu}
         found: dict[str, int] = {}
         for name, module, place in self.functions:
@@ -234,7 +236,7 @@ class Checkout:
 
     @cached_property
     def files_of_calls(self) -> dict[str, list[str]]:
-        """For each kind of call, the files entered one after another: the first is no change."""
+        """Return the sequence of files that each kind of call enters."""
         env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(self.root)}
         command = [sys.executable, __file__, "--trace", str(self.root)]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=self.root, timeout=300)
@@ -244,7 +246,7 @@ class Checkout:
 
 
 def called(function: ast.expr, module: str, bound: dict[str, str]) -> str:
-    """The module:name that is called; what is not ours has no module."""
+    """Return the module:name that is called; names outside of the package have no module."""
     if isinstance(function, ast.Name):
         return bound.get(function.id, f"{module}:{function.id}")
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
@@ -268,7 +270,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def trace(root: Path) -> dict[str, list[str]]:
-    """In a process with Triton's interpreter: the files of lrpe_md that calls go through."""
+    """Return the files of lrpe_md that calls enter; runs in a process with Triton's interpreter."""
     import torch
 
     import lrpe_md
@@ -283,7 +285,7 @@ def trace(root: Path) -> dict[str, list[str]]:
 
     @cache
     def name_of(file: str) -> str:
-        """In the package, but for what runs on a GPU."""
+        """Return the file's name in the package; "" for kernels."""
         path = Path(file)
         inside = package in path.parents and "kernels" not in path.relative_to(package).parts
         return str(path.relative_to(package)) if inside else ""
@@ -301,7 +303,7 @@ def trace(root: Path) -> dict[str, list[str]]:
             call()
         finally:
             sys.setprofile(None)
-        assert entered, "nothing of lrpe_md was entered"
+        assert entered, "the call entered no function of lrpe_md"
         return entered
 
     def forward(omega: torch.Tensor) -> Any:
@@ -316,36 +318,36 @@ def trace(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def counts(checkout: Checkout) -> dict[str, int]:
-    """Each count by its name."""
+def measure(checkout: Checkout) -> dict[str, int]:
+    """Return every measurement by name."""
     return {
         "kernel arguments": checkout.kernel_arguments(),
         "arguments of another GPU function": checkout.largest_gpu_function()[0],
         "functions with more than 8 positional parameters": len(checkout.many_positional()),
         "functions over 80 lines of code": len(checkout.long_functions()),
         "constexprs by position": sum(checkout.constexprs_by_position().values()),
-        "circles of imports": len(checkout.circles()),
-        "changes of file in a warm forward": len(checkout.files_of_calls["warm"]) - 1,
+        "import cycles": len(checkout.import_cycles()),
+        "file changes in a warm forward": len(checkout.files_of_calls["warm"]) - 1,
     }
 
 
 def report(root: Path) -> None:
     checkout = Checkout(root)
-    for name, number in counts(checkout).items():
+    for name, number in measure(checkout).items():
         print(f"{number:6}  {name}")
-    print(f"\nthe GPU function with most arguments but the kernel: {checkout.largest_gpu_function()[1]}")
+    print(f"\nGPU function with the most arguments, except the kernel: {checkout.largest_gpu_function()[1]}")
     for title, found in (
         ("positional parameters", checkout.many_positional()),
         ("lines of code", checkout.long_functions()),
-        ("constexprs handed on by position", checkout.constexprs_by_position()),
+        ("constexprs passed by position", checkout.constexprs_by_position()),
     ):
         print(f"\n{title}:")
         for name, number in sorted(found.items(), key=lambda item: -item[1]):
             print(f"{number:6}  {name}")
     print("\nmodules that import each other:")
-    for group in checkout.circles():
+    for group in checkout.import_cycles():
         print(f"        {', '.join(group)}")
-    print("\nchanges of file:")
+    print("\nfile changes:")
     for kind, files in checkout.files_of_calls.items():
         print(f"{len(files) - 1:6}  {kind}: {' > '.join(files)}")
 

@@ -1,0 +1,42 @@
+"""Docstrings start with a verb or a noun phrase, not with a relative clause or a genitive."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("lrpe_md", "models", "scripts", "tests")
+EXEMPT = ("lrpe_md", "models", "scripts/train", "tests/integrations")  # not rewritten yet
+BAD_START = re.compile(r"(Of|What|Where|Those|How|The way|Whose|Which)\b")
+FILES = [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not any(path.is_relative_to(ROOT / each) for each in EXEMPT)
+]
+
+
+def find_bad_starts(source: str) -> list[str]:
+    """Return "line: first line" of each docstring with a bad start."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node)
+            if docstring and BAD_START.match(docstring):
+                found.append(f"{node.body[0].lineno}: {docstring.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_docstrings_start_with_a_verb_or_noun(path):
+    assert not find_bad_starts(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("start", ["Of", "What", "Where", "Those", "How", "The way", "Whose", "Which"])
+def test_bad_starts_are_found(start):
+    assert find_bad_starts(f'"""{start} it is."""') == [f"1: {start} it is."]
+    assert find_bad_starts(f'class A:\n    async def f(self):\n        """{start} it is."""')
+    assert not find_bad_starts(f'"""Return {start.lower()} it is."""\n\n"""{start} it is."""')
+    assert not find_bad_starts(f'"""{start}ever it is."""')
