@@ -138,6 +138,7 @@ class Copier:
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
         self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
+        self.seen: list[Any] = []  # what it was called with
         self._replaced: dict[int, Any] = {}  # by the id of what is looked up, which lives as long as this
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
@@ -145,7 +146,8 @@ class Copier:
         if function not in self._copies:
             self._copies[function] = None  # of a function that calls itself
             code = self._replace_names(function.__code__, function, depth)
-            cells = [self._replace_cell(contents(cell), function, depth) for cell in function.__closure__ or ()]
+            wrapped, values = vars(function).get("__wrapped__"), map(contents, function.__closure__ or ())
+            cells = [self.replace(value, depth, value is wrapped) for value in values]
             changed = tuple((i, ours) for i, ours in enumerate(cells) if ours is not None)
             if changed or code is not function.__code__:
                 self._copies[function] = _copy_function(function, code, changed)
@@ -165,7 +167,7 @@ class Copier:
 
     def _replace_nested(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         if not code.co_freevars and looks_rotary(code):
-            ours = self.exchange(_nested_function(code, function))
+            ours = self._exchange(_nested_function(code, function))
             if ours is not None:
                 name = _publish(code.co_name, [(function.__globals__, ours)])
                 return _call_global.__code__.replace(co_names=(name,), co_name=code.co_name)
@@ -194,19 +196,23 @@ class Copier:
         if isinstance(value, (type, ModuleType)) or not callable(value) or package_of(space) == "torch":
             return None
         if id(value) not in self._replaced:
-            ours = self._replaced[id(value)] = self.exchange(value)
+            ours = self._replaced[id(value)] = self._exchange(value)
             is_function = isinstance(value, FunctionType) and depth < _DEPTH
             if ours is None and is_function and package_of(value.__globals__) == package_of(caller.__globals__):
                 self._replaced[id(value)] = self.copy(value, depth + 1)
         ours = self._replaced[id(value)]
         return None if ours is None else (space, ours)
 
-    def _replace_cell(self, value: Any, function: FunctionType, depth: int) -> Any:
-        """Return the replacement of a variable in a closure, where decorators keep the function that they wrap."""
+    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False) -> Any:
+        """Return the replacement of a value, or its copy; a function that a decorator wraps is copied only."""
         if isinstance(value, (type, ModuleType)) or not callable(value):
             return None
-        ours = None if vars(function).get("__wrapped__") is value else self.exchange(value)
+        ours = None if is_wrapped else self._exchange(value)
         return self.copy(value, depth) if ours is None and isinstance(value, FunctionType) else ours
+
+    def _exchange(self, value: Any) -> Any:
+        self.seen.append(value)
+        return self.exchange(value)
 
 
 def _cell(function: FunctionType, name: str) -> Any:
@@ -325,8 +331,7 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
     methods: dict[str, Any] = {}
     for name, function in find_methods(cls, recipe.entries).items():
         method = find_method(cls, name)
-        ours = copier.exchange(function) if isinstance(method, staticmethod) else None
-        ours = copier.copy(function) if ours is None else ours
+        ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
         if ours is not None and method is function:
             ours, attributes = recipe.exchange.refine(function, ours)
             methods |= {name: (ours, None), **attributes}
