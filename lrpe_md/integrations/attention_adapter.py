@@ -524,11 +524,10 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
     patterns = (modules,) if isinstance(modules, str) else modules
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
-            continue
-        if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
-            continue
-        if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
+        name = path.rpartition(".")[2]
+        is_named = name in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns)
+        is_inside = any(path.startswith(f"{outer}.") or outer == "" for outer in found)
+        if is_named and not is_inside and not isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
             found[path] = module
     if not found:
         names = sorted({path for path, _ in model.named_modules() if "att" in path.split(".")[-1].lower()})
@@ -551,14 +550,10 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
 
 
 def _build(
-    encoding: Any,
-    kwargs: dict[str, Any],
-    found: dict[str, nn.Module],
-    positions: Any,
-    given: tuple[int | None, int | None, int | None],
+    encoding: Any, kwargs: dict[str, Any], found: dict[str, nn.Module], positions: Any, sizes: tuple[int | None, ...]
 ) -> nn.Module:
-    """Return a module for all attentions, or one each. given: num_axes, head_dim and num_heads, or None."""
-    num_axes, head_dim, num_heads = given
+    """Return a module for all attentions, or one each. sizes: num_axes, head_dim and num_heads, or None."""
+    num_axes, head_dim, num_heads = sizes
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
     if not isinstance(encoding, nn.Module) and (head_dim is None or num_heads is None):
@@ -582,12 +577,8 @@ def _build(
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     """Return head_dim and num_heads of somebody else's attention."""
     for source in (module, getattr(module, "config", None)):
-        heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
+        values = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
+        heads, size, width = (next((v for v in each if isinstance(v, int) and v > 0), 0) for each in values)
         if heads and (size or width):
-            return size or (width or 0) // heads, heads
+            return size or width // heads, heads
     raise ValueError(f"head_dim, num_heads: expected them as arguments, since {path} does not say them, got None")
-
-
-def _read(source: Any, names: Sequence[str]) -> int | None:
-    values = (getattr(source, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

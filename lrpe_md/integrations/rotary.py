@@ -22,19 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from ..engine.validate import IMPLS, Impl
-from .copies import (
-    Copier,
-    Recipe,
-    adapt_class,
-    find_method,
-    find_methods,
-    is_adapted,
-    looks_rotary,
-    original_class,
-    private_names,
-    read_own,
-    restore_class,
-)  # fmt: skip
+from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
 
@@ -77,7 +65,7 @@ def _unwrap(function: Any) -> Any:
 
 def _is_candidate(function: Any) -> bool:
     inner = _unwrap(function)
-    return isinstance(inner, FunctionType) and looks_rotary(inner.__code__)
+    return isinstance(inner, FunctionType) and copies.looks_rotary(inner.__code__)
 
 
 @functools.cache
@@ -108,7 +96,7 @@ class Exchanged:
 
     def __init__(self, original: Any, exchange: DropIns) -> None:
         self.original, self.exchange = original, exchange
-        self.function = Copier(exchange).replace(original) or original
+        self.function = copies.Copier(exchange).replace(original) or original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -152,7 +140,7 @@ def parts(model: Any) -> dict[str, Any]:
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
             if type(value) not in callables:
-                callables[type(value)] = isinstance(find_method(type(value), "__call__"), FunctionType)
+                callables[type(value)] = isinstance(copies.find_method(type(value), "__call__"), FunctionType)
             if callables[type(value)]:
                 found[f"{prefix}{name}"] = value
         waiting += [(f"{prefix}{name}", child) for name, child in module._modules.items()][::-1]
@@ -162,7 +150,7 @@ def parts(model: Any) -> dict[str, Any]:
 def exchanged_names(part: Any) -> list[str]:
     """Return the names of the functions that are replaced in an object."""
     cls, saved = type(part), vars(part).get(_SAVED, {})
-    return sorted({*saved, *(private_names(cls) if is_adapted(cls) else ())})
+    return sorted({*saved, *(copies.private_names(cls) if copies.is_adapted(cls) else ())})
 
 
 # --- a whole model -------------------------------------------------------------------------------------------------
@@ -196,7 +184,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     found = parts(model)
     _restore(found)
-    copier = Copier(DropIns(impl))
+    copier = copies.Copier(DropIns(impl))
     changes = _plan(found, copier)
     refused = _find_refused(copier.seen, impl)
     if not changes:
@@ -222,7 +210,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     return model
 
 
-def _plan(found: dict[str, Any], copier: Copier) -> dict[str, tuple[type, dict[str, Any]]]:
+def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return by path the class that each changed object gets, and its own attributes that are replaced."""
     entries = _find_entries(found)
     classes: dict[tuple[type, tuple[str, ...]], Any] = {}
@@ -233,7 +221,7 @@ def _plan(found: dict[str, Any], copier: Copier) -> dict[str, tuple[type, dict[s
             continue
         key = (cls, entries.get(id(part), _ENTRIES))
         if key not in classes:
-            classes[key] = adapt_class(cls, Recipe(copier.exchange, key[1]), copier)
+            classes[key] = copies.adapt_class(cls, copies.Recipe(copier.exchange, key[1]), copier)
         attributes: dict[str, Any] = {}
         for name, value in vars(part).items():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks keep the forward so
@@ -254,26 +242,26 @@ def _find_entries(found: dict[str, Any]) -> dict[int, tuple[str, ...]]:
     for part in found.values():
         cls = type(part)
         if cls not in chains:
-            methods = {} if cls.__module__.startswith("torch.") else find_methods(cls, _ENTRIES)
-            chains[cls] = [path for method in methods.values() for path in read_own(method) if len(path) > 1]
+            methods = {} if cls.__module__.startswith("torch.") else copies.find_methods(cls, _ENTRIES)
+            chains[cls] = [path for method in methods.values() for path in copies.read_own(method) if len(path) > 1]
         for name, method, *_ in chains[cls]:
             owned = vars(part).get(name)
             owned = vars(part).get("_modules", {}).get(name) if owned is None else owned
-            if id(owned) in known and isinstance(find_method(type(owned), method), FunctionType):
+            if id(owned) in known and isinstance(copies.find_method(type(owned), method), FunctionType):
                 called.setdefault(id(owned), set()).add(method)
     return {key: (*_ENTRIES, *sorted(names - {*_ENTRIES})) for key, names in called.items()}
 
 
 def _restore(found: dict[str, Any]) -> None:
     for path, part in found.items():
-        if is_adapted(type(part)) and original_class(type(part)) is None:
+        if copies.is_adapted(type(part)) and copies.original_class(type(part)) is None:
             raise ValueError(
                 f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from "
                 "it; adapt or restore before fully_shard"
             )
     for part in found.values():
         vars(part).update(vars(part).pop(_SAVED, {}))
-        restore_class(part)
+        copies.restore_class(part)
 
 
 def restore_rotary(model: Model) -> Model:

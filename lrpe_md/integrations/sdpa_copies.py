@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .copies import contents, nested_codes, package_of
 
-__all__ = ["SDPA", "ForwardCopier", "copy_module"]
+__all__ = ["SDPA", "ForwardCopier"]
 
 SDPA = F.scaled_dot_product_attention
 _PATH = frozenset({"nn", "functional", "scaled_dot_product_attention"})  # from torch
@@ -109,15 +109,14 @@ class ForwardCopier:
         else:
             keys = [key for key in names if isinstance(space.get(key), FunctionType) or space.get(key) is SDPA]
         changed = self._replace_all(space, keys, names, depth)
-        return copy_module(value, changed) if changed else None
+        return _copy_module(value, changed) if changed else None
 
 
 def _names(function: FunctionType) -> frozenset[str]:
     return frozenset(name for code in nested_codes(function.__code__) for name in code.co_names)
 
 
-def copy_module(module: ModuleType, changed: Mapping[str, Any]) -> ModuleType:
-    """Return a copy of a module with other values for some of its names."""
+def _copy_module(module: ModuleType, changed: Mapping[str, Any]) -> ModuleType:
     made = ModuleType(module.__name__)
     vars(made).update({**vars(module), **changed})
     return made

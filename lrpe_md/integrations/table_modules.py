@@ -167,8 +167,9 @@ def _read_ids(rope: Any) -> _Found:
     return Formula(_powers(rope.axes_dim, rope.theta), _locate_ids, (0, False)), (ids,)
 
 
-def _read_video(rope: Any) -> _Found:
-    """diffusers' HunyuanVideo and Wan: a video (B, C, T, H, W)."""
+def _read_patches(rope: Any) -> _Found:
+    """diffusers' HunyuanVideo and Wan: a video (B, C, T, H, W); transformers' DINOv3: an image (B, C, H, W)."""
+    by, order = None, "interleaved"
     if hasattr(rope, "rope_dim") and hasattr(rope, "patch_size_t"):
         omega, patch = _powers(rope.rope_dim, rope.theta), (rope.patch_size_t, rope.patch_size, rope.patch_size)
     elif hasattr(rope, "t_dim") and hasattr(rope, "freqs_cos"):
@@ -176,10 +177,14 @@ def _read_video(rope: Any) -> _Found:
         sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
         if (sin - omega.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
             omega = (omega != 0) * torch.atan2(sin, cos)[:, None]
+    elif hasattr(rope, "num_patches_h") and hasattr(rope, "inv_freq"):
+        series, size = 2 * math.pi * rope.inv_freq.double(), rope.config.patch_size
+        omega, patch = _axial(series, series), (size, size) if isinstance(size, int) else size
+        by, order = "axis", "half"
     else:
         return None
-    video = torch.zeros(1, 1, *(n * p for n, p in zip((2, 3, 2), patch, strict=True)))
-    return Formula(omega, _locate_patches, (tuple(patch), None)), (video,)
+    x = torch.zeros(1, 1, *(n * p for n, p in zip((2, 3, 2), patch, strict=False)))
+    return Formula(omega, _locate_patches, (tuple(patch), by), order), (x,)
 
 
 def _read_timm(rope: Any) -> _Found:
@@ -194,16 +199,6 @@ def _read_timm(rope: Any) -> _Found:
     shape = getattr(rope, "feat_shape", None)
     omega = omega.flip(-1) if rope.grid_indexing == "xy" else omega
     return Formula(omega, _locate_timm, by, order, "get_embed"), ([2, 3] if shape is None else list(shape),)
-
-
-def _read_pixels(rope: Any) -> _Found:
-    """transformers' DINOv3: pixels (B, C, H, W)."""
-    if not hasattr(rope, "num_patches_h") or not hasattr(rope, "inv_freq"):
-        return None
-    series, size = 2 * math.pi * rope.inv_freq.double(), rope.config.patch_size
-    patch = (size, size) if isinstance(size, int) else tuple(size)
-    pixels = torch.zeros(1, 1, 2 * patch[0], 3 * patch[1])
-    return Formula(_axial(series, series), _locate_patches, (patch, "axis"), "half"), (pixels,)
 
 
 def _read_places(rope: Any) -> _Found:
@@ -237,7 +232,7 @@ def read_formula(path: str, module: nn.Module) -> Formula:
     """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
-        for read in (_read_ids, _read_video, _read_timm, _read_pixels, _read_places):
+        for read in (_read_ids, _read_patches, _read_timm, _read_places):
             if (found := read(twin)) is not None and found[0].agrees(twin, found[1]):
                 return found[0]
     raise UnknownTablesError(
