@@ -7,7 +7,7 @@
 
 Code and classes stay as they are. The model and its attentions get a ``forward`` of their own: that of the model asks
 for the positions and remembers them, that of an attention runs the original under a ``TorchFunctionMode`` that encodes
-q and k. A compiler traces a copy of the original instead, since it refuses a mode inside a checkpoint.
+q and k.
 
 A checkpoint runs a part of the model again in the backward, when the model's forward is long over. So the positions
 travel with the tensors that autograd saves: each of them is packed with the positions of its forward, and what unpacks
@@ -31,20 +31,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from ..engine.boundary import transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .encoding import Encoding, EncodingStack, build_encoding
-from .sdpa_copies import SDPA, ForwardCopier
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
 
+_SDPA = F.scaled_dot_product_attention
 NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # of self-attentions in other people's models
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
@@ -60,7 +60,13 @@ class _Forward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.original: Any = vars(module).get("forward")  # None: that of the class, which may be patched
-        self.of_class: Any = None
+        self.of_class: Any = type(module).forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "of_class": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, of_class=type(state["module"]).forward)
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
@@ -126,13 +132,14 @@ class _Adaptation(_Forward):
         self.attentions: list[_Attention] = []
         self.num_calls: Counter[str | None] = Counter()  # by layer
         self.is_used = False
-        self.__setstate__({})
+        self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "local": None, "copiers": None, "of_class": None}
+        return {**super().__getstate__(), "local": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, local=_Local(), copiers={}, is_prepared=False)
+        super().__setstate__(state)
+        self.local = _Local()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -144,7 +151,9 @@ class _Adaptation(_Forward):
         return self.run.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.prepare()
+        if torch.compiler.is_compiling():  # Dynamo allows modes inside a checkpoint once there was one outside
+            with BaseTorchFunctionMode():
+                pass
         if self.is_fixed:
             output = self.run(*args, **kwargs)
         else:
@@ -165,16 +174,7 @@ class _Adaptation(_Forward):
             )
         return output
 
-    # A compiler runs these three when it traces, which is when SDPA is called or not.
-
-    @torch.compiler.assume_constant_result
-    def prepare(self) -> bool:
-        """Make what a compiler traces. Blocks share what it compiles if all have it from the beginning."""
-        if not self.is_prepared:
-            self.is_prepared = True
-            for attention in self.attentions:
-                attention.refresh()
-        return True
+    # A compiler runs these two when it traces, which is when SDPA is called or not.
 
     @torch.compiler.assume_constant_result
     def count_calls(self, layer: str | None) -> int:
@@ -204,52 +204,6 @@ class _Adaptation(_Forward):
                 "one by one"
             )
         return found.where
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        layer: str | None,
-        path: str = "an attention",
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Encode q and k, and call ``scaled_dot_product_attention``, whose other arguments these are.
-
-        Args:
-            layer: the number of the attention where each has an encoding of its own; else None. A string, whose value
-                a compiler always guards.
-            path: of the attention, for messages.
-        """
-        self.note_call(layer)
-        if query.ndim != 4 or key.ndim != 4:
-            raise ValueError(
-                f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(query.shape)} and "
-                f"{tuple(key.shape)}. Leave this module out with modules=, or reshape q and k"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                f"{path}: expected self-attention, where q and k have the same tokens, got {query.shape[2]} and "
-                f"{key.shape[2]} tokens. Name the self-attentions with modules=; key caches are not supported"
-            )
-        encoding = getattr(self.module, self.name)
-        encoding = encoding if layer is None else encoding[int(layer)]
-        if is_causal:
-            check_causal(encoding)
-        q, k = encoding(query, key, positions=self.locate(path))
-        backends = None
-        if q.shape[-1] != query.shape[-1]:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            backends = sdpa_backends(q, value)
-        with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
-            return F.scaled_dot_product_attention(
-                q, k, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
 
 
 def _check_positions(positions: Any) -> Any:
@@ -317,28 +271,19 @@ class _Attention(_Forward):
 
     Args:
         path: of the module in the model.
-        layer: see :meth:`_Adaptation.attend`.
+        layer: its number where each attention has an encoding of its own; else None. A string, whose value compilers
+            always guard.
     """
 
     def __init__(self, module: nn.Module, path: str, adaptation: _Adaptation, layer: str | None) -> None:
         super().__init__(module)
         self.path, self.adaptation, self.layer = path, adaptation, layer
-        self.copy: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "copy": None, "of_class": None}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. A method: Dynamo tells objects apart by their id, and would compile each block by itself."""
         before = self.adaptation.count_calls(self.layer)
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling:
-            self.refresh()
-        if is_compiling and self.copy is not None:
-            output = self.copy(self.module, *args, **kwargs)
-        else:
-            with _Encode(self):
-                output = self.run(*args, **kwargs)
+        with _Encode(self):
+            output = self.run(*args, **kwargs)
         if self.adaptation.count_calls(self.layer) == before:
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
@@ -350,17 +295,46 @@ class _Attention(_Forward):
             )
         return output
 
-    @torch.compiler.assume_constant_result
-    def refresh(self) -> bool:
-        """Bring the copy of the forward up to date with the original, which may have been patched."""
-        self.look_up()
-        own, key = self.adaptation, (self.of_class, self.layer)
-        if self.original is None:
-            if key not in own.copiers:
-                own.copiers[key] = ForwardCopier(partial(own.attend, layer=self.layer))
-            own.copiers[key].refresh()
-        self.copy = None if self.original is not None else own.copiers[key].copy_forward(self.module)
-        return True
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are."""
+        own, layer = self.adaptation, self.layer
+        own.note_call(layer)
+        # A compiler that reads the path would compile each block by itself.
+        path = "an attention" if torch.compiler.is_compiling() else self.path or "the model"
+        if query.ndim != 4 or key.ndim != 4:
+            raise ValueError(
+                f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(query.shape)} and "
+                f"{tuple(key.shape)}. Leave this module out with modules=, or reshape q and k"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{path}: expected self-attention, where q and k have the same tokens, got {query.shape[2]} and "
+                f"{key.shape[2]} tokens. Name the self-attentions with modules=; key caches are not supported"
+            )
+        encoding = getattr(own.module, own.name)
+        encoding = encoding if layer is None else encoding[int(layer)]
+        if is_causal:
+            check_causal(encoding)
+        q, k = encoding(query, key, positions=own.locate(path))
+        backends = None
+        if q.shape[-1] != query.shape[-1]:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            backends = sdpa_backends(q, value)
+        with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q, k, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
 
 class _Encode(TorchFunctionMode):
@@ -373,20 +347,18 @@ class _Encode(TorchFunctionMode):
         self.before = (_current_hooks(),) if is_checked else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not SDPA:
+        if func is not _SDPA:
             return func(*args, **kwargs) if kwargs else func(*args)
-        path = self.attention.path
         if self.before is not None:
             hooks = _current_hooks()
             is_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
             if not torch.is_grad_enabled() or (is_checkpoint and hooks != self.before[0]):
                 raise RuntimeError(
-                    f"{path}: expected no checkpoint, no_grad or autograd.Function between the module's forward and "
-                    "scaled_dot_product_attention, since the backward could run that part without the encoding. "
-                    "Checkpoint the whole module"
+                    f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
+                    "forward and scaled_dot_product_attention, since the backward could run that part without the "
+                    "encoding. Checkpoint the whole module"
                 )
-        own = self.attention
-        return own.adaptation.attend(*args, **(kwargs or {}), layer=own.layer, path=path or "the model")
+        return self.attention.attend(*args, **(kwargs or {}))
 
 
 # --- public ----------------------------------------------------------------------------------------------------------
@@ -408,9 +380,10 @@ def adapt_attention(
 
     In place: q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
     self-attentions. Only this model changes, and it works under checkpointing, autocast, ``torch.compile``, DDP and
-    FSDP2, and in copies and pickles of the model. Weights, their names, hooks and classes stay as they are; frequencies
-    that learn are parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model
-    adds to its tokens stay, too: remove them yourself if you want to.
+    FSDP2, and in copies and pickles of the model. (A block that is compiled by itself and has a checkpoint inside
+    breaks its graph there.) Weights, their names, hooks and classes stay as they are. Learned frequencies are
+    parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model adds to its
+    tokens stay, too: remove them yourself if you want to.
 
     Args:
         model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For a plain ViT of timm, :func:`lrpe_md.adapt` does more.
@@ -419,16 +392,16 @@ def adapt_attention(
             is moved to the model's device.
         positions: where the tokens are: a :class:`Grid` or :class:`Coordinates`, the same for all inputs, or a function
             of the arguments of the model's forward that returns it. It counts all tokens of the attention, so
-            ``Grid((H, W), prefix=1)`` where there is a class token. With a preset return what its ``positions()``
-            gives. None where the model's own code knows them, and calls :func:`set_positions`.
-        modules: patterns of the self-attentions' names, such as "blocks.*.attn"; the default takes modules named attn,
-            attn1, attention, self_attn or self_attention. Of modules inside each other the outermost is taken.
+            ``Grid((H, W), prefix=1)`` if there is a class token. With a preset return what its ``positions()`` gives.
+            None if the model's own code calls :func:`set_positions`.
+        modules: patterns of the self-attentions' names, such as "blocks.*.attn". The default takes modules named attn,
+            attn1, attention, self_attn or self_attention; of nested ones the outermost.
         encoding_kwargs: for the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each layer
             its own.
         num_axes: of the positions, for an encoding that is made here; default: that of fixed positions, else 2.
         head_dim, num_heads: of the attentions; default: read from them.
-        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names where
-            two groups of modules differ, as the encoder and the decoder of an MAE do.
+        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names if two
+            groups of modules differ, as the encoder and the decoder of an MAE do.
 
     The cosine map makes q and k twice as wide; attention keeps the scale of their original head_dim. An attention whose
     q and k differ in length is an error: leave cross-attention out, and key caches off.

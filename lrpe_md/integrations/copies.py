@@ -18,8 +18,8 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Copier", "Recipe", "adapt_class", "contents", "derive_class", "find_method", "find_methods", "is_adapted",
-    "looks_rotary", "nested_codes", "original_class", "package_of", "private_names", "read_own", "restore_class",
+    "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods", "is_adapted", "looks_rotary",
+    "original_class", "private_names", "read_own", "restore_class",
 ]  # fmt: skip
 
 _ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # of a class that is derived here
@@ -93,12 +93,12 @@ def read_lookups(code: CodeType) -> Lookups:
     return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
 
 
-def nested_codes(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code object and those of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from nested_codes(constant)
+            yield from _nested_codes(constant)
 
 
 @functools.cache
@@ -108,12 +108,12 @@ def looks_rotary(code: CodeType) -> bool:
     return names[1:2] not in (("self",), ("cls",)) and any(map(_ROTARY.search, names))
 
 
-def package_of(space: Mapping[str, Any]) -> str:
+def _package_of(space: Mapping[str, Any]) -> str:
     """Return the name of the top-level package that a namespace belongs to."""
     return str(space.get("__name__")).partition(".")[0]
 
 
-def contents(cell: CellType) -> Any:
+def _contents(cell: CellType) -> Any:
     """Return what a cell holds; None if it is empty."""
     try:
         return cell.cell_contents
@@ -146,7 +146,7 @@ class Copier:
         if function not in self._copies:
             self._copies[function] = None  # of a function that calls itself
             code = self._replace_names(function.__code__, function, depth)
-            wrapped, values = vars(function).get("__wrapped__"), map(contents, function.__closure__ or ())
+            wrapped, values = vars(function).get("__wrapped__"), map(_contents, function.__closure__ or ())
             cells = [self.replace(value, depth, value is wrapped) for value in values]
             changed = tuple((i, ours) for i, ours in enumerate(cells) if ours is not None)
             if changed or code is not function.__code__:
@@ -193,12 +193,12 @@ class Copier:
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
         """Return a namespace with the replacement of one of its values; None for none."""
         value = space.get(name)
-        if isinstance(value, (type, ModuleType)) or not callable(value) or package_of(space) == "torch":
+        if isinstance(value, (type, ModuleType)) or not callable(value) or _package_of(space) == "torch":
             return None
         if id(value) not in self._replaced:
             ours = self._replaced[id(value)] = self._exchange(value)
             is_function = isinstance(value, FunctionType) and depth < _DEPTH
-            if ours is None and is_function and package_of(value.__globals__) == package_of(caller.__globals__):
+            if ours is None and is_function and _package_of(value.__globals__) == _package_of(caller.__globals__):
                 self._replaced[id(value)] = self.copy(value, depth + 1)
         ours = self._replaced[id(value)]
         return None if ours is None else (space, ours)
@@ -217,7 +217,7 @@ class Copier:
 
 def _cell(function: FunctionType, name: str) -> Any:
     free = function.__code__.co_freevars
-    return contents((function.__closure__ or ())[free.index(name)]) if name in free else None
+    return _contents((function.__closure__ or ())[free.index(name)]) if name in free else None
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
         chain[2:]
-        for each in nested_codes(code)
+        for each in _nested_codes(code)
         for chain in read_lookups(each).chains
         if len(chain) > 2 and chain[1] == first and (chain[0] == "cell" or each is code)
     }
@@ -285,7 +285,7 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
     """Return the functions that another one finds in its closure."""
-    values = map(contents, function.__closure__ or ())
+    values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
 
@@ -309,7 +309,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
         seen.add(name)
         method = find_method(cls, name)
         function = getattr(method, "__func__", method)
-        if isinstance(function, FunctionType) and package_of(function.__globals__) != "torch":
+        if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
             found[name] = function
             waiting += [path[0] for path in read_own(function)]
     return found
@@ -388,7 +388,7 @@ def private_names(cls: type) -> set[str]:
     found: set[str] = set()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
-            found.update(name for code in nested_codes(function.__code__) for name in code.co_names)
+            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
             waiting += _inner_functions(function)
     return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
 

@@ -21,13 +21,9 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .copies import derive_class, find_method
 
-__all__ = ["TableFrequencies", "UnknownTablesError", "makes_tables", "stand_in"]
+__all__ = ["TableFrequencies", "makes_tables", "stand_in"]
 
 _BOUND = 1e-4  # of entries of a table: modules that form angles in float32 round them
-
-
-class UnknownTablesError(ValueError):
-    """A module whose tables follow no known formula."""
 
 
 class TableFrequencies(RotateMd):
@@ -228,14 +224,14 @@ def read_formula(path: str, module: nn.Module) -> Formula:
     """Return how a module computes its tables.
 
     Raises:
-        UnknownTablesError: no formula gives its tables, or they have no values yet.
+        ValueError: no formula gives its tables, or they have no values yet.
     """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
         for read in (_read_ids, _read_patches, _read_timm, _read_places):
             if (found := read(twin)) is not None and found[0].agrees(twin, found[1]):
                 return found[0]
-    raise UnknownTablesError(
+    raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; language models scale by "
         "their configuration (rope_parameters), other modules by their own frequencies"
     )
@@ -277,7 +273,7 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
         device: of the frequencies of a module without tensors.
 
     Raises:
-        UnknownTablesError: the tables of one of them are not known; all stay as they were.
+        ValueError: the tables of one of them are not known; all stay as they were.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():
