@@ -57,6 +57,8 @@ def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], 
 def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Run the reference on the arguments of an operator."""
     spec, tables, layout = call.spec, call.tables, call.layout
+    encode: Any
+    args: tuple[Any, ...]
     if tables.omega is None:
         encode, args = reference.encode_tables, (*call.cos_sin.split(), layout.start - layout.prefix)
     else:
@@ -64,7 +66,7 @@ def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         encode, args = reference.encode, (s, rotated, tables.omega, tables.phase, tables.amplitude)
     ys: list[Tensor] = []
     for x, scales in zip(xs, layout.scales(call.weights, xs[0].device), strict=False):
-        y = encode(spec, x, *args, scales)  # pyright: ignore[reportArgumentType]
+        y = encode(spec, x, *args, scales)
         ys.append(arrange_in_memory(y, memory_order(x)))
     return tuple(ys)
 

@@ -260,8 +260,9 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
     for i, ours in changed:
         cells[i] = CellType(ours)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, tuple(cells) or None)
-    functools.update_wrapper(made, function).__kwdefaults__ = function.__kwdefaults__
-    del made.__wrapped__
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    vars(made).pop("__wrapped__")
     vars(made).update({name: replaced.get(id(value), value) for name, value in vars(function).items()})
     return made
 

@@ -149,8 +149,9 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
         norms: dict[str, Any] = {}
         groups = group(attn, text, tables)
         for names, own in (groups or {}).items():
-            modules = [getattr(attn, name, None) for name in names]
-            norm = norm_of(*modules, hidden_states.dtype, (heads, heads) if heads else None, hidden_states.device)
+            q_norm, k_norm = (getattr(attn, name, None) for name in names)
+            over = (heads, heads) if heads else None
+            norm = norm_of(q_norm, k_norm, hidden_states.dtype, over, hidden_states.device)
             if norm is None or not isinstance(norm.weight, tuple):
                 groups = None
                 break
@@ -160,8 +161,8 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
         if groups is None:
             return plain(processor, attn, hidden_states, text, attention_mask, tables)
         rotating = _Rotating(attn, norms)
-        is_separate = text is None or group is not _group_hunyuan or attn.add_q_proj is not None
-        if is_separate or getattr(attn, "to_out", None) is not None:
+        is_joined = group is _group_hunyuan and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
+        if text is None or not is_joined:
             return copied(processor, rotating, hidden_states, text, attention_mask, tables)
         # Text is not rotated and follows the video; as both have one projection they stay one tensor.
         both, _ = copied(processor, rotating, torch.cat([hidden_states, text], dim=1), None, attention_mask, tables)

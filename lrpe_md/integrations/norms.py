@@ -52,7 +52,7 @@ def norm_of(
         joined.append(_by_head(found, heads) if found else None)
     if len({t.dtype for t in weights}) > 1 or any(t.device != (device or weights[0].device) for t in weights):
         return None
-    return Norm(q.kind, *joined, q.eps, "head" if heads is None else "heads")
+    return Norm(q.kind, joined[0], joined[1], q.eps, "head" if heads is None else "heads")
 
 
 def _by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "
 
 
 class DropIns(NamedTuple):
-    """Maps functions to ours, the same each time.
+    """Map rotary functions to ours, always the same ones.
 
     Args:
         impl: see :func:`lrpe_md.rotate`.
@@ -78,15 +78,16 @@ def _drop_in(function: Any, impl: Impl) -> Any:
 
 
 def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
-    """Return by name what functions do that look like a rotation but are none."""
+    """Return, by their names, what functions do that look like rotations but compute something else."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
         code, reason = _unwrap(function).__code__, _drop_in(function, impl)
         while isinstance(function, functools.partial):
             function = function.func
+        name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
         takes_data = _DATA.intersection(code.co_varnames[: code.co_argcount])
-        if isinstance(reason, str) and takes_data and _ROTATES.search(function.__name__):
-            refused[f"{function.__module__}.{function.__qualname__}"] = reason
+        if isinstance(reason, str) and takes_data and _ROTATES.search(name.rpartition(".")[2]):
+            refused[name] = reason
     whole = {name: reason for name, reason in refused.items() if not name.endswith("rotate_half")}
     return whole or refused  # what rotates half of the channels is named by the function that calls it
 
@@ -185,7 +186,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     found = parts(model)
     _restore(found)
     copier = copies.Copier(DropIns(impl))
-    changes = _plan(found, copier)
+    changes = _plan(found, DropIns(impl), copier)
     refused = _find_refused(copier.seen, impl)
     if not changes:
         reasons = "; ".join(f"refused {name}, which {reason}" for name, reason in refused.items())
@@ -210,7 +211,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     return model
 
 
-def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
+def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return by path the class that each changed object gets, and its own attributes that are replaced."""
     entries = _find_entries(found)
     classes: dict[tuple[type, tuple[str, ...]], Any] = {}
@@ -221,14 +222,14 @@ def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type,
             continue
         key = (cls, entries.get(id(part), _ENTRIES))
         if key not in classes:
-            classes[key] = copies.adapt_class(cls, copies.Recipe(copier.exchange, key[1]), copier)
+            classes[key] = copies.adapt_class(cls, copies.Recipe(drop_ins, key[1]), copier)
         attributes: dict[str, Any] = {}
         for name, value in vars(part).items():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks keep the forward so
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
-                attributes[name] = Exchanged(value, copier.exchange)
+                attributes[name] = Exchanged(value, drop_ins)
         if classes[key] is not cls or attributes:
             changes[path] = (classes[key], attributes)
     return changes

@@ -120,7 +120,8 @@ _Found: TypeAlias = tuple[Formula, tuple[Any, ...]] | None
 
 
 def _split(made: Any) -> tuple[Tensor, Tensor]:
-    return made.chunk(2, -1)[::-1] if isinstance(made, Tensor) else made
+    cos, sin = reversed(made.chunk(2, -1)) if isinstance(made, Tensor) else made
+    return cos, sin
 
 
 def _axial(*series: Tensor) -> Tensor:
@@ -138,14 +139,14 @@ def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinate
     return Coordinates((args[index].T if axes_first else args[index]).float())
 
 
-def _locate_patches(rope: Any, settings: tuple[Sequence[int], str | None], x: Tensor, *args: Any) -> Grid:
+def _locate_patches(rope: Any, settings: tuple[Sequence[int], Any], x: Tensor, *args: Any) -> Grid:
     """Return the grid of an image or a video (B, C, ..); settings: the patch size, and how coordinates are scaled."""
     patch, by = settings
     grid = Grid(tuple(n // p for n, p in zip(x.shape[-len(patch) :], patch, strict=True)))
     return grid if by is None else grid.cells(by)
 
 
-def _locate_timm(rope: Any, by: str | None, shape: Any = None, *args: Any) -> Grid:
+def _locate_timm(rope: Any, by: Any, shape: Any = None, *args: Any) -> Grid:
     grid = Grid(tuple(rope.feat_shape if shape is None else shape)).offset(rope.grid_offset)
     if by is not None:
         return grid.cells(by)
@@ -185,10 +186,10 @@ def _read_patches(rope: Any) -> _Found:
 
 def _read_timm(rope: Any) -> _Found:
     """timm's axial tables and DINOv3's, of a grid (H, W)."""
-    is_dino, bands = hasattr(rope, "periods"), getattr(rope, "bands", None)
-    if not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False) or not (is_dino or bands is not None):
+    is_dino = hasattr(rope, "periods")
+    series = 2 * math.pi / rope.periods.double() if is_dino else getattr(rope, "bands", None)
+    if series is None or not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
         return None
-    series = 2 * math.pi / rope.periods.double() if is_dino else bands
     omega = _axial(series, series)
     by = {"separate": "axis", "min": "shorter", "max": "longer"}[rope.normalize_coords] if is_dino else None
     order = "half" if getattr(rope, "rotate_half", is_dino) else "interleaved"
