@@ -141,7 +141,7 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
 
     def call(
         plain: Method, copied: Method, processor: Any, attn: Any, hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None, attention_mask: Any = None, image_rotary_emb: Any = None,
+        encoder_hidden_states: Tensor | None = None, attention_mask: Any = None, image_rotary_emb: Any = None, *,
         rotary_emb: Any = None,
     ) -> Any:  # fmt: skip
         text, tables = encoder_hidden_states, image_rotary_emb if rotary_emb is None else rotary_emb

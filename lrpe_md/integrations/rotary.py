@@ -254,14 +254,16 @@ def _find_entries(found: dict[str, Any]) -> dict[int, tuple[str, ...]]:
 
 
 def _restore(found: dict[str, Any]) -> None:
-    for path, part in found.items():
-        if copies.is_adapted(type(part)) and copies.original_class(type(part)) is None:
+    adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
+    for path, part in adapted.items():
+        if copies.original_class(type(part)) is None:
             raise ValueError(
                 f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from "
                 "it; adapt or restore before fully_shard"
             )
     for part in found.values():
         vars(part).update(vars(part).pop(_SAVED, {}))
+    for part in adapted.values():
         copies.restore_class(part)
 
 
