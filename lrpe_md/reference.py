@@ -243,7 +243,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
     start, width = spec.rotary_start, 2 * spec.num_channels
     before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     a, b = split_pairs(turned, spec.pairs, spec.sections)
-    (cos_a, cos_b), (sin_a, sin_b) = (_split_entries(t, spec) for t in (cos, sin))
+    cos_a, cos_b = _split_entries(cos, spec)
+    sin_a, sin_b = _split_entries(sin, spec)
     turned = join_pairs(a * cos_a - b * sin_a, a * sin_b + b * cos_b, spec.pairs, spec.sections)
     return torch.cat([before, turned, after], dim=-1)
 

@@ -55,22 +55,20 @@ def run_into(call: Call, xs: tuple[Tensor, ...], outs: Sequence[Tensor | None], 
 
 
 def run_reference(call: Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The reference on the arguments of an operator."""
-    tables, layout = call.tables, call.layout
-    scales = layout.scales(call.weights, xs[0].device)
+    """Run the reference on the arguments of an operator."""
+    spec, tables, layout = call.spec, call.tables, call.layout
+    encode: Any
+    args: tuple[Any, ...]
     if tables.omega is None:
-        cos, sin = call.cos_sin.split()
-        first = layout.start - layout.prefix
-        ys = [
-            reference.encode_tables(call.spec, x, cos, sin, first, own) for x, own in zip(xs, scales, strict=False)
-        ]  # fmt: skip
+        encode, args = reference.encode_tables, (*call.cos_sin.split(), layout.start - layout.prefix)
     else:
         s, rotated = layout.positions(tables, tables.omega.device)
-        ys = [
-            reference.encode(call.spec, x, s, rotated, tables.omega, tables.phase, tables.amplitude, own)
-            for x, own in zip(xs, scales, strict=False)
-        ]
-    return tuple(arrange_in_memory(y, memory_order(x)) for x, y in zip(xs, ys, strict=True))
+        encode, args = reference.encode, (s, rotated, tables.omega, tables.phase, tables.amplitude)
+    ys: list[Tensor] = []
+    for x, scales in zip(xs, layout.scales(call.weights, xs[0].device), strict=False):
+        y = encode(spec, x, *args, scales)
+        ys.append(arrange_in_memory(y, memory_order(x)))
+    return tuple(ys)
 
 
 def _differentiate_reference(

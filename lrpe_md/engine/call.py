@@ -168,7 +168,7 @@ class Layout(NamedTuple):
     def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
         """γ and β of q and of k for the reference."""
         groups = None
-        if weights.token_groups > 1:
+        if weights.weight is not None and weights.token_groups > 1:
             index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
             groups = (index >= 0).long() + (index >= self.num_grid_tokens).long()
             groups = groups.clamp_max(weights.token_groups - 1)

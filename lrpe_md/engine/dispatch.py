@@ -113,7 +113,7 @@ def _call_key(options: Options, xs: Any, omega: Any, positions: Any, phase: Any,
     is_given = type(positions) is GivenTables
     if not is_given and (type(positions) is not Grid or positions.scale is not None or positions.shift is not None):
         return None
-    if not 1 <= len(xs) <= 2 or any(x is None for x in xs):
+    if not 1 <= len(xs) <= 2 or xs[0] is None or xs[-1] is None:
         return None
     for option in options:
         kind = type(option)

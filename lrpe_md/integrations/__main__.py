@@ -18,7 +18,7 @@ from torch import nn
 
 from .rotary import adapt_rotary
 
-__all__ = ["main", "make"]
+__all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,10 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m lrpe_md.integrations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a configuration, or the name of a model of timm")
+    parser.add_argument("model", help="name, file or folder of a configuration, or the name of a timm model")
     name = parser.parse_args(arguments).model
     try:
-        model = make(name)
+        with torch.device("meta"):
+            model = _make(name)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -41,48 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def make(name: str) -> nn.Module:
-    """Make a model on the meta device, of a configuration or of timm.
-
-    Raises:
-        ValueError, OSError: there is none of this name.
-    """
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
+def _make(name: str) -> nn.Module:
+    """Make a model from a configuration or timm; raise ValueError or OSError if there is none of this name."""
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     config: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if config is None and "/" not in name:
-        return _make_timm(name)
-    if config is not None and "_class_name" in config:
-        return _make_diffusers(config)
-    return _make_transformers(name if config is None else str(path))
+        import timm
 
-
-def _make_timm(name: str) -> nn.Module:
-    import timm
-
-    if not timm.is_model(name):
-        raise ValueError("expected a configuration, or a model of timm.list_models()")
-    with torch.device("meta"):
+        if not timm.is_model(name):
+            raise ValueError("expected a configuration, or a model of timm.list_models()")
         return timm.create_model(name)
+    if config is not None and "_class_name" in config:
+        import diffusers
 
-
-def _make_diffusers(config: dict[str, Any]) -> nn.Module:
-    import diffusers
-
-    cls = getattr(diffusers, config["_class_name"], None)
-    if cls is None:
-        raise ValueError(f"expected a class of diffusers, got {config['_class_name']!r}")
-    with torch.device("meta"):
+        cls = getattr(diffusers, config["_class_name"], None)
+        if cls is None:
+            raise ValueError(f"expected a class of diffusers, got {config['_class_name']!r}")
         return cls.from_config(config)
-
-
-def _make_transformers(place: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.from_pretrained(place)
-    with torch.device("meta"):
-        return AutoModel.from_config(config)
+    return AutoModel.from_config(AutoConfig.from_pretrained(name if config is None else str(path)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Copies of functions and classes in which some of the functions that they look up by name are exchanged.
+"""Copies of functions and classes in which some of the functions that they look up by name are replaced.
 
 A copy shares the globals of its original, so that whatever is patched there later reaches both. Where the original
 looks up ``apply_rotary_emb``, the copy looks up a private name, which is added to where the original one is found: the
@@ -35,105 +35,100 @@ class Lookups(NamedTuple):
     """What a code object looks up by name.
 
     Args:
-        globals: global names.
-        dotted: (kind, base, name) of attributes, ``("global", "llama", "apply")`` for ``llama.apply``; a base is a
-            "global", a "local" variable or a "cell", one of an enclosing function.
+        chains: (kind, variable, attribute, ..) for ``self.rope.rotate`` and what it begins with. A variable is a
+            "global", a "local" one, or one of an enclosing function, a "cell".
         imports: (module, name) of what is imported when it runs, ``("2:embeddings", "apply")``: 2 is the level.
         others: names of attributes of anything else.
-        chains: (kind, variable, attribute, ..) for ``self.rope.rotate`` and its like, and for what they begin with.
     """
 
-    globals: frozenset[str]
-    dotted: frozenset[tuple[str, str, str]]
+    chains: frozenset[tuple[str, ...]]
     imports: frozenset[tuple[str, str]]
     others: frozenset[str]
-    chains: frozenset[tuple[str, ...]]
 
 
 _SHIFTS = {  # of an argument that is the index of a name, and flags
     "LOAD_GLOBAL": int(sys.version_info >= (3, 11)), "LOAD_ATTR": int(sys.version_info >= (3, 12)),
     "LOAD_SUPER_ATTR": 2,
 }  # fmt: skip
-_NAMED = {op: (dis.opname[op], _SHIFTS.get(dis.opname[op], 0)) for op in dis.hasname}
-_VARIABLES = {
-    op: (kind, is_cell)
-    for kind, is_cell, ops in (("local", False, dis.haslocal), ("cell", True, dis.hasfree))
-    for op in ops
-    if dis.opname[op].startswith("LOAD")
-}
-_SKIPPED = (0, dis.EXTENDED_ARG)  # 0: room for an instruction's cache
-_LOAD_CONST = dis.opmap["LOAD_CONST"]
 
 
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
     """Return what a code object looks up, without what is nested in it."""
-    of_globals, dotted, imports, others, chains = set(), set(), set(), set(), set()
-    last: tuple[str, ...] | None = None  # what the instruction before this one loaded
-    constants: tuple[Any, Any] = (0, None)  # and the last two constants
-    module, extended, raw, names, variables = "", 0, code.co_code, code.co_names, _variables(code)
-    for i in range(0, len(raw), 2):
-        op, arg = raw[i], raw[i + 1] | extended << 8
-        extended = arg if op == dis.EXTENDED_ARG else 0
-        if op in _SKIPPED:
+    chains, imports, others = set(), set(), set()
+    chain: tuple[str, ...] | None = None  # what the last instruction loaded
+    constants: tuple[Any, Any] = (0, None)  # the last two
+    local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
+    if sys.version_info >= (3, 11):  # one numbering, with cells that are parameters where these are
+        local = cells = (*dict.fromkeys((*local, *cells)),)
+    module, extended = "", 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        operation, arg = dis.opname[op], low | extended << 8
+        extended = arg if operation == "EXTENDED_ARG" else 0
+        if operation in ("EXTENDED_ARG", "CACHE"):
             continue
-        before, last = last, None
-        if op in _VARIABLES:
-            kind, is_cell = _VARIABLES[op]
-            last = (kind, variables[is_cell][arg])
-        elif op == _LOAD_CONST:
+        before, chain = chain, None
+        if operation.startswith("LOAD_FAST"):
+            chain = ("local", local[arg & 15 if operation.count("LOAD_FAST") > 1 else arg])
+        elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
+            chain = ("cell", cells[arg])
+        elif operation == "LOAD_CONST":
             constants = (constants[1], code.co_consts[arg])
-        elif op in _NAMED:
-            operation, shift = _NAMED[op]
-            name = names[arg >> shift]
+        elif operation == "LOAD_SMALL_INT":
+            constants = (constants[1], arg)
+        elif op in dis.hasname:
+            name = code.co_names[arg >> _SHIFTS.get(operation, 0)]
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                last = ("global", name)
-                of_globals.add(name)
+                chain = ("global", name)
             elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
-                last = (*before, name)
-                (dotted if len(last) == 3 else others).add(last if len(last) == 3 else name)
-                chains.add(last)
+                chain = (*before, name)
             elif operation == "IMPORT_NAME":
                 module = f"{constants[0]}:{name}"
             elif operation == "IMPORT_FROM":
                 imports.add((module, name))
             else:
                 others.add(name)
-    return Lookups(*map(frozenset, (of_globals, dotted, imports, others, chains)))  # pyright: ignore[reportArgumentType]
+        if chain is not None:
+            chains.add(chain)
+    return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
 
 
-def _variables(code: CodeType) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names that an instruction's argument is an index of: of local variables, and of cells."""
-    if sys.version_info < (3, 11):
-        return code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    local = code.co_varnames
-    both = (*local, *[name for name in code.co_cellvars if name not in local], *code.co_freevars)
-    return both, both
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code object and those of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from _nested_codes(constant)
 
 
 @functools.cache
 def looks_rotary(code: CodeType) -> bool:
-    """Return whether a function is no method, and has a name or a parameter such as rotary functions have."""
+    """Return whether a function is not a method, and has a name or a parameter such as rotary functions have."""
     names = (code.co_name, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return names[1:2] not in (("self",), ("cls",)) and any(map(_ROTARY.search, names))
 
 
+def _package_of(space: Mapping[str, Any]) -> str:
+    """Return the name of the top-level package that a namespace belongs to."""
+    return str(space.get("__name__")).partition(".")[0]
+
+
+def _contents(cell: CellType) -> Any:
+    """Return what a cell holds; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 # --- copies of functions -------------------------------------------------------------------------------------------
 
-Exchange = Callable[[Any], Any]  # a callable -> the one that takes its place, or None
-Place = tuple[dict[str, Any], Any]  # a namespace, and what takes the place of one of its values
+Exchange = Callable[[Any], Any]  # a callable -> its replacement, or None
+Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement of one of its values
 
 
 class Copier:
-    """Copies functions in which the functions that ``exchange`` takes are exchanged.
+    """Copies functions in which the functions that ``exchange`` takes are replaced.
 
     Args:
         exchange: called with each function, ``functools.partial`` or other callable that is looked up by name.
@@ -143,97 +138,81 @@ class Copier:
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
         self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
-        self._exchanged: dict[int, Any] = {}  # by the id of what is looked up, which lives as long as this
+        self.seen: list[Any] = []  # what it was called with
+        self._replaced: dict[int, Any] = {}  # by the id of what is looked up, which lives as long as this
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
-        """Return a copy of a function, or None where it looks up nothing that is exchanged."""
+        """Return a copy of a function, or None where it looks up nothing that is replaced."""
         if function not in self._copies:
             self._copies[function] = None  # of a function that calls itself
-            code, closure = self._exchange_code(function.__code__, function, depth), function.__closure__
-            if closure is not None:
-                closure = self._exchange_cells(closure, function, depth)
-            if code is not function.__code__ or closure is not function.__closure__:
-                self._copies[function] = _copy_function(function, code, closure)
+            code = self._replace_names(function.__code__, function, depth)
+            wrapped, values = vars(function).get("__wrapped__"), map(_contents, function.__closure__ or ())
+            cells = [self.replace(value, depth, value is wrapped) for value in values]
+            changed = tuple((i, ours) for i, ours in enumerate(cells) if ours is not None)
+            if changed or code is not function.__code__:
+                self._copies[function] = _copy_function(function, code, changed)
         return self._copies[function]
 
-    def _exchange_code(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
+    def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         """Return the code of a function, or of one that is nested in it, with private names."""
-        found = self._find(code, function, depth)
         constants = list(code.co_consts)
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
-                constants[i] = self._exchange_nested(each, function, depth)
+                constants[i] = self._replace_nested(each, function, depth)
         names = {name: self.names[name] for name in code.co_names if name in self.names}
-        if not (found or names) and all(map(operator.is_, constants, code.co_consts)):
+        names |= {name: _publish(name, places) for name, places in self._find(code, function, depth).items()}
+        if not names and all(map(operator.is_, constants, code.co_consts)):
             return code
-        names |= {name: _publish(name, places) for name, places in found.items()}
         return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants))
 
-    def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
-        """Return where each name is found that stands for a function which is exchanged, wherever the code has it."""
-        lookups, space = read_lookups(code), function.__globals__
-        places: list[tuple[str, Place | None]] = [(name, None) for name in lookups.others]
-        for name in lookups.globals:
-            value = space.get(name)
-            if value is not None and not isinstance(value, (type, ModuleType)):
-                ours = self._take(value, function, depth)
-                places.append((name, None if ours is None else (space, ours)))
-        for kind, base, name in lookups.dotted:
-            module = space.get(base) if kind == "global" else _cell(function, base) if kind == "cell" else None
-            is_taken = isinstance(module, ModuleType) and _package(vars(module)) != "torch"
-            places.append((name, self._take_of(module, name, function, depth) if is_taken else None))
-        for path, name in lookups.imports:
-            places.append((name, self._take_of(_imported(path, space), name, function, depth)))
-        found: dict[str, list[Place]] = {}
-        for name, place in places:
-            if place is not None:
-                found.setdefault(name, []).append(place)
-        for name, place in places:
-            if place is None:  # it stands for something else, too
-                found.pop(name, None)
-        return found
-
-    def _take_of(self, module: Any, name: str, function: FunctionType, depth: int) -> Place | None:
-        """Return where a module has a name, and what takes the place of its value; None for nothing."""
-        space = {} if module is None else vars(module)
-        ours = self._take(space[name], function, depth) if name in space else None
-        return None if ours is None else (space, ours)
-
-    def _take(self, value: Any, caller: FunctionType, depth: int) -> Any:
-        """Return what takes the place of a value, or None."""
-        if id(value) in self._exchanged:
-            return self._exchanged[id(value)]
-        if isinstance(value, (type, ModuleType)) or not callable(value):
-            return None
-        ours = self._exchanged[id(value)] = self.exchange(value)
-        if ours is None and isinstance(value, FunctionType) and depth < _DEPTH:
-            space = value.__globals__
-            if space is caller.__globals__ or _package(space) == _package(caller.__globals__):
-                ours = self._exchanged[id(value)] = self.copy(value, depth + 1)
-        return ours
-
-    def _exchange_nested(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
+    def _replace_nested(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         if not code.co_freevars and looks_rotary(code):
-            ours = self.exchange(_nested_function(code, function))
+            ours = self._exchange(_nested_function(code, function))
             if ours is not None:
                 name = _publish(code.co_name, [(function.__globals__, ours)])
                 return _call_global.__code__.replace(co_names=(name,), co_name=code.co_name)
-        return self._exchange_code(code, function, depth)
+        return self._replace_names(code, function, depth)
 
-    def _exchange_cells(
-        self, closure: tuple[CellType, ...], function: FunctionType, depth: int
-    ) -> tuple[CellType, ...]:
-        """Return a closure with new cells for what is exchanged; decorators keep the function that they wrap there."""
-        cells: list[CellType] = []
-        for cell in closure:
-            value, ours = _contents(cell), None
-            if isinstance(value, FunctionType):
-                ours = None if vars(function).get("__wrapped__") is value else self.exchange(value)
-                ours = self.copy(value, depth) if ours is None else ours
-            elif value is not None and not isinstance(value, (type, ModuleType)) and callable(value):
-                ours = self.exchange(value)
-            cells.append(cell if ours is None else CellType(ours))
-        return closure if all(map(operator.is_, cells, closure)) else tuple(cells)
+    def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
+        """Return where each name is found that stands for a replaced function wherever the code has it."""
+        lookups, space = read_lookups(code), function.__globals__
+        places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
+        for kind, base, *attributes in lookups.chains:
+            name, holder = base, space
+            if attributes:
+                module = space.get(base) if kind == "global" else _cell(function, base) if kind == "cell" else None
+                name, is_module = attributes[-1], isinstance(module, ModuleType) and len(attributes) == 1
+                holder = vars(module) if is_module else None
+            elif kind != "global":
+                continue
+            places.setdefault(name, []).append(holder and self._place(holder, name, function, depth))
+        for path, name in lookups.imports:
+            places.setdefault(name, []).append(self._place(_imported(path, space), name, function, depth))
+        return {name: found for name, found in places.items() if None not in found}
+
+    def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
+        """Return a namespace with the replacement of one of its values; None for none."""
+        value = space.get(name)
+        if isinstance(value, (type, ModuleType)) or not callable(value) or _package_of(space) == "torch":
+            return None
+        if id(value) not in self._replaced:
+            ours = self._replaced[id(value)] = self._exchange(value)
+            is_function = isinstance(value, FunctionType) and depth < _DEPTH
+            if ours is None and is_function and _package_of(value.__globals__) == _package_of(caller.__globals__):
+                self._replaced[id(value)] = self.copy(value, depth + 1)
+        ours = self._replaced[id(value)]
+        return None if ours is None else (space, ours)
+
+    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False) -> Any:
+        """Return the replacement of a value, or its copy; a function that a decorator wraps is copied only."""
+        if isinstance(value, (type, ModuleType)) or not callable(value):
+            return None
+        ours = None if is_wrapped else self._exchange(value)
+        return self.copy(value, depth) if ours is None and isinstance(value, FunctionType) else ours
+
+    def _exchange(self, value: Any) -> Any:
+        self.seen.append(value)
+        return self.exchange(value)
 
 
 def _cell(function: FunctionType, name: str) -> Any:
@@ -241,28 +220,18 @@ def _cell(function: FunctionType, name: str) -> Any:
     return _contents((function.__closure__ or ())[free.index(name)]) if name in free else None
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
-
-
-def _imported(place: str, space: dict[str, Any]) -> ModuleType | None:
+def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
+    """Return the namespace of a module that a function imports from."""
     level, _, name = place.partition(":")
     try:
         full = importlib.util.resolve_name("." * int(level) + name, space.get("__package__") or "")
     except (ImportError, ValueError):
-        return None
-    return sys.modules.get(full)
-
-
-def _package(space: dict[str, Any]) -> str:
-    return str(space.get("__name__")).partition(".")[0]
+        return {}
+    return vars(sys.modules[full]) if full in sys.modules else {}
 
 
 def _publish(name: str, places: Sequence[Place]) -> str:
-    """Add what takes the place of ``name`` to where that is found, and return the private name that it has there."""
+    """Add the replacement of ``name`` to where that is found, and return the private name that it has there."""
     number = 0
     while True:
         private = f"{_PRIVATE}{name}{number or ''}"
@@ -273,32 +242,29 @@ def _publish(name: str, places: Sequence[Place]) -> str:
         number += 1
 
 
+def _call_global(*args: Any, **kwargs: Any) -> Any:
+    return _target(*args, **kwargs)  # pyright: ignore[reportUndefinedVariable] # noqa: F821
+
+
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
     """Return a function that another one defines when it runs; the same each time."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
-def _call_global(*args: Any, **kwargs: Any) -> Any:
-    return _target(*args, **kwargs)  # pyright: ignore[reportUndefinedVariable] # noqa: F821
-
-
-_MADE: dict[tuple[FunctionType, CodeType, tuple[int, ...]], FunctionType] = {}
-
-
-def _copy_function(function: FunctionType, code: CodeType, closure: tuple[CellType, ...] | None) -> FunctionType:
-    """Return a function with other code and cells; the same each time."""
-    changed = [(a, b) for a, b in zip(function.__closure__ or (), closure or (), strict=True) if a is not b]
-    key = (function, code, tuple(id(cell.cell_contents) for _, cell in changed))
-    if key not in _MADE:
-        made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
-        made.__annotations__ = function.__annotations__
-        exchanged = {id(a.cell_contents): b.cell_contents for a, b in changed}  # among them __wrapped__
-        vars(made).update({name: exchanged.get(id(value), value) for name, value in vars(function).items()})
-        _MADE[key] = made
-    return _MADE[key]
+@functools.cache
+def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
+    """Return a function with other code and other contents of its cells, by their numbers; the same each time."""
+    cells = list(function.__closure__ or ())
+    replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # among them __wrapped__
+    for i, ours in changed:
+        cells[i] = CellType(ours)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, tuple(cells) or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    vars(made).pop("__wrapped__")
+    vars(made).update({name: replaced.get(id(value), value) for name, value in vars(function).items()})
+    return made
 
 
 # --- classes -------------------------------------------------------------------------------------------------------
@@ -311,20 +277,25 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
         chain[2:]
-        for each in _nested(code)
+        for each in _nested_codes(code)
         for chain in read_lookups(each).chains
-        if chain[1] == first and (chain[0] == "cell" or each is code)
+        if len(chain) > 2 and chain[1] == first and (chain[0] == "cell" or each is code)
     }
-    for name in code.co_freevars:
-        inner = _cell(function, name)
-        if isinstance(inner, FunctionType) and inner is not function:
-            found |= read_own(inner)
-    return frozenset(found)
+    return frozenset(found).union(*map(read_own, _inner_functions(function)))
+
+
+def _inner_functions(function: FunctionType) -> list[FunctionType]:
+    """Return the functions that another one finds in its closure."""
+    values = map(_contents, function.__closure__ or ())
+    return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
 
 def find_method(cls: type, name: str) -> Any:
     """Return what a class has under a name, a ``staticmethod`` as such; None for none."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return None
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
@@ -337,14 +308,11 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
         if name in seen:
             continue
         seen.add(name)
-        for base in cls.__mro__:
-            if name in vars(base):
-                method = vars(base)[name]
-                function = getattr(method, "__func__", method)
-                if isinstance(function, FunctionType) and _package(function.__globals__) != "torch":
-                    found[name] = function
-                    waiting += [path[0] for path in read_own(function)]
-                break
+        method = find_method(cls, name)
+        function = getattr(method, "__func__", method)
+        if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
+            found[name] = function
+            waiting += [path[0] for path in read_own(function)]
     return found
 
 
@@ -361,17 +329,16 @@ class Recipe(NamedTuple):
 def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
     """Return a class of the same name that calls what ``recipe.exchange`` gives; ``cls`` where that is nothing."""
     copier = copier or Copier(recipe.exchange)
-    exchanged: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     for name, function in find_methods(cls, recipe.entries).items():
         method = find_method(cls, name)
-        ours = copier.exchange(function) if isinstance(method, staticmethod) else None
-        ours = copier.copy(function) if ours is None else ours
-        if ours is not None:
-            exchanged[name] = (ours, None if method is function else type(method))
+        ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
         if ours is not None and method is function:
             ours, attributes = recipe.exchange.refine(function, ours)
-            exchanged |= {name: (ours, None), **attributes}
-    return derive_class(cls, tuple(exchanged.items()), recipe) if exchanged else cls
+            methods |= {name: (ours, None), **attributes}
+        elif ours is not None:
+            methods[name] = (ours, type(method))
+    return derive_class(cls, tuple(methods.items()), recipe) if methods else cls
 
 
 @functools.cache
@@ -394,16 +361,15 @@ def derive_class(
 
 
 def _reduce(part: Any, protocol: Any) -> Any:
-    """Return what copies and files keep of an object whose class is found nowhere by name."""
-    _, _, *state = object.__reduce_ex__(part, 2)
+    """Return what copies and files keep of an object whose class can't be imported by its name."""
     cls, recipes = type(part), []
     while is_adapted(cls):
         recipes.append(getattr(cls, _RECIPE))
         cls = getattr(cls, _ORIGINAL)
-    return (_make_anew, (cls, *recipes[::-1]), *state)
+    return (_rebuild, (cls, *recipes[::-1]), *object.__reduce_ex__(part, 2)[2:])
 
 
-def _make_anew(cls: Any, *recipes: Any) -> Any:
+def _rebuild(cls: Any, *recipes: Any) -> Any:
     for recipe in recipes:
         cls = recipe.derive(cls)
     return cls.__new__(cls)
@@ -419,16 +385,13 @@ def restore_class(part: Any) -> None:
 
 def private_names(cls: type) -> set[str]:
     """Return the names that the methods of an adapted class look up under private ones."""
-    functions = [getattr(method, "__func__", method) for method in vars(cls).values()]
-    found = {name for f in functions if isinstance(f, FunctionType) for code in _codes(f) for name in code.co_names}
+    waiting = [getattr(method, "__func__", method) for method in vars(cls).values()]
+    found: set[str] = set()
+    while waiting:
+        if isinstance(function := waiting.pop(), FunctionType):
+            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
+            waiting += _inner_functions(function)
     return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
-
-
-def _codes(function: FunctionType) -> Iterator[CodeType]:
-    yield from _nested(function.__code__)
-    for cell in function.__closure__ or ():
-        if isinstance(inner := _contents(cell), FunctionType) and inner is not function:
-            yield from _codes(inner)
 
 
 def is_adapted(cls: type) -> bool:

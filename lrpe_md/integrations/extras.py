@@ -1,4 +1,4 @@
-"""Libraries that are not ours to require: an extra of this package each."""
+"""Optional dependencies: each is an extra of this package under the library's name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ __all__ = ["require"]
 
 
 def require(library: str) -> None:
-    """Say what to install, in a ModuleNotFoundError, where ``library`` is missing, which is the extra's name, too."""
+    """Raise a ModuleNotFoundError that says what to install if ``library`` is missing."""
     try:
         found = find_spec(library)
     except ValueError:  # a module without a spec
         found = True
     if not found:
-        raise ModuleNotFoundError(
-            f"{library}: expected it to be installed; pip install 'lrpe-md[{library}]'", name=library
-        )
+        message = f"{library}: expected it to be installed; pip install 'lrpe-md[{library}]'"
+        raise ModuleNotFoundError(message, name=library)

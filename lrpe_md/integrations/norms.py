@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,6 @@ _LIBRARIES: dict[str, dict[str, NormName]] = {  # known classes of each module
 }
 
 
-class _Own(NamedTuple):
-    kind: NormName
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-
-
 def norm_of(
     q_norm: Any,
     k_norm: Any,
@@ -36,10 +29,10 @@ def norm_of(
     heads: tuple[int, int] | None = None,
     device: torch.device | None = None,
 ) -> Norm | None:
-    """Return the norms of q and of k as one, or None where a map can't take their place, so that they must be called.
+    """Return the norms of q and k as one, or None where they must be called.
 
-    Their parameters stay theirs. Plain norms of known classes will do, as they are at this moment: without hooks, a
-    forward of their own, or weights elsewhere than q.
+    The parameters stay the modules'. The norms must be of a known class, without hooks, a forward of their own or
+    weights on another device than q, at the time of the call.
 
     Args:
         dtype: of q and k.
@@ -49,40 +42,31 @@ def norm_of(
     q, k = _read(q_norm, dtype), _read(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
         return None
-    pairs = [(q.weight, k.weight), (q.bias, k.bias)]
-    if any((a is None) != (b is None) or (a is not None and a.ndim != 1) for a, b in pairs):
-        return None
-    weights = [t for pair in pairs for t in pair if t is not None]
+    joined: list[Any] = []
+    weights: list[Tensor] = []
+    for pair in ((q.weight, k.weight), (q.bias, k.bias)):
+        found = [t for t in pair if isinstance(t, Tensor)]
+        if len(found) == 1 or any(t.ndim != 1 for t in found):
+            return None
+        weights += found
+        joined.append(_by_head(found, heads) if found else None)
     if len({t.dtype for t in weights}) > 1 or any(t.device != (device or weights[0].device) for t in weights):
         return None
-    weight, bias = (None if a is None or b is None else _by_head(a, b, heads) for a, b in pairs)
-    return Norm(q.kind, weight, bias, q.eps, "head" if heads is None else "heads")
+    return Norm(q.kind, joined[0], joined[1], q.eps, "head" if heads is None else "heads")
+
+
+def _by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor, ...]:
+    return tuple(pair) if heads is None else tuple(t.view(n, -1) for t, n in zip(pair, heads, strict=True))
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Return the norms over a head that tokens of the prefix, the grid and the suffix have, as one.
-
-    None where one is None, or they differ in kind.
-    """
-    first = groups[0]
-    if first is None or first.weight is None:
+    """Return the norms over a head of prefix, grid and suffix tokens as one; None if one is None or they differ."""
+    norms = [norm for norm in groups if norm is not None and norm.weight is not None]
+    if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None
-    if any(norm is None or (norm.kind, norm.eps, norm.over) != (first.kind, first.eps, first.over) for norm in groups):
-        return None
-    stacked: list[Any] = []
-    for name in ("weight", "bias"):
-        each = [None if norm is None else getattr(norm, name) for norm in groups]
-        if each[0] is None and not any(each):
-            stacked.append(None)
-            continue
-        if any(t is None for t in each):
-            return None
-        stacked.append(tuple(torch.stack(list(rows))[:, None] for rows in zip(*each, strict=True)))
-    return first._replace(weight=stacked[0], bias=stacked[1])
-
-
-def _by_head(q: Tensor, k: Tensor, heads: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-    return (q, k) if heads is None else (q.view(heads[0], -1), k.view(heads[1], -1))
+    columns: list[Any] = [[n.weight for n in norms], [n.bias for n in norms if n.bias is not None]]
+    weight, bias = (tuple(torch.stack(rows)[:, None] for rows in zip(*pairs, strict=True)) for pairs in columns)
+    return norms[0]._replace(weight=weight, bias=bias or None)
 
 
 def is_plain(norm: nn.Module) -> bool:
@@ -94,17 +78,14 @@ def is_plain(norm: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def _read(norm: Any, dtype: torch.dtype) -> _Own | None:
-    if not isinstance(norm, nn.Module) or not is_plain(norm):
-        return None
-    kind = _kind(type(norm), type(norm).forward)
-    if kind is None:
-        return None
+def _read(norm: Any, dtype: torch.dtype) -> Norm | None:
+    """Return one module's norm; None where it is not plain or not known."""
+    kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if kind == "rms" and bias is not None:
+    if kind is None or (kind == "rms" and bias is not None):
         return None
     eps: Any = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return _Own(kind, weight, bias, torch.finfo(dtype).eps if eps is None else eps)  # pyright: ignore
+    return Norm(kind, weight, bias, torch.finfo(dtype).eps if eps is None else eps)
 
 
 _KINDS: dict[tuple[type, Any], NormName | None] = {}
@@ -112,12 +93,17 @@ _KINDS: dict[tuple[type, Any], NormName | None] = {}
 
 @torch.compiler.assume_constant_result
 def _kind(cls: type, forward: Any) -> NormName | None:
-    """Return what a class computes, told by the code of its forward; None where that is not known."""
+    """Return what a class computes, recognised by the code of its forward; None where that is not known."""
     if (cls, forward) not in _KINDS:
-        code = getattr(forward, "__code__", None)
-        same: list[NormName] = [kind for known, kind in _known() if code and _formula(code) == _formula(known.__code__)]
-        _KINDS[cls, forward] = same[0] if same else None
+        kinds: dict[Any, NormName] = {_code_of(known): kind for known, kind in _known()}
+        code = _code_of(forward)
+        _KINDS[cls, forward] = kinds.get(code) if code else None
     return _KINDS[cls, forward]
+
+
+def _code_of(forward: Any) -> tuple[Any, ...] | None:
+    code = getattr(forward, "__code__", None)
+    return code and (code.co_code, code.co_consts, code.co_names)
 
 
 def _known() -> Iterator[tuple[Any, NormName]]:
@@ -132,10 +118,6 @@ def _known() -> Iterator[tuple[Any, NormName]]:
             forward = getattr(getattr(module, each, None), "forward", None)
             if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (name, f"{each}.forward"):
                 yield forward, kind
-
-
-def _formula(code: Any) -> tuple[Any, ...]:
-    return code.co_code, code.co_consts, code.co_names
 
 
 def takes_norm(encoding: Any, attention: str = "softmax") -> bool:

@@ -1,8 +1,8 @@
-"""Modules of other libraries that make cos and sin: their frequencies, to be scaled at run time (run_time.py).
+"""Frequencies of other libraries' rotary modules, so that they can be scaled at run time (:mod:`.run_time`).
 
-A module goes on making its tables. What ``set_scaling`` and ``set_places`` change is turned onto them: by the
-difference of the angles, which is exactly zero where nothing was changed. The frequencies and positions are those of a
-formula that is known for the module, and that was compared with its tables.
+A module goes on computing its tables. What ``set_scaling`` and ``set_places`` change is applied to them as a rotation
+by the difference of the angles, which is exactly zero while nothing is changed. The frequencies and the positions come
+from a formula that is known for the module, and that is checked against its tables.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,9 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .copies import derive_class, find_method
 
-__all__ = ["TableFrequencies", "UnknownTablesError", "makes_tables", "stand_in"]
+__all__ = ["TableFrequencies", "makes_tables", "stand_in"]
 
 _BOUND = 1e-4  # of entries of a table: modules that form angles in float32 round them
-
-
-class UnknownTablesError(ValueError):
-    """A module whose tables follow from no formula that is known here."""
 
 
 class TableFrequencies(RotateMd):
@@ -40,8 +36,8 @@ class TableFrequencies(RotateMd):
 
     def __init__(self, omega: Tensor, device: torch.device | str | None = None) -> None:
         channels, num_axes = omega.shape
-        given = functools.partial(_given, omega)
-        super().__init__(2 * channels, num_axes, frequencies=given, device=device, dtype=torch.float64)
+        initial = functools.partial(_return_omega, omega)
+        super().__init__(2 * channels, num_axes, frequencies=initial, device=device, dtype=torch.float64)
 
     def get_omega(self) -> Tensor:
         omega = super().get_omega()
@@ -67,224 +63,179 @@ class TableFrequencies(RotateMd):
         return _angles(self.locate(where), omega[0], device) - _angles(where, trained[0], device), gain
 
 
-def _given(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
+def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
     return omega[None]
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
-    """(N, C), float64; no product of matrices, which autocast and TF32 would touch."""
+    """Return (N, C) in float64, without a matrix product, which autocast and TF32 would touch."""
     where = where.explicit(device) if isinstance(where, Grid) else where
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
 
-# --- what is known ---------------------------------------------------------------------------------------------------
+# --- known modules ---------------------------------------------------------------------------------------------------
 
 
-class Formula:
-    """What a module's tables follow from: frequencies (C, K), and positions from the arguments of its method.
+class Formula(NamedTuple):
+    """How a module computes its tables: cos and sin, or one tensor of sines and then cosines.
 
     Args:
-        omega: (C, K), float64.
+        omega: frequencies (C, K), float64.
+        locate: (module, settings, \\*arguments of the method) → positions of the tokens.
+        settings: of ``locate``.
         order: of the entries of a table, "interleaved" or "half".
-        settings: what :meth:`locate` needs beside.
+        method: name of the method that returns the tables.
     """
 
-    method: ClassVar[str] = "forward"
-    sin_first: ClassVar[bool] = False  # one tensor, sines before cosines
+    omega: Tensor
+    locate: Callable[..., Grid | Coordinates]
+    settings: Any
+    order: str = "interleaved"
+    method: str = "forward"
 
-    def __init__(self, omega: Tensor, order: str = "interleaved", settings: Any = None) -> None:
-        self.omega, self.order, self.settings = omega, order, settings
+    def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
+        """Return whether a module makes these tables for some arguments."""
+        made = _split(getattr(rope, self.method)(*args))
+        angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
+        bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
+        pairs = zip(made, (angles.cos(), angles.sin()), strict=True)
+        return all(t.shape[-1] == 2 * a.shape[-1] and (t - self.expand(a, t)).abs().max() < bound for t, a in pairs)
 
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        """Return the formula of a module on the CPU, or None where this is another kind of module."""
-        raise NotImplementedError
-
-    def locate(self, rope: Any, *args: Any) -> Grid | Coordinates:
-        """Return where the tokens are."""
-        raise NotImplementedError
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        """Return arguments of the method, for a comparison."""
-        raise NotImplementedError
-
-    def lay(self, t: Tensor, like: Tensor) -> Tensor:
-        """Bring (N, C) into the shape of a table, (.., W)."""
+    def expand(self, t: Tensor, like: Tensor) -> Tensor:
+        """Bring (N, C) into the shape of a table, (.., 2 C)."""
         t = t.repeat_interleave(2, -1) if self.order == "interleaved" else torch.cat([t, t], -1)
         return t.reshape(*like.shape[:-1], t.shape[-1])
 
-    def split(self, made: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin."""
-        if not self.sin_first:
-            return made
-        sin, cos = made.chunk(2, -1)
-        return cos, sin
-
-    def turn(self, rope: Any, made: Any, *args: Any) -> Any:
-        """Return the tables that a module made, with what was changed."""
-        cos, sin = self.split(made)
-        change, gain = rope.rotation.difference(self.locate(rope, *args), cos.device)
+    def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
+        """Return the tables that a module made, with its changed frequencies and places."""
+        cos, sin = _split(made)
+        change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
         wide = torch.promote_types(cos.dtype, torch.float32)
-        by_cos, by_sin = (self.lay((t * gain).to(wide), cos) for t in (change.cos(), change.sin()))
+        by_cos, by_sin = (self.expand((t * gain).to(wide), cos) for t in (change.cos(), change.sin()))
         cos, sin = (cos * by_cos - sin * by_sin).to(cos.dtype), (sin * by_cos + cos * by_sin).to(sin.dtype)
-        return torch.cat([sin, cos], -1) if self.sin_first else (cos, sin)
+        return torch.cat([sin, cos], -1) if isinstance(made, Tensor) else (cos, sin)
 
 
-def _axial(dims: Any, base: float) -> Tensor:
-    """A series for each axis, one after another, (C, K)."""
-    series = [float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim) for dim in dims]
-    return torch.block_diag(*[s[:, None] for s in series])
+_Found: TypeAlias = tuple[Formula, tuple[Any, ...]] | None
 
 
-class Ids(Formula):
-    """diffusers' FLUX and its like: ids (N, K) of text and image."""
-
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        known = hasattr(rope, "axes_dim") and hasattr(rope, "theta")
-        return cls(_axial(rope.axes_dim, rope.theta)) if known else None
-
-    def locate(self, rope: Any, *args: Any) -> Coordinates:
-        return Coordinates(args[0].float())
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        return (torch.arange(3.0)[:, None] + torch.arange(self.omega.shape[1]),)
+def _split(made: Any) -> tuple[Tensor, Tensor]:
+    cos, sin = reversed(made.chunk(2, -1)) if isinstance(made, Tensor) else made
+    return cos, sin
 
 
-class Video(Formula):
-    """diffusers' HunyuanVideo and Wan: a video (B, C, T, H, W); settings: the size of a patch."""
-
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        if hasattr(rope, "rope_dim") and hasattr(rope, "patch_size_t"):
-            patch = (rope.patch_size_t, rope.patch_size, rope.patch_size)
-            return cls(_axial(rope.rope_dim, rope.theta), settings=patch)
-        if not hasattr(rope, "t_dim") or not hasattr(rope, "freqs_cos"):
-            return None
-        usual = _axial((rope.t_dim, rope.h_dim, rope.w_dim), 1e4)  # it keeps tables, and no base
-        sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
-        if (sin - usual.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
-            usual = (usual != 0) * torch.atan2(sin, cos)[:, None]
-        return cls(usual, settings=tuple(rope.patch_size))
-
-    def locate(self, rope: Any, *args: Any) -> Grid:
-        return Grid(tuple(n // p for n, p in zip(args[0].shape[2:], self.settings, strict=True)))
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        return (torch.zeros(1, 1, *(n * p for n, p in zip((2, 3, 2), self.settings, strict=True))),)
+def _axial(*series: Tensor) -> Tensor:
+    """Return frequencies (C, K) of the series of each axis, one after another."""
+    return torch.block_diag(*[s.double()[:, None] for s in series])
 
 
-class TimmGrid(Formula):
-    """timm's axial tables and DINOv3's, of a grid (H, W)."""
-
-    method = "get_embed"
-    sin_first = True
-
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        if not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
-            return None
-        if hasattr(rope, "periods"):
-            series = 2 * math.pi / rope.periods.double()
-            by = {"separate": "axis", "min": "shorter", "max": "longer"}[rope.normalize_coords]
-        elif hasattr(rope, "bands"):
-            series, by = rope.bands.double(), None
-        else:
-            return None
-        omega = torch.block_diag(series[:, None], series[:, None])
-        order = "half" if getattr(rope, "rotate_half", hasattr(rope, "periods")) else "interleaved"
-        return cls(omega.flip(-1) if rope.grid_indexing == "xy" else omega, order, by)
-
-    def locate(self, rope: Any, *args: Any) -> Grid:
-        shape = args[0] if args and args[0] is not None else rope.feat_shape
-        grid = Grid(tuple(shape)).offset(rope.grid_offset)
-        if self.settings is not None:
-            return grid.cells(self.settings)
-        return grid if rope.ref_feat_shape is None else grid.interpolate(rope.ref_feat_shape)
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        return ([2, 3] if getattr(rope, "feat_shape", None) is None else list(rope.feat_shape),)
+def _powers(dims: Sequence[int], base: float) -> Tensor:
+    return _axial(*[float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim) for dim in dims])
 
 
-class Pixels(Formula):
-    """transformers' DINOv3: pixels (B, C, H, W); settings: the size of a patch."""
-
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        if not hasattr(rope, "num_patches_h") or not hasattr(rope, "inv_freq"):
-            return None
-        series, size = 2 * math.pi * rope.inv_freq.double(), rope.config.patch_size
-        patch = (size, size) if isinstance(size, int) else tuple(size)
-        return cls(torch.block_diag(series[:, None], series[:, None]), "half", patch)
-
-    def locate(self, rope: Any, *args: Any) -> Grid:
-        return Grid(tuple(n // p for n, p in zip(args[0].shape[-2:], self.settings, strict=True))).cells("axis")
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        return (torch.zeros(1, 1, 2 * self.settings[0], 3 * self.settings[1]),)
+def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinates:
+    """Return the argument that has the positions; settings: its number, and whether it is (K, N) instead of (N, K)."""
+    index, axes_first = settings
+    return Coordinates((args[index].T if axes_first else args[index]).float())
 
 
-class Places(Formula):
-    """transformers' vision towers: places of patches, (N, K) or (K, N), which settings says.
+def _locate_patches(rope: Any, settings: tuple[Sequence[int], Any], x: Tensor, *args: Any) -> Grid:
+    """Return the grid of an image or a video (B, C, ..); settings: the patch size, and how coordinates are scaled."""
+    patch, by = settings
+    grid = Grid(tuple(n // p for n, p in zip(x.shape[-len(patch) :], patch, strict=True)))
+    return grid if by is None else grid.cells(by)
 
-    Frequencies are read off the tables of single steps.
-    """
 
-    @classmethod
-    def read(cls, rope: Any) -> Formula | None:
-        code = getattr(find_method(type(rope), "forward"), "__code__", None)
-        if code is None or code.co_varnames[1:3] != ("x", "position_ids") or not hasattr(rope, "inv_freq"):
-            return None
-        for num_axes, axes_first in ((2, False), (2, True), (3, False), (3, True)):
-            steps = torch.cat([torch.zeros(2, num_axes), torch.eye(num_axes)]).long()  # (N, K)
-            try:
-                cos, sin = rope.forward(torch.zeros(1), steps.T if axes_first else steps)
-            except (RuntimeError, IndexError, ValueError, TypeError):
-                continue
-            if cos.ndim == 2 and len(cos) == len(steps):
-                angles = torch.atan2(sin.double(), cos.double())[2:].T
-                half = angles[: len(angles) // 2]
-                is_half = torch.equal(half, angles[len(half) :])
-                return cls(half if is_half else angles[::2], "half" if is_half else "interleaved", axes_first)
+def _locate_timm(rope: Any, by: Any, shape: Any = None, *args: Any) -> Grid:
+    grid = Grid(tuple(rope.feat_shape if shape is None else shape)).offset(rope.grid_offset)
+    if by is not None:
+        return grid.cells(by)
+    return grid if rope.ref_feat_shape is None else grid.interpolate(rope.ref_feat_shape)
+
+
+# Each returns the formula of a module on the CPU with arguments for a comparison; None for another kind of module.
+
+
+def _read_ids(rope: Any) -> _Found:
+    """diffusers' FLUX and models like it: ids (N, K) of text and image."""
+    if not (hasattr(rope, "axes_dim") and hasattr(rope, "theta")):
         return None
-
-    def locate(self, rope: Any, *args: Any) -> Coordinates:
-        return Coordinates((args[1].T if self.settings else args[1]).float())
-
-    def sample(self, rope: Any) -> tuple[Any, ...]:
-        places = torch.arange(5)[:, None] + torch.arange(self.omega.shape[1])
-        return torch.zeros(1), places.T if self.settings else places
+    ids = torch.arange(3.0)[:, None] + torch.arange(len(rope.axes_dim))
+    return Formula(_powers(rope.axes_dim, rope.theta), _locate_ids, (0, False)), (ids,)
 
 
-_KINDS = (Ids, Video, TimmGrid, Pixels, Places)
+def _read_patches(rope: Any) -> _Found:
+    """diffusers' HunyuanVideo and Wan: a video (B, C, T, H, W); transformers' DINOv3: an image (B, C, H, W)."""
+    by, order = None, "interleaved"
+    if hasattr(rope, "rope_dim") and hasattr(rope, "patch_size_t"):
+        omega, patch = _powers(rope.rope_dim, rope.theta), (rope.patch_size_t, rope.patch_size, rope.patch_size)
+    elif hasattr(rope, "t_dim") and hasattr(rope, "freqs_cos"):
+        omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # it keeps tables, no base
+        sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
+        if (sin - omega.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
+            omega = (omega != 0) * torch.atan2(sin, cos)[:, None]
+    elif hasattr(rope, "num_patches_h") and hasattr(rope, "inv_freq"):
+        series, size = 2 * math.pi * rope.inv_freq.double(), rope.config.patch_size
+        omega, patch = _axial(series, series), (size, size) if isinstance(size, int) else size
+        by, order = "axis", "half"
+    else:
+        return None
+    x = torch.zeros(1, 1, *(n * p for n, p in zip((2, 3, 2), patch, strict=False)))
+    return Formula(omega, _locate_patches, (tuple(patch), by), order), (x,)
+
+
+def _read_timm(rope: Any) -> _Found:
+    """timm's axial tables and DINOv3's, of a grid (H, W)."""
+    is_dino = hasattr(rope, "periods")
+    series = 2 * math.pi / rope.periods.double() if is_dino else getattr(rope, "bands", None)
+    if series is None or not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
+        return None
+    omega = _axial(series, series)
+    by = {"separate": "axis", "min": "shorter", "max": "longer"}[rope.normalize_coords] if is_dino else None
+    order = "half" if getattr(rope, "rotate_half", is_dino) else "interleaved"
+    shape = getattr(rope, "feat_shape", None)
+    omega = omega.flip(-1) if rope.grid_indexing == "xy" else omega
+    return Formula(omega, _locate_timm, by, order, "get_embed"), ([2, 3] if shape is None else list(shape),)
+
+
+def _read_places(rope: Any) -> _Found:
+    """transformers' vision towers: places of patches, (N, K) or (K, N). Frequencies are the angles of single steps."""
+    code = getattr(find_method(type(rope), "forward"), "__code__", None)
+    if code is None or code.co_varnames[1:3] != ("x", "position_ids") or not hasattr(rope, "inv_freq"):
+        return None
+    for num_axes, axes_first in ((2, False), (2, True), (3, False), (3, True)):
+        steps = torch.cat([torch.zeros(2, num_axes), torch.eye(num_axes)]).long()  # (N, K)
+        try:
+            cos, sin = rope.forward(torch.zeros(1), steps.T if axes_first else steps)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            continue
+        if cos.ndim == 2 and len(cos) == len(steps):
+            angles = torch.atan2(sin.double(), cos.double())[2:].T
+            half = angles[: len(angles) // 2]
+            is_half = torch.equal(half, angles[len(half) :])
+            omega, order = (half, "half") if is_half else (angles[::2], "interleaved")
+            places = torch.arange(5)[:, None] + torch.arange(num_axes)
+            args = torch.zeros(1), places.T if axes_first else places
+            return Formula(omega, _locate_ids, (1, axes_first), order), args
+    return None
 
 
 @torch.no_grad()
 def read_formula(path: str, module: nn.Module) -> Formula:
-    """Return what a module's tables follow from.
+    """Return how a module computes its tables.
 
     Raises:
-        UnknownTablesError: the tables are others, or have no values yet.
+        ValueError: no formula gives its tables, or they have no values yet.
     """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
-        for kind in _KINDS:
-            formula = kind.read(twin)
-            if formula is not None and _agrees(formula, twin):
-                return formula
-    raise UnknownTablesError(
+        for read in (_read_ids, _read_patches, _read_timm, _read_places):
+            if (found := read(twin)) is not None and found[0].agrees(twin, found[1]):
+                return found[0]
+    raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; language models scale by "
         "their configuration (rope_parameters), other modules by their own frequencies"
     )
-
-
-def _agrees(formula: Formula, rope: Any) -> bool:
-    args = formula.sample(rope)
-    made = formula.split(getattr(rope, formula.method)(*args))
-    angles = _angles(formula.locate(rope, *args), formula.omega, torch.device("cpu"))
-    bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
-    pairs = zip(made, (angles.cos(), angles.sin()), strict=True)
-    return all(t.shape[-1] == 2 * a.shape[-1] and (t - formula.lay(a, t)).abs().max() < bound for t, a in pairs)
 
 
 def makes_tables(module: Any) -> bool:
@@ -302,41 +253,34 @@ class StandIn(NamedTuple):
     method: str
 
     def derive(self, cls: type) -> Any:
-        original = getattr(cls, self.method)
-
-        @functools.wraps(original)
-        def turned(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.formula.turn(self, original(self, *args, **kwargs), *args, *kwargs.values())
-
-        return _derive(cls, self, original, turned)
+        changed = _with_changes(getattr(cls, self.method))
+        return derive_class(cls, ((self.method, (changed, None)),), self, ("rotation", "formula"))
 
 
-_DERIVED: dict[tuple[type, str, Any], Any] = {}
+@functools.cache
+def _with_changes(method: Any) -> Any:
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.formula.apply_changes(self, method(self, *args, **kwargs), *args, *kwargs.values())
 
-
-def _derive(cls: type, recipe: StandIn, original: Any, method: Any) -> Any:
-    key = (cls, recipe.method, original)
-    if key not in _DERIVED:
-        _DERIVED[key] = derive_class(cls, ((recipe.method, (method, None)),), recipe, ("rotation", "formula"))
-    return _DERIVED[key]
+    return changed
 
 
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
-    """Let the tables of modules follow frequencies that can be scaled, and return these by the modules' names.
+    """Make the tables of modules follow frequencies that can be scaled, and return these by the modules' names.
 
     Args:
         modules: by name.
         device: of the frequencies of a module without tensors.
 
     Raises:
-        UnknownTablesError: the tables of one of them are not known; all stay as they were.
+        ValueError: the tables of one of them are not known; all stay as they were.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
-    made: dict[str, TableFrequencies] = {}
     for path, formula in formulas.items():
         module = modules[path]
         tensors = [*module.parameters(), *module.buffers()]
-        made[path] = TableFrequencies(formula.omega, device=tensors[0].device if tensors else device)
-        module.rotation, module.formula = made[path], formula
+        module.rotation = TableFrequencies(formula.omega, device=tensors[0].device if tensors else device)
+        module.formula = formula
         module.__class__ = StandIn(formula.method).derive(type(module))
-    return made
+    return {path: modules[path].rotation for path in formulas}

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import lrpe_md
 from lrpe_md import adapt_rotary
 from lrpe_md.integrations import restore_rotary
 from lrpe_md.integrations.rotary import exchanged_names, parts
@@ -417,17 +419,26 @@ def test_everything_else_stays():
     assert all(name.startswith("_lrpe_") for name in set(vars(modeling_llama)) - names)
 
 
+def count_calls(call, in_package=False):
+    """Return how many Python functions are called, of all files or those of this package."""
+    files = []
+    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return sum(Path(lrpe_md.__file__).parent in Path(file).parents for file in files) if in_package else len(files)
+
+
 def test_few_calls_in_python():
-    """What it costs to adapt a model whose functions are known."""
+    """To adapt a model whose functions are known, and to run it."""
     pytest.importorskip("diffusers")
     from lrpe_md.scripts.adapters import trial_diffusers
 
     model = trial_diffusers.build("LTXVideoTransformer3DModel")
     adapt_rotary(model)  # functions are tried once
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
-    try:
-        adapt_rotary(model)
-    finally:
-        sys.setprofile(None)
-    assert len(calls) <= 1500
+    assert count_calls(lambda: adapt_rotary(model)) <= 1500
+    given = trial_diffusers.inputs(model)
+    with torch.no_grad():
+        model(**given)
+        assert 0 < count_calls(lambda: model(**given), in_package=True) <= 150
