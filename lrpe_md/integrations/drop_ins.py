@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..engine.call import Impl
 from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, flatten, prepare, relate, run
 from .probing import find_plan, quietly
-from .sample_grids import Grids, find_grids, replace_on_grids
 
 __all__ = ["drop_in"]
 
@@ -64,22 +63,13 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         name = getattr(function, "__qualname__", type(function).__name__)
         expected = "expected one that rotates pairs of channels by tables of cos and sin"
         raise TypeError(f"function: {expected}, got {name}, which {result}")
-    if isinstance(result, _Probed):
-        return _replace(function, result, impl)
-    grids, signature = result
-    return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
+    return _replace(function, result, impl)
 
 
-def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike | tuple[Grids, _Signature]:
+def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
     failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for signature, keys in _read_signatures(function):
-        if (
-            signature.owner is None
-            and device == "cpu"
-            and (grids := find_grids(function, signature.names, signature.defaults))
-        ):
-            return grids, signature
         probed = _Probed(function, signature, device)
         for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
@@ -281,7 +271,7 @@ def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any,
             options.append([("list", 3, 4, 5), ("list", 3, 3, 3, 3)])
         elif "dim" in name:
             options.append([1, 2, -1, -2])
-        elif "pos" in name or "ids" in name:
+        elif "pos" in name or "ids" in name or "grid" in name:
             ids = [("integers", n, torch.int64) for n in (2, 1)]
             options.append([*ids, ("integers", 3, torch.int64, 2), ("tuple", *ids[:1] * 3)])
         else:
@@ -344,9 +334,10 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
                     if len(recipes) >= _MOST_RECIPES:
                         recipes.clear()
                     recipes[sizes] = recipe
-        if recipe is None or not (recipe.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
+        if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
-        return run(recipe, xs, leaves, impl)
+        out = run(recipe, xs, leaves, impl)
+        return function(*args, **kwargs) if out is None else out
 
     functools.update_wrapper(replacement, _forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]

@@ -89,7 +89,7 @@ def _difference(function: Callable[..., Any], ours: Callable[..., Any]) -> str:
     probe = probing.Probe(probed.call, probed.key)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         for layout in probing.layouts(probe, plans.EQUAL * len(probe.data)):
-            xs, leaves = probe.inputs(layout.sizes(SIZES[probe.num_axes]), 5)
+            xs, leaves = probe.inputs(layout.shapes(SIZES[len(probe.axes)]), 5)
             xs = [x.to(dtype) for x in xs]
             try:
                 expected = probe.run(xs, leaves)

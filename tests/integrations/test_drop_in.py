@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lrpe_md.integrations import drop_in, drop_ins, plans, sample_grids
+from lrpe_md.integrations import drop_in, drop_ins, plans
 from lrpe_md.integrations.drop_ins import _Probed
 
 NAMES = list(rf.calls())
@@ -31,14 +31,13 @@ H, N, D = rf.H, rf.N, rf.D
 def launches(monkeypatch):
     """The calls of rotate so far."""
     found = []
-    for module in (plans, sample_grids):
-        rotate = module.rotate
+    rotate = plans.rotate
 
-        def counted(*args, rotate=rotate, **kwargs):
-            found.append(kwargs)
-            return rotate(*args, **kwargs)
+    def counted(*args, **kwargs):
+        found.append(kwargs)
+        return rotate(*args, **kwargs)
 
-        monkeypatch.setattr(module, "rotate", counted)
+    monkeypatch.setattr(plans, "rotate", counted)
     return found
 
 
