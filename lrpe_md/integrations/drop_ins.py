@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.call import Impl
-from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, relate, run
+from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, run
 from .probing import find_plan, quietly
 
 __all__ = ["drop_in"]
@@ -167,11 +167,11 @@ class _Probed:
         key = (*entries, *self.describe_owner())
         plan = find(key, (MORE if offset else self.relation) * len(xs))
         plan = find(key, EQUAL * len(xs)) if plan is None and not offset else plan
-        relations = None if plan is None else relate(plan, xs, leaves, offset)
-        if plan is not None and relations is not None and relations != plan.relations:
-            plan = find(key, relations)
-            relations = None if plan is None else relate(plan, xs, leaves, offset)
-        return None if plan is None or relations != plan.relations else prepare(plan, xs, leaves, offset)
+        recipe = None if plan is None else prepare(plan, xs, leaves, offset)
+        if recipe is not None and recipe.relations != recipe.plan.relations:
+            plan = find(key, recipe.relations)
+            recipe = None if plan is None else prepare(plan, xs, leaves, offset)
+        return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
 
 
 def _collect(value: Any, tensors: list[Tensor], sizes: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from ..functional import rotate
 
-__all__ = ["EQUAL", "FEWER", "MORE", "Follow", "Plan", "Recipe", "Run", "Turn", "Unlike", "describe", "flatten",
-           "prepare", "relate", "run"]  # fmt: skip
+__all__ = [
+    "EQUAL", "FEWER", "MORE", "Follow", "Plan", "Recipe", "Run", "Turn", "Unlike", "arrange", "describe", "prepare",
+    "run",
+]  # fmt: skip
 
 EQUAL, MORE, FEWER = "=", ">", "<"  # rows of the tables, compared with the tokens of an x
 
@@ -34,44 +37,44 @@ class Follow(NamedTuple):
 class Run(NamedTuple):
     """Channels of cos or sin that lie in a row in a leaf (a tensor among the other arguments).
 
-    index: for each dimension of the leaf a Follow, an integer, or a slice of channels as (start, stop, step).
+    follows: the dimensions of the leaf that follow something. index, order: what views the channels as (N, W),
+    (B, N, W) or (B or 1, H, N, W), once rows are gathered by positions; see :func:`arrange`.
     """
 
     leaf: int
-    index: tuple[Any, ...]
-    negated: bool = False
+    follows: tuple[tuple[int, Follow], ...]
+    index: Any
+    order: tuple[int, ...] | None
+    negated: bool
 
 
 class Turn(NamedTuple):
     """How one tensor is turned by the leaves.
 
-    cos, sin: runs, one after another; where they ``alternate``, each of the two has every other channel.
-    axes: which of x's axes are batch, heads and tokens, the last along which tables vary; None for one that x lacks.
+    cos, sin: runs, one after another, and whether they alternate: each of the two has every other channel.
     rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument says).
     heads: the width of a head, where x has all heads in its last dimension; 0 elsewhere.
-    shuffle: None, or how pairs are regrouped before the rotation: x.unflatten(-1, shuffle).mT.
+    axes: which of x's axes are batch, heads and tokens, the last along which tables vary; negative for new ones.
+    index, order: what views x as (B, H, N, D). back_order, back_index: what undoes it.
+    shuffle: None, or how the channels ``span`` are regrouped before the rotation: unflatten(-1, shuffle).mT.
+    pairs, rotary_dim, inverse: as :func:`rotate` takes them.
     """
 
-    cos: tuple[Run, ...]
-    sin: tuple[Run, ...]
-    alternate: tuple[bool, bool]
+    cos: tuple[tuple[Run, ...], bool]
+    sin: tuple[tuple[Run, ...], bool]
     angles: bool
-    inverse: bool
-    pairs: Any
+    rows: str
+    heads: int
+    axes: tuple[int, ...]
+    index: Any
+    order: tuple[int, ...] | None
+    back_order: tuple[int, ...] | None
+    back_index: Any
     span: tuple[int, int]
     shuffle: tuple[int, int] | None
-    heads: int
-    axes: tuple[int | None, int | None, int]
-    rows: str
-
-    def sizes(self, x: Tensor) -> tuple[int, ...]:
-        """Return the sizes of x's axes: all dimensions but the channels."""
-        return (*x.shape[:-1], x.shape[-1] // self.heads) if self.heads else tuple(x.shape[:-1])
-
-    def follows(self) -> list[tuple[int, int, Follow]]:
-        """Return the leaves and dimensions that follow something."""
-        runs = (*self.cos, *self.sin)
-        return [(run.leaf, dim, at) for run in runs for dim, at in enumerate(run.index) if isinstance(at, Follow)]
+    pairs: Any
+    rotary_dim: Any
+    inverse: bool
 
 
 class Plan(NamedTuple):
@@ -122,98 +125,84 @@ def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
     return (kind, t.ndim, t.dtype, *[operator.index(n) for n in tail])
 
 
-def flatten(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples and lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in flatten(v)] if type(value) in (tuple, list) else []
-
-
 # --- a call by a plan ---------------------------------------------------------------------------------------------
 
 
-def relate(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> str | None:
-    """Return for each x whether the tables have as many rows as it has tokens; None for tables that don't fit."""
+class _Side(NamedTuple):
+    """Sizes of one x, as (B, H, N), and of its tables.
+
+    kept: the first row and the number of rows that are used, where the tables have more. tokens: their number where the
+    tables have one row for all, else 0.
+    """
+
+    sizes: tuple[int, ...]
+    kept: tuple[int, int] | None
+    tokens: int
+    prefix: int
+
+
+class Recipe(NamedTuple):
+    """A plan for tensors of known sizes; ``launches`` says how many of them each launch has.
+
+    relations: as of a plan; those of another plan mean that this one is not for these sizes.
+    """
+
+    plan: Plan
+    relations: str
+    sides: tuple[_Side, ...] = ()
+    launches: tuple[int, ...] = ()
+
+
+def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
+    """Return an index and an order of dimensions that bring labelled dimensions to the target; None for nothing to do.
+
+    Dimensions that the target has and ``labels`` has not are new ones.
+    """
+    new = [label for label in target if label not in labels]
+    index, labels = (*index, *[None] * len(new)), [*labels, *new]
+    order = tuple(labels.index(label) for label in target)
+    is_plain = all(isinstance(i, slice) and i == slice(None) for i in index)
+    return None if is_plain else index, None if order == tuple(range(len(order))) else order
+
+
+def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe | None:
+    """Work out a call with tensors of these sizes; None for tables that don't fit."""
     if plan.grids is not None:
         sizes, table = (leaves[i] for i in plan.grids)
         fits = sizes.shape == (len(xs[0]), 3) and 2 * table.shape[1] == xs[0].shape[3] and table.device == xs[0].device
-        return EQUAL if fits and table.is_complex() and not torch.compiler.is_compiling() else None
+        return Recipe(plan, EQUAL) if fits and not torch.compiler.is_compiling() else None
     for leaf, dim, size in plan.required_sizes:
         if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
-    relations = ""
+    relations, sides = "", []
     for x, turn in zip(xs, plan.turns, strict=True):
-        sizes, rows, token = turn.sizes(x), _count_rows(turn, leaves), turn.axes[-1]
-        if any(leaves[run.leaf].device != x.device for run in (*turn.cos, *turn.sin)):
-            return None
+        sizes = (*x.shape[:-1], x.shape[-1] // turn.heads) if turn.heads else tuple(x.shape[:-1])
+        token, rows = turn.axes[-1], cast(dict[int, list[int]], {})
+        for run in (*turn.cos[0], *turn.sin[0]):
+            if leaves[run.leaf].device != x.device:
+                return None
+            for dim, at in run.follows:
+                shape = leaves[run.leaf].shape[dim : dim + 1] if at.positions is None else leaves[at.positions].shape
+                for axis, n in zip(at.axes, shape, strict=True):
+                    rows.setdefault(axis, []).append(n)
         for axis, counts in rows.items():
             fits = all(n == sizes[axis] or (n == 1 and axis in plan.broadcast_axes) for n in counts)
             if not fits and (axis != token or any(n != counts[0] for n in counts)):
                 return None
-        spare = max(rows[token]) - sizes[token]
-        if spare == 0 or (token in plan.broadcast_axes and max(rows[token]) == 1):
-            relations += EQUAL
-        elif turn.rows == "offset" and not 0 <= offset <= spare:
+        num_rows, num_tokens = max(rows[token]), sizes[token]
+        is_one_row = num_rows == 1 and token in plan.broadcast_axes
+        spare = 0 if is_one_row else num_rows - num_tokens
+        if turn.rows == "offset" and spare and not 0 <= offset <= spare:
             return None
-        else:
-            relations += MORE if spare > 0 else FEWER
-    return relations
-
-
-def _count_rows(turn: Turn, leaves: list[Tensor]) -> dict[int, list[int]]:
-    """Return how many rows each table has along the axes of x that it follows."""
-    rows: dict[int, list[int]] = {}
-    for leaf, dim, at in turn.follows():
-        shape = leaves[leaf].shape[dim : dim + 1] if at.positions is None else leaves[at.positions].shape
-        for axis, n in zip(at.axes, shape, strict=True):
-            rows.setdefault(axis, []).append(n)
-    return rows
-
-
-class _View(NamedTuple):
-    """How a run of channels is viewed: rows of a leaf by positions, then an index, then an order of dimensions."""
-
-    leaf: int
-    gathers: tuple[tuple[int, int], ...]
-    at: tuple[Any, ...] | None
-    order: tuple[int, ...] | None
-    negated: bool
-
-
-class _Side(NamedTuple):
-    """How one x is viewed as (B, H, N, D), what rotates it, and how the output is viewed as x was.
-
-    heads: the last dimension as heads and channels. index: with None for each new dimension. tokens: their number where
-    the tables have one row for all, else 0.
-    """
-
-    turn: Turn
-    sizes: tuple[int, ...]
-    order: tuple[int, ...] | None
-    index: tuple[Any, ...] | None
-    cos: tuple[_View, ...]
-    sin: tuple[_View, ...]
-    tokens: int
-    options: dict[str, Any]
-    back_index: tuple[Any, ...] | None
-    back_order: tuple[int, ...] | None
-
-
-class Recipe(NamedTuple):
-    """A plan for tensors of known sizes; ``launches`` says how many of them each launch has."""
-
-    plan: Plan
-    sides: tuple[_Side, ...]
-    launches: tuple[int, ...]
-
-
-def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe:
-    """Work out the views of a call whose tensors :func:`relate` as the plan says."""
-    sides = [_prepare_side(plan, turn, x, (leaves, offset)) for turn, x in zip(plan.turns, xs, strict=False)]
+        relations += EQUAL if spare == 0 else MORE if spare > 0 else FEWER
+        kept = ({"start": 0, "end": spare, "offset": offset}[turn.rows], num_tokens) if spare > 0 else None
+        prefix = -spare if spare < 0 and turn.rows == "end" else 0
+        viewed = tuple(1 if a < 0 else sizes[a] for a in turn.axes)
+        sides.append(_Side(viewed, kept, num_tokens if is_one_row and num_tokens != 1 else 0, prefix))
     launches: list[int] = []
     while (i := sum(launches)) < len(sides):
         launches.append(2 if i + 1 < len(sides) and _share_launch(plan, sides, xs, i) else 1)
-    return Recipe(plan, tuple(sides), tuple(launches))
+    return Recipe(plan, relations, tuple(sides), tuple(launches))
 
 
 def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> bool:
@@ -222,66 +211,6 @@ def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> b
     same_dtypes = (plan.dtypes[i], xs[i].dtype) == (plan.dtypes[i + 1], xs[i + 1].dtype)
     same_sizes = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
     return same_dtypes and same_sizes and plan.turns[i] == plan.turns[i + 1]
-
-
-def _prepare_side(plan: Plan, turn: Turn, x: Tensor, others: tuple[list[Tensor], int]) -> _Side:
-    leaves, offset = others
-    sizes, axes, token = turn.sizes(x), turn.axes, turn.axes[-1]
-    num_rows, num_tokens, prefix, kept = max(_count_rows(turn, leaves)[token]), sizes[token], 0, None
-    is_one_row = num_rows == 1 and token in plan.broadcast_axes
-    if num_rows > num_tokens:
-        first = {"start": 0, "end": num_rows - num_tokens, "offset": offset}[turn.rows]
-        kept = slice(first, first + num_tokens)
-    elif turn.rows == "end" and not is_one_row:
-        prefix = num_tokens - num_rows
-    start, stop = turn.span
-    rotary_dim = slice(start, stop) if start else stop if stop < (turn.heads or x.shape[-1]) else None
-    order = [a for a in axes if a is not None]
-    is_sorted = order == sorted(order)
-    index = tuple(None if a is None else slice(None) for a in axes) if None in axes else None
-    cos, sin = (tuple(_view_run(run, leaves, axes, kept) for run in runs) for runs in (turn.cos, turn.sin))
-    return _Side(
-        turn,
-        tuple(1 if a is None else sizes[a] for a in axes),
-        None if is_sorted else (*order, len(order)),
-        index,
-        cos,
-        sin,
-        num_tokens if is_one_row and num_tokens != 1 else 0,
-        {"pairs": turn.pairs, "rotary_dim": rotary_dim, "prefix": prefix, "inverse": turn.inverse},
-        None if index is None else tuple(0 if i is None else i for i in index),
-        None if is_sorted else (*[order.index(a) for a in range(len(order))], len(order)),
-    )
-
-
-def _view_run(run: Run, leaves: list[Tensor], axes: tuple[int | None, ...], kept: slice | None) -> _View:
-    """View a run of channels as (N, W), (B, N, W) or (B or 1, H, N, W)."""
-    leaf, gathers = leaves[run.leaf], []
-    index: list[Any] = []
-    labels: list[Any] = []
-    for dim, at in enumerate(run.index):
-        if isinstance(at, Follow):
-            if at.positions is not None:
-                gathers.append((len(index), at.positions))
-            index += [kept if at == ((axes[-1],), None) and kept else slice(None)] * len(at.axes)
-            labels += at.axes
-        elif isinstance(at, tuple):
-            is_whole = at == (0, leaf.shape[dim] if dim < leaf.ndim else 2, 1)
-            index.append(slice(None) if is_whole else slice(*at))
-            labels.append("channels")
-        else:
-            index.append(at)
-    # rotate takes tables without heads, and without batch and heads
-    first_labels = list(axes[:2]) if axes[1] in labels else [a for a in axes[:1] if a in labels]
-    target_labels = [*first_labels, axes[-1], "channels"]
-    new_labels = [label for label in target_labels if label not in labels]
-    index, labels = [*index, *[None] * len(new_labels)], [*labels, *new_labels]
-    order = tuple(labels.index(label) for label in target_labels)
-    is_plain = all(isinstance(i, slice) and i == slice(None) for i in index)
-    return _View(
-        run.leaf, tuple(gathers), None if is_plain else tuple(index), order if list(order) != sorted(order) else None,
-        run.negated,
-    )  # fmt: skip
 
 
 def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
@@ -294,10 +223,10 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
     outs: list[Any] = []
     for size in recipe.launches:
         done = len(outs)
-        views = [_view_x(recipe.sides[i], xs[i], plan.dtypes[i]) for i in range(done, done + size)]
-        side = recipe.sides[done]
-        cos, sin = _lay(side.cos, side.turn.alternate[0], leaves), _lay(side.sin, side.turn.alternate[1], leaves)
-        if side.turn.angles:
+        turn, side = plan.turns[done], recipe.sides[done]
+        views = [_view_x(plan.turns[i], xs[i], plan.dtypes[i]) for i in range(done, done + size)]
+        cos, sin = (_lay(table, turn.axes[-1], side.kept, leaves) for table in (turn.cos, turn.sin))
+        if turn.angles:
             wide = torch.float64 if cos.dtype == torch.float64 else torch.float32
             cos, sin = cos.to(wide).cos(), sin.to(wide).sin()
         if cos.shape != sin.shape:
@@ -305,14 +234,17 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
         if side.tokens:
             shape = (*cos.shape[:-2], side.tokens, cos.shape[-1])
             cos, sin = cos.expand(shape), sin.expand(shape)
-        ys = rotate(*views, tables=(cos, sin), impl=impl, **side.options)
+        ys = rotate(
+            *views, tables=(cos, sin), prefix=side.prefix, pairs=turn.pairs, rotary_dim=turn.rotary_dim,
+            inverse=turn.inverse, impl=impl,
+        )  # fmt: skip
         for y in (ys,) if size == 1 else ys:
-            side = recipe.sides[len(outs)]
-            if side.back_index is not None:
-                y = y[side.back_index]
-            if side.back_order is not None:
-                y = y.permute(side.back_order)
-            if side.turn.heads:
+            turn = plan.turns[len(outs)]
+            if turn.back_order is not None:
+                y = y.permute(turn.back_order)
+            if turn.back_index is not None:
+                y = y[turn.back_index]
+            if turn.heads:
                 y = y.flatten(-2)
             outs.append(y.to(plan.dtypes[len(outs)]))
     kind, is_tensor = plan.form
@@ -324,38 +256,42 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
     return tuple(outs) if kind == "tuple" else outs
 
 
-def _view_x(side: _Side, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _view_x(turn: Turn, x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize > x.dtype.itemsize:
         x = x.to(dtype)
-    if side.turn.heads:
-        x = x.unflatten(-1, (-1, side.turn.heads))
-    if side.order is not None:
-        x = x.permute(side.order)
-    if side.index is not None:
-        x = x[side.index]
-    if side.turn.shuffle is not None:
-        start, stop = side.turn.span
-        middle = x[..., start:stop].unflatten(-1, side.turn.shuffle).mT.flatten(-2)
+    if turn.heads:
+        x = x.unflatten(-1, (-1, turn.heads))
+    if turn.index is not None:
+        x = x[turn.index]
+    if turn.order is not None:
+        x = x.permute(turn.order)
+    if turn.shuffle is not None:
+        start, stop = turn.span
+        middle = x[..., start:stop].unflatten(-1, turn.shuffle).mT.flatten(-2)
         x = torch.cat((x[..., :start], middle, x[..., stop:]), -1) if stop - start < x.shape[-1] else middle
     return x
 
 
-def _lay(views: tuple[_View, ...], alternate: bool, leaves: list[Tensor]) -> Tensor:
+def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] | None, leaves: list[Tensor]) -> Tensor:
+    """Return cos or sin."""
     parts = []
-    for view in views:
-        t = leaves[view.leaf]
+    for run in table[0]:
+        t = leaves[run.leaf]
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
-        for dim, positions in view.gathers:
-            t = t[(*[slice(None)] * dim, leaves[positions])]
-        if view.at is not None:
-            t = t[view.at]
-        if view.order is not None:
-            t = t.permute(view.order)
-        parts.append(-t if view.negated else t)
+        for dim, at in reversed(run.follows):
+            if at.positions is not None:
+                t = t[(*[slice(None)] * dim, leaves[at.positions])]
+            elif kept is not None and at.axes[0] == token:
+                t = t.narrow(dim, *kept)
+        if run.index is not None:
+            t = t[run.index]
+        if run.order is not None:
+            t = t.permute(run.order)
+        parts.append(-t if run.negated else t)
     if len(parts) == 1:
         return parts[0]
-    return torch.stack(parts, -1).flatten(-2) if alternate else torch.cat(parts, -1)
+    return torch.stack(parts, -1).flatten(-2) if table[1] else torch.cat(parts, -1)
 
 
 def _run_on_grids(plan: Plan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:

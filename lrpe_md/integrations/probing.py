@@ -9,30 +9,19 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .plans import EQUAL, FEWER, MORE, Follow, Plan, Run, Turn, Unlike, flatten, prepare, relate, run
+from .plans import EQUAL, FEWER, MORE, Follow, Plan, Recipe, Run, Turn, Unlike, arrange, prepare, run
 
-__all__ = [
-    "Pairs",
-    "Probe",
-    "call_twice",
-    "find_plan",
-    "firsts",
-    "is_close",
-    "layouts",
-    "name_pairs",
-    "quietly",
-    "read_pairs",
-]
+__all__ = ["Probe", "are_close", "find_plan", "firsts", "layouts", "name_pairs", "quietly", "read_pairs"]
 
 _AXES: dict[int, tuple[int, ...]] = {1: (5,), 2: (3, 5), 3: (2, 3, 5)}  # sizes of x's axes in the first probe
 _OTHERS: dict[int, list[tuple[int, ...]]] = {
@@ -93,12 +82,13 @@ class Probe:
         call: takes the arguments in order, and the tensors in place of its object's own.
         key: descriptions of the arguments, then of the object's tensors and settings.
         device: where it is called; all tensors here are on the CPU.
+        widths: of the outputs, as multiples of x's.
     """
 
-    widths: tuple[int, ...] = (1,)  # of outputs, as multiples of x's
-
-    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu") -> None:
-        self.call, self.device = call, device
+    def __init__(
+        self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu", widths: tuple[int, ...] = (1,)
+    ) -> None:
+        self.call, self.device, self.widths = call, device, widths
         groups = {name: [e for e in key if isinstance(e, tuple) and e[0] == name] for name in ("attribute", "list")}
         self.entries = [e for e in key if not (isinstance(e, tuple) and e[0] in ("attribute", "settings"))]
         self.offset = 1 if ("offset",) in key else 0
@@ -121,19 +111,19 @@ class Probe:
 
     def run(self, xs: list[Tensor], leaves: list[Any]) -> list[Tensor]:
         """Call the function with copies, and return its outputs."""
-        inputs = [[t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in each] for each in (xs, leaves)]
-        out = self.call(self.arguments(*inputs), inputs[1][self.num_inner :])
+        inputs = [t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in (*xs, *leaves)]
+        arguments = self.arguments(inputs[: len(xs)], inputs[len(xs) :])
+        out = self.call(arguments, inputs[len(xs) + self.num_inner :])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
         if not all(o is None or isinstance(o, Tensor) for o in items):
             raise Unlike(1, f"returns something else than tensors ({kind})")
         outs = [o.cpu() for o in items if o is not None]
-        allowed = [[(*x.shape[:-1], n * x.shape[-1]) for n in self.widths] for x in xs]
-        if len(outs) != len(xs) or any(tuple(o.shape) not in shapes for o, shapes in zip(outs, allowed, strict=True)):
+        if [o.shape for o in outs] not in [[(*x.shape[:-1], n * x.shape[-1]) for x in xs] for n in self.widths]:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
             raise Unlike(1, f"returns {shapes[0]} for {shapes[1]}")
-        pairs = zip((*xs, *leaves), (*inputs[0], *inputs[1]), strict=True)
-        if not all(torch.equal(t, copy.cpu()) for t, copy in pairs if isinstance(t, Tensor)):
+        originals = zip((*xs, *leaves), inputs, strict=True)
+        if not all(torch.equal(t, copy.cpu()) for t, copy in originals if isinstance(t, Tensor)):
             raise Unlike(3, "changes its arguments in place")
         self.form = kind, tuple(o is not None for o in items)
         return outs
@@ -186,36 +176,36 @@ class Layout(NamedTuple):
         return xs, [[table[a] if a >= 0 else -a for a in labels] for labels in self.labels]
 
 
-def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    """Return labels for the dimensions of a leaf that are not channels, likely ones first.
-
-    These are axes of x in order, 1, the heads that x has in its last dimension, and in front the number of sections, or
-    2 for cos and sin.
-    """
-    count, num_axes = entry[1] - len(entry[3:]), len(probe.axes)
-    first = {-n for n in (*probe.sections, 2)} if count > 1 else set()
-    heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if len(entry) > 3 and num_axes == 2 else set()
-    ranked = []
-    for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
-        axes, others = [a for a in labels if a >= 0], [a for a in labels if a < -1]
-        in_front = others == [labels[0]] and labels[0] in first if others else False
-        is_known = not others or in_front or (len(others) == 1 and others[0] in heads)
-        if is_known and axes == sorted(set(axes)) and (axes or not count):
-            rank = 1 if not others else 3 if not in_front else 0 if -others[0] in probe.sections else 2
-            ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
-    return [labels for _, labels in sorted(ranked)]
-
-
 def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
-    """Yield shapes for the first probe, likely ones first."""
+    """Yield shapes for the first probe, likely ones first.
+
+    Dimensions that are not channels follow axes of x in order, or have the size 1, or that of the heads that x has in
+    its last dimension, or in front the number of sections, or 2 for cos and sin.
+    """
+    num_axes = len(probe.axes)
+
+    def labels_of(entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
+        count, ranked = entry[1] - len(entry[3:]), []
+        first = {-n for n in (*probe.sections, 2)} if count > 1 else set()
+        has_heads = len(entry) > 3 and num_axes == 2
+        heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if has_heads else set()
+        for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
+            axes, others = [a for a in labels if a >= 0], [a for a in labels if a < -1]
+            in_front = bool(others) and others == [labels[0]] and labels[0] in first
+            is_known = not others or in_front or (len(others) == 1 and others[0] in heads)
+            if is_known and axes == sorted(set(axes)) and (axes or not count):
+                rank = 1 if not others else 3 if not in_front else 0 if -others[0] in probe.sections else 2
+                ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
+        return [labels for _, labels in sorted(ranked)]
+
     groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "attribute"))
     own_rows = sorted({n for e in probe.leaves if e[0] == "attribute" for n in e[1][:-1]}, reverse=True)
-    for chosen in itertools.islice(itertools.product(*[labels_of(probe, e) for e in groups]), _MOST_LAYOUTS):
+    for chosen in itertools.islice(itertools.product(*map(labels_of, groups)), _MOST_LAYOUTS):
         of = dict(zip(groups, chosen, strict=True))
         labels = tuple((*of.get(e, ()), *[-n for n in (e[1] if e[0] == "attribute" else e[3:])]) for e in probe.leaves)
-        axes = [len(probe.axes) - 1] if set(relations) == {EQUAL} and not own_rows else range(len(probe.axes))[::-1]
-        for axis, rows in itertools.product(axes, own_rows or (None,)):
-            if own_rows or len(axes) == 1 or any(axis in each for each in labels):
+        is_equal = set(relations) == {EQUAL} and not own_rows
+        for axis, rows in itertools.product(range(num_axes)[::-1][: 1 if is_equal else None], own_rows or (None,)):
+            if own_rows or is_equal or any(axis in each for each in labels):
                 yield Layout(labels, relations, axis, rows)
 
 
@@ -224,7 +214,7 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
 
 class Pairs(NamedTuple):
     """How one x is turned: the channels from first to last, how far those of a pair are apart in the output and in x,
-    and cos and sin (axes of x, these channels).
+    and cos and sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
     """
 
     span: tuple[int, int]
@@ -234,19 +224,30 @@ class Pairs(NamedTuple):
     sin: Tensor
 
 
-def call_twice(call: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of a function that is neither random nor adds something."""
-    outs = call(xs)
-    if not all(map(torch.equal, outs, call(xs))):
+def read_pairs(call: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Pairs]:
+    """Read how a function turns the channels of each x.
+
+    Raises:
+        Unlike: it does not turn pairs of channels.
+    """
+    outs, again, bias = call(xs), call(xs), call([torch.zeros_like(x) for x in xs])
+    if not all(map(torch.equal, outs, again)):
         raise Unlike(3, "is random: two calls with the same arguments differ")
-    if any(o.any() for o in call([torch.zeros_like(x) for x in xs])):
+    if any(o.any() for o in bias):
         raise Unlike(3, "adds something that does not depend on x")
-    return outs
-
-
-def read_pairs(call: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor], outs: list[Tensor]) -> list[Pairs]:
-    """Read how a function turns the channels of each x; ``outs`` are its outputs for these xs."""
-    spans = [find_span(x, o.to(x.dtype)) for x, o in zip(xs, outs, strict=True)]
+    if outs[0].shape != xs[0].shape:
+        ones = call([torch.ones_like(x) for x in xs])
+        return [Pairs((0, x.shape[-1]), 0, 0, *o.chunk(2, -1)) for o, x in zip(ones, xs, strict=True)]
+    spans = []
+    for x, out in zip(xs, outs, strict=True):
+        changed = find_channels(x != out.to(x.dtype))
+        if not out.isfinite().all():
+            raise Unlike(2, "returns numbers that are not finite")
+        if not changed:
+            raise Unlike(3, "returns x as it was")
+        spans.append((changed[0], changed[-1] + 1))
+        if (changed[-1] - changed[0]) % 2 == 0:
+            raise Unlike(3, f"changes {changed[-1] - changed[0] + 1} channels, which are not pairs")
 
     def respond(channels: list[Any]) -> list[Tensor]:
         """Return the outputs for xs that are one at these channels of their spans, and zero elsewhere."""
@@ -255,31 +256,23 @@ def read_pairs(call: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor], o
             x[..., start:stop][..., each] = 1
         return [o.to(x.dtype) for o, x in zip(call(inputs), xs, strict=True)]
 
-    hits, widths = [find_channels(o) for o in respond([0] * len(xs))], [stop - start for start, stop in spans]
-    distances = [find_distance(hit, span) for hit, span in zip(hits, spans, strict=True)]
+    hits, distances = [find_channels(o) for o in respond([0] * len(xs))], []
+    for hit, (start, stop) in zip(hits, spans, strict=True):
+        if len(hit) == 1:
+            raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels, without turning pairs of them")
+        distances.append(hit[1] - hit[0] if len(hit) == 2 else 0)
+        if not distances[-1] or hit[0] != start or (stop - start) % (2 * distances[-1]):
+            raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
     in_x = list(distances)
-    for options in ([1] * len(xs), [width // 2 for width in widths], distances):
-        for i, o in enumerate(respond(options)):
-            in_x[i] = options[i] if find_channels(o) == hits[i] else in_x[i]
-    firsts_in_x = list(map(firsts, widths, in_x))
-    answers = zip(respond(firsts_in_x), respond([~t for t in firsts_in_x]), strict=True)
+    for options in ([1] * len(xs), [(stop - start) // 2 for start, stop in spans], distances):
+        for i, out in enumerate(respond(options)):
+            in_x[i] = options[i] if find_channels(out) == hits[i] else in_x[i]
+    masks = [firsts(stop - start, d) for (start, stop), d in zip(spans, in_x, strict=True)]
     pairs = []
-    for span, distance, distance_in_x, answer in zip(spans, distances, in_x, answers, strict=True):
-        first, (a, b) = firsts(span[1] - span[0], distance), [o[..., span[0] : span[1]] for o in answer]
-        pairs.append(Pairs(span, distance, distance_in_x, torch.where(first, a, b), torch.where(first, -b, a)))
+    for i, (a, b) in enumerate(zip(respond(masks), respond([~mask for mask in masks]), strict=True)):
+        first, (a, b) = firsts(len(masks[i]), distances[i]), (t[..., slice(*spans[i])] for t in (a, b))
+        pairs.append(Pairs(spans[i], distances[i], in_x[i], torch.where(first, a, b), torch.where(first, -b, a)))
     return pairs
-
-
-def find_span(x: Tensor, out: Tensor) -> tuple[int, int]:
-    """Return the first channel that is changed, and the one after the last."""
-    if not out.isfinite().all():
-        raise Unlike(2, "returns numbers that are not finite")
-    changed = find_channels(x != out)
-    if not changed:
-        raise Unlike(3, "returns x as it was")
-    if (changed[-1] - changed[0]) % 2 == 0:
-        raise Unlike(3, f"changes {changed[-1] - changed[0] + 1} channels, which are not pairs")
-    return changed[0], changed[-1] + 1
 
 
 def find_channels(t: Tensor) -> list[int]:
@@ -287,16 +280,9 @@ def find_channels(t: Tensor) -> list[int]:
     return t.flatten(0, -2).any(0).nonzero().flatten().tolist()
 
 
-def find_distance(hit: list[int], span: tuple[int, int]) -> int:
-    """Return how far apart the channels of a pair are, from those that the first channel of x goes to."""
-    start, stop = span
-    if len(hit) == 1:
-        does = "scales" if hit[0] == start else "moves"
-        raise Unlike(4, f"{does} channels, without turning pairs of them")
-    distance = hit[1] - hit[0] if len(hit) == 2 else 0
-    if not distance or hit[0] != start or (stop - start) % (2 * distance):
-        raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
-    return distance
+def firsts(width: int, distance: int) -> Tensor:
+    """Say for each channel whether it is the first of its pair."""
+    return torch.arange(width) // distance % 2 == 0
 
 
 def name_pairs(width: int, distance: int) -> Any:
@@ -305,175 +291,150 @@ def name_pairs(width: int, distance: int) -> Any:
     return "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
 
 
-def firsts(width: int, distance: int) -> Tensor:
-    """Say for each channel whether it is the first of its pair."""
-    return torch.arange(width) // distance % 2 == 0
-
-
 # --- entries of the tables ------------------------------------------------------------------------------------------
-
-
-def is_integers(t: Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex())
 
 
 def as_real(t: Tensor) -> Tensor:
     return torch.view_as_real(t) if t.is_complex() else t
 
 
-def code_leaves(leaves: list[Tensor]) -> tuple[list[Tensor], float]:
-    """Fill tables with entries that are all different: from 0.5 up by a step that is a power of two, below 1."""
-    total = sum(as_real(t).numel() for t in leaves if not is_integers(t))
-    if total > _MOST_ENTRIES:
-        raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
-    step, coded = 0.5 ** (1 + max(total - 1, 1).bit_length()), []
-    sizes = [0 if is_integers(t) else as_real(t).numel() for t in leaves]
-    for t, part in zip(leaves, (0.5 + step * torch.arange(total)).split(sizes), strict=True):
-        entries = part.reshape(as_real(t).shape) if len(part) else part
-        coded.append(t if is_integers(t) else torch.view_as_complex(entries) if t.is_complex() else entries)
-    return coded, step
-
-
-def numbers_of(values: Tensor, step: float, inverse: Callable[[Tensor], Tensor] | None) -> Tensor | None:
-    """Return the numbers of the entries that the values are, or are a function of; None for other values."""
-    tolerance = 0.01 if inverse is None else 0.3
-    numbers = rounded = torch.empty(0)
-    for part in (values[(0,) * (values.ndim - 1)], values):  # most are refused by their first token
-        numbers = ((part.double() if inverse is None else inverse(part.double())) - 0.5) / step
-        rounded = numbers.round()
-        if not ((numbers - rounded).abs().max() < tolerance and rounded.min() >= 0 and rounded.max() * step < 0.5):
-            return None
-    return rounded.long()
-
-
 class Reading:
-    """Looks up which entries of the leaves turn one x.
+    """Looks up which entries of the leaves turn each x.
 
-    box: the part of x's axes that is turned. begins: for what dimensions of tables follow, the row of the first token.
+    Args:
+        probe: calls the function.
+        layout: of the leaves.
+
+    Tables are filled with entries that are all different: from 0.5 up by a step that is a power of two, below 1.
     """
 
-    def __init__(self, probe: Probe, layout: Layout, leaves: list[Tensor], pairs: Pairs) -> None:
-        self.probe, self.layout, self.leaves, self.pairs = probe, layout, leaves, pairs
+    def __init__(self, probe: Probe, layout: Layout) -> None:
+        self.probe, self.layout = probe, layout
+        shapes = layout.shapes(probe.axes)
+        self.xs, self.leaves = probe.inputs(shapes, 1)[0], probe.inputs(shapes, 0)[1]
+        tables = [i for i, e in enumerate(probe.leaves) if e[0] != "integers"]
+        self.shapes = {i: as_real(self.leaves[i]).shape for i in tables}
+        total = sum(shape.numel() for shape in self.shapes.values())
+        if total > _MOST_ENTRIES:
+            raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
+        self.step = 0.5 ** (1 + max(total - 1, 1).bit_length())
+        codes = (0.5 + self.step * torch.arange(total)).split([shape.numel() for shape in self.shapes.values()])
+        for i, part in zip(tables, codes, strict=True):
+            part = part.reshape(self.shapes[i])
+            self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
+        self.places = [(i, at) for i in tables for at in itertools.product(*map(range, self.shapes[i]))]
+
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(map(self.turn, read_pairs(lambda xs: self.probe.run(xs, self.leaves), self.xs)))
+
+    def turn(self, pairs: Pairs) -> Turn:
+        """Look up the entries that cos and sin are, or are the cosine and sine of."""
         rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
-        ends = zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
-        self.sizes, self.box = tuple(rotates.shape), tuple(slice(low, high + 1) for low, high in ends)
-        if not rotates[self.box].all():
+        box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
+        if not rotates[box].all():
             raise Unlike(4, "rotates some tokens, and not those between them")
-
-    def turn(self, step: float) -> Turn:
-        """Look up the entries that cos and sin are, or are the cosine and sine of."""
-        cos, sin, span = self.pairs.cos[self.box], self.pairs.sin[self.box], self.pairs.span
-        for angles in (False, True):
-            numbers = [
-                numbers_of(t, step, f if angles else None) for t, f in ((cos, Tensor.acos), (sin.abs(), Tensor.asin))
-            ]
-            if numbers[0] is not None and numbers[1] is not None:
+        cos, sin = pairs.cos[box].double(), pairs.sin[box].double()
+        for angles, values in ((False, (cos, sin.abs())), (True, (cos.acos(), sin.abs().asin()))):
+            numbers = [((t - 0.5) / self.step).round() for t in values]
+            errors = [((t - 0.5) / self.step - n).abs().max() for t, n in zip(values, numbers, strict=True)]
+            if max(errors) < (0.3 if angles else 0.01) and all(
+                n.min() >= 0 and n.max() * self.step < 0.5 for n in numbers
+            ):
                 break
         else:
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
-            does = "does not turn pairs by entries of its tables: it scales or mixes them, or has angles of its own"
-            raise Unlike(4, does)
-        width, double = span[1] - span[0], 2 * self.pairs.distance
-        may_have_heads = width == self.probe.data[0][3] and self.pairs.distance == self.pairs.distance_in_x
-        turns, failure = [], None
-        for head in (0, *(n for n in range(double, width, double) if width % n == 0 and may_have_heads)):
+            what = "does not turn pairs by entries of its tables: it scales or mixes them, or has angles of its own"
+            raise Unlike(4, what)
+        width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
+        may_have_heads = width == self.probe.data[0][3] and pairs.distance == pairs.distance_in_x
+        codes, turns, failures = (*[n.long() for n in numbers], sin < 0), [], []
+        for head in (0, *(n for n in range(step, width, step) if width % n == 0 and may_have_heads)):
             try:
-                turns.append(self.turn_of_heads([*numbers, sin < 0], head, angles))
+                turns.append(self.turn_of_heads(pairs, codes, box, head)._replace(angles=angles))
             except Unlike as e:
-                failure = failure or e
-            if turns and max(len(turns[-1].cos), len(turns[-1].sin)) <= 2:
+                failures.append(e)
+            if turns and max(len(turns[-1].cos[0]), len(turns[-1].sin[0])) <= 2:
                 return turns[-1]
         if not turns:
-            raise failure
-        return min(turns, key=lambda turn: len(turn.cos) + len(turn.sin))
+            raise failures[0]
+        return min(turns, key=lambda turn: len(turn.cos[0]) + len(turn.sin[0]))
 
-    def turn_of_heads(self, codes: list[Tensor], head: int, angles: bool) -> Turn:
+    def turn_of_heads(self, pairs: Pairs, codes: tuple[Tensor, ...], box: tuple[slice, ...], head: int) -> Turn:
         """Read the turn of heads of this width in x's last dimension; 0 for x's whole width."""
-        span, distance, box = self.pairs.span, self.pairs.distance, self.box
+        (start, stop), num_axes, width = pairs.span, len(box), head or self.probe.data[0][3]
         if head:
-            codes = [t.unflatten(-1, (-1, head)) for t in codes]
-            span, box = (0, head), (*box, slice(0, codes[0].shape[-2]))
-        negative = codes[2][(0,) * (codes[2].ndim - 1)]
-        if (codes[2] != negative).any():
+            codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
+            start, stop, box = 0, head, (*box, slice(0, codes[0].shape[-2]))
+        negative = codes[2].flatten(0, -2)
+        if (negative != negative[0]).any():
             raise Unlike(5, "turns some tokens or heads by minus their angle")
-        half, first = (span[1] - span[0]) // 2, firsts(span[1] - span[0], distance).tolist()
-        candidates, begins = list(self.candidates(box)), {}
-        tables = [self.locate(t, candidates, begins) for t in codes[:2]]
-        by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
-        per_pair = all(one == two for one, two in by_pair)
-        if negative.any() and not negative.all() and (per_pair or not self.are_matrices(*by_pair[1])):
-            raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
-        signs = [[False] * len(first), [False] * len(first) if negative.all() else negative.tolist()]
-        if per_pair:
-            tables = [one for one, _ in by_pair]
-        cos, sin = (join(t, s, distance == 1 and not per_pair) for t, s in zip(tables, signs, strict=True))
-        followed = sorted({axis for at in begins for axis in at.axes if axis < len(self.sizes)})
-        if not followed:
-            raise Unlike(5, "turns all tokens alike")
-        axes: list[int | None] = [a for a in range(len(box)) if a != followed[-1]]
-        if len(axes) == 1:  # batch where the tables vary along it, else heads
-            axes.insert(axes[0] in followed, None)
-        in_x = self.pairs.distance_in_x
-        return Turn(
-            cos[0], sin[0], (cos[1], sin[1]), angles, bool(negative.all()), name_pairs(2 * half, distance), span,
-            None if in_x == distance else (half, 2) if in_x == 1 else (2, half), head,
-            (*[None] * (2 - len(axes)), *axes, followed[-1]), self.rows(begins),
-        )  # fmt: skip
+        candidates = self.candidates(box)
+        begins: dict[Follow, set[int]] = {}  # the row of the first token in dimensions that follow something
 
-    def candidates(self, box: tuple[slice, ...]) -> Iterator[tuple[Follow, Tensor]]:
-        """Yield what a dimension of a table may follow, with the numbers along the axes of the box."""
-        lengths = [part.stop - part.start for part in box]
-        for axis, part in enumerate(box):
-            numbers = torch.arange(part.start, part.stop)
-            yield Follow((axis,)), numbers.reshape([-1 if a == axis else 1 for a in range(len(box) + 1)])
-        for leaf, t in enumerate(self.leaves):
-            for axes in itertools.combinations(range(len(box)), t.ndim) if is_integers(t) and t.ndim else ():
-                if list(t.shape) == [lengths[a] for a in axes]:
-                    shape = [n if a in axes else 1 for a, n in enumerate(lengths)]
-                    yield Follow(axes, leaf), t.long().reshape(*shape, 1)
-
-    def locate(self, codes: Tensor, candidates: list[Any], begins: dict[Follow, set[int]]) -> list[Any]:
-        """Return for each channel the leaf and the place in its dimensions: a Follow or an integer."""
-        channels: list[Any] = [None] * codes.shape[-1]
-        start, origin = 0, (0,) * (codes.ndim - 1)
-
-        def follow(place: Tensor) -> Any:
-            base = place[origin]
-            if (place == base).all():
-                return base.tolist()
-            for at, numbers in candidates:
-                begin = base[0] - numbers.flatten()[0]
-                if torch.equal(place, (numbers + begin).expand_as(place)):
-                    begins.setdefault(at, set()).add(int(begin))
-                    return [at] * len(base)
+        @cache
+        def follow(column: tuple[int, ...]) -> Follow:
+            for at, numbers in candidates.items():
+                begin = column[0] - numbers[0]
+                if column == tuple(n + begin for n in numbers):
+                    begins.setdefault(at, set()).add(begin)
+                    return at
             raise Unlike(5, "reads its tables in an order that is not the tokens'")
 
-        for leaf, t in enumerate(self.leaves):
-            if is_integers(t):
-                continue
-            shape = as_real(t).shape
-            in_leaf = (codes >= start) & (codes < start + shape.numel())
-            if (in_leaf != in_leaf[origin]).any():
+        def locate(numbers: list[int]) -> tuple[int, tuple[Any, ...]]:
+            """Return the leaf and the place in its dimensions of a channel whose entries have these numbers."""
+            leaves, places = zip(*[self.places[n] for n in numbers], strict=True)
+            if len(set(leaves)) > 1:
                 raise Unlike(5, "takes the tables of some tokens from another tensor")
-            found = in_leaf[origin].nonzero().flatten()
-            places = map(follow, torch.unravel_index(codes[..., found] - start, shape)) if len(found) else ()
-            for channel, *index in zip(found.tolist(), *places, strict=True) if len(found) else ():
-                channels[channel] = leaf, index
-            start += shape.numel()
-        return channels
+            return leaves[0], tuple(c[0] if len(set(c)) == 1 else follow(c) for c in zip(*places, strict=True))
 
-    def are_matrices(self, one: list[Any], two: list[Any]) -> bool:
-        """Say whether the sines of each pair are the entries (0, 1) and (1, 0) of a 2 × 2 matrix of its own."""
-        square = all(self.leaves[leaf].shape[-2:] == (2, 2) for leaf, _ in (*one, *two))
-        return square and all(at[-2:] == [0, 1] for _, at in one) and all(at[-2:] == [1, 0] for _, at in two)
+        tables = [list(map(locate, t.flatten(0, -2).T.tolist())) for t in codes[:2]]
+        first, signs = firsts(stop - start, pairs.distance).tolist(), negative[0].tolist()
+        by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
+        corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, at in each} for each in by_pair[1]]
+        if any(signs) and not all(signs) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
+            raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
+        per_pair = all(one == two for one, two in by_pair)
+        followed = sorted({axis for at in begins for axis in at.axes if axis < num_axes})
+        if not followed:
+            raise Unlike(5, "turns all tokens alike")
+        axes = [a for a in range(len(box)) if a != followed[-1]]
+        if len(axes) == 1:  # batch where the tables vary along it, else heads
+            axes.insert(axes[0] in followed, -1)
+        axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
+        labels = [*range(len(box)), "channels"]
+        index, order = arrange([slice(None)] * len(labels), labels, [*axes, "channels"])
+        half, rotary_dim = (stop - start) // 2, slice(start, stop) if start else stop if stop < width else None
+        cos, sin = (
+            self.join(one if per_pair else table, negated, axes, pairs.distance == 1 and not per_pair)
+            for table, (one, _), negated in zip(tables, by_pair, ([False] * len(first), signs), strict=True)
+        )
+        in_x = pairs.distance_in_x
+        return Turn(
+            cos, sin, False, self.rows(begins, box, pairs.cos.shape), head, axes, index, order,
+            None if order is None else tuple(order.index(i) for i in range(len(order))),
+            None if index is None else tuple(0 if i is None else i for i in index), (start, stop),
+            None if in_x == pairs.distance else (half, 2) if in_x == 1 else (2, half),
+            name_pairs(stop - start, pairs.distance), rotary_dim, all(signs),
+        )  # fmt: skip
 
-    def rows(self, begins: dict[Follow, set[int]]) -> str:
+    def candidates(self, box: tuple[slice, ...]) -> dict[Follow, tuple[int, ...]]:
+        """Return what a dimension of a table may follow, with its number for each place in the box."""
+        places = list(itertools.product(*[range(part.start, part.stop) for part in box]))
+        found = {Follow((axis,)): tuple(place[axis] for place in places) for axis in range(len(box))}
+        for leaf, t in enumerate(self.leaves):
+            for axes in itertools.combinations(range(len(box)), t.ndim) if leaf not in self.shapes and t.ndim else ():
+                if list(t.shape) == [box[a].stop - box[a].start for a in axes]:
+                    at = [tuple(place[a] - box[a].start for a in axes) for place in places]
+                    found[Follow(axes, leaf)] = tuple(int(t[each]) for each in at)
+        return found
+
+    def rows(self, begins: dict[Follow, set[int]], box: tuple[slice, ...], sizes: Sequence[int]) -> str:
         """Say where in the tables the row of the first token is; see :class:`Turn`."""
         token, offset = self.layout.token, self.probe.offset
-        tokens, rows = self.sizes[token], self.layout.num_rows(self.probe.axes)
-        for axis, (part, size) in enumerate(zip(self.box, self.sizes, strict=True)):
+        tokens, rows = sizes[token], self.layout.num_rows(self.probe.axes)
+        for axis, (part, size) in enumerate(zip(box, sizes[:-1], strict=False)):
             if part not in (slice(0, size), slice(0, rows), slice(size - rows, size))[: 3 if axis == token else 1]:
                 raise Unlike(5, "rotates a part of its tokens that does not follow from the tables' size")
         names = {offset: "offset"} if offset else {rows - tokens: "end", 0: "start"}
@@ -482,33 +443,49 @@ class Reading:
             raise Unlike(5, "begins to read its tables at a row that does not follow from their size")
         return names[begin]
 
+    def join(
+        self, entries: list[Any], negated: list[bool], axes: tuple[int, ...], may_alternate: bool
+    ) -> tuple[tuple[Run, ...], bool]:
+        """Return the entries of channels in as few runs as possible, and whether these alternate."""
+        negated = [False] * len(negated) if all(negated) else negated
+        runs, alternate = gather(entries, negated), False
+        if may_alternate and len(runs) > 1:
+            one, two = (gather(entries[i::2], negated[i::2]) for i in (0, 1))
+            runs, alternate = (one + two, True) if len(one) == len(two) == 1 else (runs, False)
+        views = []
+        for leaf, place, is_negated in runs:
+            follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
+            index: list[Any] = []
+            labels: list[Any] = []
+            for at, size in zip(place, self.shapes[leaf], strict=True):
+                if isinstance(at, Follow):
+                    index, labels = [*index, *[slice(None)] * len(at.axes)], [*labels, *at.axes]
+                elif isinstance(at, slice):
+                    index, labels = [*index, slice(None) if at == slice(0, size, 1) else at], [*labels, "channels"]
+                else:
+                    index.append(at)
+            # rotate takes tables without heads, and without batch and heads
+            first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
+            views.append(Run(leaf, follows, *arrange(index, labels, [*first_axes, axes[2], "channels"]), is_negated))
+        return tuple(views), alternate
 
-def join(entries: list[Any], negated: list[bool], may_alternate: bool) -> tuple[tuple[Run, ...], bool]:
-    """Return the entries of channels in as few runs as possible, and whether these alternate."""
-    runs = gather(entries, negated)
-    if may_alternate and len(runs) > 1:
-        one, two = (gather(entries[i::2], negated[i::2]) for i in (0, 1))
-        if len(one) == len(two) == 1:
-            return (*one, *two), True
-    return tuple(runs), False
 
-
-def gather(entries: list[Any], negated: list[bool]) -> list[Run]:
-    """Join entries that follow each other along one dimension of a leaf, in steps of one size."""
-    runs: list[Run] = []
+def gather(entries: list[Any], negated: list[bool]) -> list[Any]:
+    """Join entries that follow each other along one dimension of a leaf, in steps of one size, which gets a slice."""
+    runs: list[Any] = []
     start = 0
     while start < len(entries):
         (leaf, index), stop, step = entries[start], start + 1, None
         while stop < len(entries) and negated[stop] == negated[start] and entries[stop][0] == leaf:
-            places = enumerate(zip(entries[stop - 1][1], entries[stop][1], strict=True))
-            differ = [(dim, n - m) for dim, (m, n) in places if m != n]
-            if len(differ) != 1 or differ[0][1] < 0 or step not in (None, differ[0]):
+            places = list(enumerate(zip(entries[stop - 1][1], entries[stop][1], strict=True)))
+            differ = [(dim, n - m) for dim, (m, n) in places if m != n and not isinstance(m, Follow)]
+            is_moved = any(m != n for _, (m, n) in places if isinstance(m, Follow) or isinstance(n, Follow))
+            if is_moved or len(differ) != 1 or differ[0][1] < 0 or step not in (None, differ[0]):
                 break
             stop, step = stop + 1, differ[0]
-        if step is not None:
-            dim, by = step
-            index = [*index[:dim], (index[dim], entries[stop - 1][1][dim] + 1, by), *index[dim + 1 :]]
-        runs.append(Run(leaf, tuple(index), negated[start]))
+        dim, by = step or (len(index) - 1, 1)
+        last = entries[stop - 1][1][dim]
+        runs.append((leaf, (*index[:dim], slice(index[dim], last + 1, by), *index[dim + 1 :]), negated[start]))
         start = stop
     return runs
 
@@ -541,15 +518,8 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
     """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
-    axes = probe.axes
-    shapes = layout.shapes(axes)
-    leaves, step = code_leaves(probe.inputs(shapes, 0)[1])
-    xs, _ = probe.inputs(shapes, 1)
-
-    def call(xs: list[Tensor]) -> list[Tensor]:
-        return probe.run(xs, leaves)
-
-    turns = tuple(Reading(probe, layout, leaves, p).turn(step) for p in read_pairs(call, xs, call_twice(call, xs)))
+    turns = Reading(probe, layout).turns()
+    shapes, axes = layout.shapes(probe.axes), probe.axes
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
@@ -557,9 +527,9 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     plan = Plan(turns, layout.relations, probe.form, (torch.float32,) * len(turns))
     compare(probe, plan, probe.inputs(shapes, 2))
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
-    followed = {axis for *_, at in turns[0].follows() for axis in at.axes}
+    followed = {axis for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows for axis in at.axes}
     free = {1, 2} - {*followed, layout.token} if len(turns) > 1 and len(axes) == 3 else ()
-    others = [layout.shapes(other) for other in _OTHERS[len(probe.axes)]]
+    others = [layout.shapes(other) for other in _OTHERS[len(axes)]]
     for other in (*others, *[layout.shapes(axes, more_heads=axis) for axis in free]):
         compare(probe, plan, probe.inputs(other, 2))
     if probe.offset:
@@ -575,10 +545,10 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
 
 
 def make_grid_plan(probe: Probe) -> Plan:
-    """Return the plan of a function that turns samples by grids as Wan's does; see :func:`run`."""
-    kinds = [e[0] for e in probe.leaves]
+    """Return the plan of a function that turns samples by grids as Wan's does."""
+    kinds, refusal = [e[0] for e in probe.leaves], Unlike(-1, "takes no grids")
     if sorted(kinds) != ["integers", "table"] or len(probe.data) != 1 or len(probe.axes) != 3:
-        raise Unlike(-1, "takes no grids")
+        raise refusal
     sizes, table = kinds.index("integers"), kinds.index("table")
     plan = Plan((), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
     inputs: Any = None
@@ -587,17 +557,16 @@ def make_grid_plan(probe: Probe) -> Plan:
         inputs = probe.inputs(([(2, tokens, 3)], shapes if sizes == 0 else shapes[::-1]), tokens)
         inputs[1][sizes] = torch.tensor(grids, dtype=probe.leaves[sizes][2])
         if not compare(probe, plan, inputs):
-            raise Unlike(-1, "takes no grids")
+            raise refusal
     return complete(probe, plan, *inputs)
 
 
 def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
     """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
-    follows = {(leaf, dim) for turn in plan.turns for leaf, dim, _ in turn.follows()}
-    used = {run.leaf for turn in plan.turns for run in (*turn.cos, *turn.sin)}
-    positions = {at.positions for turn in plan.turns for *_, at in turn.follows()}
-    required = []
-    xs, leaves = probe.inputs(layout.shapes(probe.axes), 2)
+    runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
+    follows = {(run.leaf, dim) for run in runs for dim, _ in run.follows}
+    positions, used = {at.positions for run in runs for _, at in run.follows}, {run.leaf for run in runs}
+    required, (xs, leaves) = [], probe.inputs(layout.shapes(probe.axes), 2)
     for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
         dims = [(leaf, dim, labels[dim]) for dim in range(len(labels) - len(entry[3:])) if (leaf, dim) not in follows]
         if leaf in used and any(label >= 0 for *_, label in dims):
@@ -619,41 +588,43 @@ def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
         expected = probe.run(xs, leaves)
     except Exception:  # the function does not take them
         return False
-    if relate(plan, xs, leaves, probe.offset) != plan.relations:
+    recipe = prepare(plan, xs, leaves, probe.offset)
+    if recipe is None or recipe.relations != plan.relations:
         return False
-    if not all(map(is_close, run_plan(probe, plan, xs, leaves), expected)):
+    if not are_close(run(recipe, xs, leaves, "reference"), expected):
         raise Unlike(5, "is a rotation for some sizes and values of its arguments, and not for others")
-    if not all(map(is_close, [o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected)):
+    if not are_close([o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected):
         raise Unlike(4, "is not linear in x")
     return True
 
 
-def run_plan(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    return flatten(run(prepare(plan, xs, leaves, probe.offset), xs, leaves, "reference"))
-
-
-def is_close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> bool:
-    a, b = as_real(a).double(), as_real(b).double()
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * (b.abs().max() + 1))
+def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> bool:
+    """Compare outputs in any form with tensors."""
+    outs = [outs] if isinstance(outs, Tensor) else [o for o in outs or () if o is not None]
+    pairs = [(as_real(a).double(), as_real(b).double()) for a, b in zip(outs, expected, strict=True)]
+    return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)
 
 
 def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> Plan:
     """Compare gradients, and outputs in the dtypes of the call, and note whether autocast changes these."""
+
+    def ours() -> list[Tensor]:
+        out = run(cast(Recipe, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")
+        return [out] if isinstance(out, Tensor) else [o for o in out if o is not None]
+
     with torch.enable_grad():
-        tables = [t for t in leaves if not is_integers(t)]
-        inputs, grads = [t.requires_grad_() for t in (*xs, *tables)], []
-        for outs in (run_plan(probe, plan, xs, leaves), probe.run(xs, leaves)):
+        inputs, grads = [t.requires_grad_() for t in (*xs, *leaves) if t.is_floating_point() or t.is_complex()], []
+        for outs in (ours(), probe.run(xs, leaves)):
             if not all(o.requires_grad for o in outs):
                 raise Unlike(6, "passes no gradient to the tensors that it turns")
             weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in outs]
             grads.append(torch.autograd.grad(outs, inputs, weights, allow_unused=True))
     detach_tables = all(g is None for g in grads[1][len(xs) :])
     for a, b in list(zip(*grads, strict=True))[: len(xs) if detach_tables else None]:
-        if (a is None) != (b is None) or (a is not None and not is_close(a, b, 1e-4)):
+        if (a is None) != (b is None) or (a is not None and not are_close(a, [b], 1e-4)):
             raise Unlike(6, "has gradients of its own, which are not those of what it computes")
-    dtypes = [e[2] for e in (*probe.data, *probe.leaves)]
-    cast = [t.detach().to(dtype) for t, dtype in zip((*xs, *leaves), dtypes, strict=True)]
-    xs, leaves = cast[: len(xs)], cast[len(xs) :]
+    xs = [t.detach().to(e[2]) for t, e in zip(xs, probe.data, strict=True)]
+    leaves = [t.detach().to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
     try:
         outs = probe.run(xs, leaves)
         with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
@@ -662,6 +633,6 @@ def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(under_autocast, outs, strict=True))
     plan = plan._replace(dtypes=tuple(o.dtype for o in outs), detach_tables=detach_tables, ignores_autocast=same)
-    if not all(is_close(a, b, 0.05) for a, b in zip(run_plan(probe, plan, xs, leaves), outs, strict=True)):
+    if not are_close(ours(), outs, 0.05):
         raise Unlike(6, f"computes something else for {xs[0].dtype}")
     return plan

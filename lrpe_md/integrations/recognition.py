@@ -14,7 +14,7 @@ from torch import Tensor
 from ..functional import cosine, rotate
 from ..positions.grid import Grid
 from .plans import Unlike
-from .probing import Probe, call_twice, firsts, name_pairs, quietly, read_pairs
+from .probing import Probe, firsts, name_pairs, quietly, read_pairs
 
 __all__ = ["Arguments", "Recognised", "recognise"]
 
@@ -111,8 +111,8 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
     if count > 2:
         raise Unlike(0, f"takes {count} arguments; close it over its positions, so that it takes x, or q and k")
-    probe = Probe(lambda xs, _: function(*xs), (("data", 4, torch.float64, sizes[-1]),) * count, device)
-    probe.widths = (1, 2)  # the cosine map doubles the channels
+    key = (("data", 4, torch.float64, sizes[-1]),) * count
+    probe = Probe(lambda xs, _: function(*xs), key, device, widths=(1, 2))  # the cosine map doubles the channels
     dtype = torch.float64
 
     def call(xs: list[Tensor]) -> list[Tensor]:
@@ -134,11 +134,9 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         if e.__cause__ is None:
             raise
         dtype = torch.float32  # some functions take this alone
-    outs, values = call_twice(call, xs), {}
-    if outs[0].shape[-1] == 2 * x.shape[-1]:
-        cos, sin = call([torch.ones_like(x)] * count)[0].chunk(2, -1)
-    else:
-        (start, stop), distance, distance_in_x, cos, sin = read_pairs(call, xs, outs)[0]
+    ((start, stop), distance, distance_in_x, cos, sin), *_ = read_pairs(call, xs)
+    values: dict[str, Any] = {}
+    if distance:
         first = firsts(stop - start, distance)
         (cos, other_cos), (sin, other_sin) = ((t[..., first], t[..., ~first]) for t in (cos, sin))
         close = torch.allclose(cos, other_cos, atol=_ANGLE) and torch.allclose(sin, other_sin, atol=_ANGLE)
@@ -154,7 +152,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     kind: Any = "rotate" if values else "cosine"
     axes, order, theta, notes = _describe(fitted["omega"])
     arguments = Arguments(kind, {**fitted, **values}, notes)
-    error = float(((rotate if values else cosine)(x, **arguments) - outs[0]).abs().max())
+    error = float(((rotate if values else cosine)(x, **arguments) - call(xs)[0]).abs().max())
     if not error < 20 * _ANGLE:
         raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
     return Recognised(arguments, kind, axes, order, theta, error)
