@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -32,6 +32,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
+_OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
 
 Shapes = tuple[list[Any], list[Any]]  # of each x without its channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
@@ -299,33 +300,26 @@ def as_real(t: Tensor) -> Tensor:
 
 
 class Reading:
-    """Looks up which entries of the leaves turn each x.
+    """Tables with entries that are all different, from 0.5 up by a step below 1, and what turns are read from them.
 
-    Args:
-        probe: calls the function.
-        layout: of the leaves.
-
-    Tables are filled with entries that are all different: from 0.5 up by a step that is a power of two, below 1.
+    What is read from these sizes and values is a guess, which :func:`compare` confirms at others.
     """
 
     def __init__(self, probe: Probe, layout: Layout) -> None:
         self.probe, self.layout = probe, layout
-        shapes = layout.shapes(probe.axes)
-        self.xs, self.leaves = probe.inputs(shapes, 1)[0], probe.inputs(shapes, 0)[1]
-        tables = [i for i, e in enumerate(probe.leaves) if e[0] != "integers"]
-        self.shapes = {i: as_real(self.leaves[i]).shape for i in tables}
-        total = sum(shape.numel() for shape in self.shapes.values())
-        if total > _MOST_ENTRIES:
+        xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
+        self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
+        self.places = [(i, at) for i, shape in self.shapes.items() for at in itertools.product(*map(range, shape))]
+        if len(self.places) > _MOST_ENTRIES:
             raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
-        self.step = 0.5 ** (1 + max(total - 1, 1).bit_length())
-        codes = (0.5 + self.step * torch.arange(total)).split([shape.numel() for shape in self.shapes.values()])
-        for i, part in zip(tables, codes, strict=True):
-            part = part.reshape(self.shapes[i])
+        self.step = 0.5 ** (1 + max(len(self.places) - 1, 1).bit_length())  # a power of two
+        codes = 0.5 + self.step * torch.arange(len(self.places))
+        for (i, shape), part in zip(
+            self.shapes.items(), codes.split([n.numel() for n in self.shapes.values()]), strict=True
+        ):
+            part = part.reshape(shape)
             self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
-        self.places = [(i, at) for i in tables for at in itertools.product(*map(range, self.shapes[i]))]
-
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(map(self.turn, read_pairs(lambda xs: self.probe.run(xs, self.leaves), self.xs)))
+        self.turns = tuple(map(self.turn, read_pairs(lambda xs: probe.run(xs, self.leaves), xs)))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Look up the entries that cos and sin are, or are the cosine and sine of."""
@@ -336,11 +330,10 @@ class Reading:
             raise Unlike(4, "rotates some tokens, and not those between them")
         cos, sin = pairs.cos[box].double(), pairs.sin[box].double()
         for angles, values in ((False, (cos, sin.abs())), (True, (cos.acos(), sin.abs().asin()))):
-            numbers = [((t - 0.5) / self.step).round() for t in values]
-            errors = [((t - 0.5) / self.step - n).abs().max() for t, n in zip(values, numbers, strict=True)]
-            if max(errors) < (0.3 if angles else 0.01) and all(
-                n.min() >= 0 and n.max() * self.step < 0.5 for n in numbers
-            ):
+            numbers = (torch.stack(values) - 0.5) / self.step
+            rounded = numbers.round()
+            is_near = (numbers - rounded).abs().max() < (0.3 if angles else 0.01)
+            if is_near and rounded.min() >= 0 and rounded.max() < len(self.places):
                 break
         else:
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
@@ -349,10 +342,10 @@ class Reading:
             raise Unlike(4, what)
         width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
         may_have_heads = width == self.probe.data[0][3] and pairs.distance == pairs.distance_in_x
-        codes, turns, failures = (*[n.long() for n in numbers], sin < 0), [], []
+        turns, failures = [], []
         for head in (0, *(n for n in range(step, width, step) if width % n == 0 and may_have_heads)):
             try:
-                turns.append(self.turn_of_heads(pairs, codes, box, head)._replace(angles=angles))
+                turns.append(self.turn_of_heads(pairs, (*rounded.long(), sin < 0), box, head)._replace(angles=angles))
             except Unlike as e:
                 failures.append(e)
             if turns and max(len(turns[-1].cos[0]), len(turns[-1].sin[0])) <= 2:
@@ -367,33 +360,38 @@ class Reading:
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
             start, stop, box = 0, head, (*box, slice(0, codes[0].shape[-2]))
-        negative = codes[2].flatten(0, -2)
-        if (negative != negative[0]).any():
-            raise Unlike(5, "turns some tokens or heads by minus their angle")
-        candidates = self.candidates(box)
-        begins: dict[Follow, set[int]] = {}  # the row of the first token in dimensions that follow something
+        tokens = list(itertools.product(*[range(part.start, part.stop) for part in box]))
+        candidates = {Follow((axis,)): [at[axis] for at in tokens] for axis in range(len(box))}
+        for leaf, t in enumerate(self.leaves):
+            for axes in itertools.combinations(range(len(box)), t.ndim) if leaf not in self.shapes and t.ndim else ():
+                if list(t.shape) == [box[a].stop - box[a].start for a in axes]:
+                    candidates[Follow(axes, leaf)] = [
+                        int(t[tuple(at[a] - box[a].start for a in axes)]) for at in tokens
+                    ]
+        begins: dict[Follow, int] = {}  # the index for the first token, less its place
 
         @cache
-        def follow(column: tuple[int, ...]) -> Follow:
+        def follow(column: tuple[int, ...]) -> Any:
+            if len(set(column)) == 1:
+                return column[0]
             for at, numbers in candidates.items():
-                begin = column[0] - numbers[0]
-                if column == tuple(n + begin for n in numbers):
-                    begins.setdefault(at, set()).add(begin)
+                if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
+                    begins[at] = column[0] - numbers[0]
                     return at
             raise Unlike(5, "reads its tables in an order that is not the tokens'")
 
-        def locate(numbers: list[int]) -> tuple[int, tuple[Any, ...]]:
-            """Return the leaf and the place in its dimensions of a channel whose entries have these numbers."""
+        def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
+            """Return leaf, sign and the place in its dimensions of a channel whose entries have these numbers."""
             leaves, places = zip(*[self.places[n] for n in numbers], strict=True)
-            if len(set(leaves)) > 1:
-                raise Unlike(5, "takes the tables of some tokens from another tensor")
-            return leaves[0], tuple(c[0] if len(set(c)) == 1 else follow(c) for c in zip(*places, strict=True))
+            return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
 
-        tables = [list(map(locate, t.flatten(0, -2).T.tolist())) for t in codes[:2]]
-        first, signs = firsts(stop - start, pairs.distance).tolist(), negative[0].tolist()
+        first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
+        inverse = all(signs)
+        negated = ([False] * len(first), [False] * len(first) if inverse else signs)
+        tables = [[*map(locate, t.flatten(0, -2).T.tolist(), n)] for t, n in zip(codes[:2], negated, strict=True)]
         by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
-        corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, at in each} for each in by_pair[1]]
-        if any(signs) and not all(signs) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
+        corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
+        if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
             raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
         per_pair = all(one == two for one, two in by_pair)
         followed = sorted({axis for at in begins for axis in at.axes if axis < num_axes})
@@ -405,87 +403,58 @@ class Reading:
         axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
         labels = [*range(len(box)), "channels"]
         index, order = arrange([slice(None)] * len(labels), labels, [*axes, "channels"])
-        half, rotary_dim = (stop - start) // 2, slice(start, stop) if start else stop if stop < width else None
         cos, sin = (
-            self.join(one if per_pair else table, negated, axes, pairs.distance == 1 and not per_pair)
-            for table, (one, _), negated in zip(tables, by_pair, ([False] * len(first), signs), strict=True)
+            self.view(one if per_pair else table, axes, pairs.distance == 1 and not per_pair)
+            for table, (one, _) in zip(tables, by_pair, strict=True)
         )
-        in_x = pairs.distance_in_x
+        is_first = begins.get(Follow((self.layout.token,)), 0) == box[self.layout.token].start == 0
+        half, in_x = (stop - start) // 2, pairs.distance_in_x
         return Turn(
-            cos, sin, False, self.rows(begins, box, pairs.cos.shape), head, axes, index, order,
+            cos, sin, False, "offset" if self.probe.offset else "start" if is_first else "end", head, axes, index, order,
             None if order is None else tuple(order.index(i) for i in range(len(order))),
             None if index is None else tuple(0 if i is None else i for i in index), (start, stop),
             None if in_x == pairs.distance else (half, 2) if in_x == 1 else (2, half),
-            name_pairs(stop - start, pairs.distance), rotary_dim, all(signs),
+            name_pairs(stop - start, pairs.distance),
+            slice(start, stop) if start else stop if stop < width else None, inverse,
         )  # fmt: skip
 
-    def candidates(self, box: tuple[slice, ...]) -> dict[Follow, tuple[int, ...]]:
-        """Return what a dimension of a table may follow, with its number for each place in the box."""
-        places = list(itertools.product(*[range(part.start, part.stop) for part in box]))
-        found = {Follow((axis,)): tuple(place[axis] for place in places) for axis in range(len(box))}
-        for leaf, t in enumerate(self.leaves):
-            for axes in itertools.combinations(range(len(box)), t.ndim) if leaf not in self.shapes and t.ndim else ():
-                if list(t.shape) == [box[a].stop - box[a].start for a in axes]:
-                    at = [tuple(place[a] - box[a].start for a in axes) for place in places]
-                    found[Follow(axes, leaf)] = tuple(int(t[each]) for each in at)
-        return found
-
-    def rows(self, begins: dict[Follow, set[int]], box: tuple[slice, ...], sizes: Sequence[int]) -> str:
-        """Say where in the tables the row of the first token is; see :class:`Turn`."""
-        token, offset = self.layout.token, self.probe.offset
-        tokens, rows = sizes[token], self.layout.num_rows(self.probe.axes)
-        for axis, (part, size) in enumerate(zip(box, sizes[:-1], strict=False)):
-            if part not in (slice(0, size), slice(0, rows), slice(size - rows, size))[: 3 if axis == token else 1]:
-                raise Unlike(5, "rotates a part of its tokens that does not follow from the tables' size")
-        names = {offset: "offset"} if offset else {rows - tokens: "end", 0: "start"}
-        (begin, *more) = begins.pop(Follow((token,)), {0})
-        if more or begin not in names or any(each != {0} for each in begins.values()):
-            raise Unlike(5, "begins to read its tables at a row that does not follow from their size")
-        return names[begin]
-
-    def join(
-        self, entries: list[Any], negated: list[bool], axes: tuple[int, ...], may_alternate: bool
-    ) -> tuple[tuple[Run, ...], bool]:
+    def view(self, entries: list[Any], axes: tuple[int, ...], may_alternate: bool) -> tuple[tuple[Run, ...], bool]:
         """Return the entries of channels in as few runs as possible, and whether these alternate."""
-        negated = [False] * len(negated) if all(negated) else negated
-        runs, alternate = gather(entries, negated), False
-        if may_alternate and len(runs) > 1:
-            one, two = (gather(entries[i::2], negated[i::2]) for i in (0, 1))
-            runs, alternate = (one + two, True) if len(one) == len(two) == 1 else (runs, False)
-        views = []
-        for leaf, place, is_negated in runs:
-            follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
+        found, alternate = gather(entries), False
+        if may_alternate and len(found) > 1:
+            by_turns = [run for i in (0, 1) for run in gather(entries[i::2])]
+            found, alternate = (by_turns, True) if len(by_turns) == 2 else (found, False)
+        runs = []
+        for leaf, is_negated, place in found:
             index: list[Any] = []
             labels: list[Any] = []
             for at, size in zip(place, self.shapes[leaf], strict=True):
-                if isinstance(at, Follow):
-                    index, labels = [*index, *[slice(None)] * len(at.axes)], [*labels, *at.axes]
-                elif isinstance(at, slice):
-                    index, labels = [*index, slice(None) if at == slice(0, size, 1) else at], [*labels, "channels"]
-                else:
-                    index.append(at)
+                is_follow, is_channels = isinstance(at, Follow), isinstance(at, slice)
+                labels += at.axes if is_follow else ["channels"] if is_channels else []
+                index += [slice(None)] * len(at.axes) if is_follow else [slice(None) if at == slice(0, size, 1) else at]
             # rotate takes tables without heads, and without batch and heads
             first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
-            views.append(Run(leaf, follows, *arrange(index, labels, [*first_axes, axes[2], "channels"]), is_negated))
-        return tuple(views), alternate
+            follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
+            runs.append(Run(leaf, follows, *arrange(index, labels, [*first_axes, axes[2], "channels"]), is_negated))
+        return tuple(runs), alternate
 
 
-def gather(entries: list[Any], negated: list[bool]) -> list[Any]:
+def gather(entries: list[Any]) -> list[Any]:
     """Join entries that follow each other along one dimension of a leaf, in steps of one size, which gets a slice."""
     runs: list[Any] = []
     start = 0
     while start < len(entries):
-        (leaf, index), stop, step = entries[start], start + 1, None
-        while stop < len(entries) and negated[stop] == negated[start] and entries[stop][0] == leaf:
-            places = list(enumerate(zip(entries[stop - 1][1], entries[stop][1], strict=True)))
-            differ = [(dim, n - m) for dim, (m, n) in places if m != n and not isinstance(m, Follow)]
-            is_moved = any(m != n for _, (m, n) in places if isinstance(m, Follow) or isinstance(n, Follow))
-            if is_moved or len(differ) != 1 or differ[0][1] < 0 or step not in (None, differ[0]):
+        (leaf, is_negated, place), stop, step = entries[start], start + 1, None
+        while stop < len(entries) and entries[stop][:2] == (leaf, is_negated):
+            places = enumerate(zip(entries[stop - 1][2], entries[stop][2], strict=True))
+            differ = [(dim, n - m if type(m) is type(n) is int else -1) for dim, (m, n) in places if m != n]
+            if len(differ) != 1 or differ[0][1] < 0 or step not in (None, differ[0]):
                 break
             stop, step = stop + 1, differ[0]
-        dim, by = step or (len(index) - 1, 1)
-        last = entries[stop - 1][1][dim]
-        runs.append((leaf, (*index[:dim], slice(index[dim], last + 1, by), *index[dim + 1 :]), negated[start]))
+        if step is not None:
+            dim, by = step
+            place = (*place[:dim], slice(place[dim], entries[stop - 1][2][dim] + 1, by), *place[dim + 1 :])
+        runs.append((leaf, is_negated, place))
         start = stop
     return runs
 
@@ -518,14 +487,14 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
     """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
-    turns = Reading(probe, layout).turns()
-    shapes, axes = layout.shapes(probe.axes), probe.axes
+    turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
     plan = Plan(turns, layout.relations, probe.form, (torch.float32,) * len(turns))
-    compare(probe, plan, probe.inputs(shapes, 2))
+    if not compare(probe, plan, probe.inputs(shapes, 2)):
+        raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
     followed = {axis for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows for axis in at.axes}
     free = {1, 2} - {*followed, layout.token} if len(turns) > 1 and len(axes) == 3 else ()
@@ -564,20 +533,21 @@ def make_grid_plan(probe: Probe) -> Plan:
 def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
     """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
     runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
-    follows = {(run.leaf, dim) for run in runs for dim, _ in run.follows}
-    positions, used = {at.positions for run in runs for _, at in run.follows}, {run.leaf for run in runs}
+    follows = [(run.leaf, dim, at) for run in runs for dim, at in run.follows]
+    used = {run.leaf for run in runs} | {at.positions for *_, at in follows}
+    free = {(leaf, dim) for leaf, dim, _ in follows} | {
+        (at.positions, i) for *_, at in follows for i in range(len(at.axes))
+    }
     required, (xs, leaves) = [], probe.inputs(layout.shapes(probe.axes), 2)
     for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
-        dims = [(leaf, dim, labels[dim]) for dim in range(len(labels) - len(entry[3:])) if (leaf, dim) not in follows]
-        if leaf in used and any(label >= 0 for *_, label in dims):
-            raise Unlike(0, "takes tables of another shape")
-        if entry[0] == "attribute" or leaf in positions:
-            continue
         if leaf not in used:
             with suppress(Exception):  # not even looked at
                 probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
                 continue
-        required += dims
+        count = 0 if entry[0] == "attribute" else len(labels) - len(entry[3:])
+        required += [(leaf, dim, labels[dim]) for dim in range(count) if (leaf, dim) not in free]
+        if leaf in used and any(at == leaf and label >= 0 for at, _, label in required):
+            raise Unlike(0, "takes tables of another shape")
     return tuple(required)
 
 
@@ -592,7 +562,7 @@ def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
     if recipe is None or recipe.relations != plan.relations:
         return False
     if not are_close(run(recipe, xs, leaves, "reference"), expected):
-        raise Unlike(5, "is a rotation for some sizes and values of its arguments, and not for others")
+        raise Unlike(5, _OTHERWISE)
     if not are_close([o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected):
         raise Unlike(4, "is not linear in x")
     return True
