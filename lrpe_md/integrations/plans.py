@@ -104,7 +104,13 @@ class Plan(NamedTuple):
 def describe(value: Any, is_data: bool) -> Any:
     """Return what a plan depends on: nested tuples of constants; sizes of batch, heads and tokens are left out."""
     if isinstance(value, Tensor):
-        return _describe_tensor(value, is_data)
+        kind, tail = "data" if is_data else "table", value.shape[-1:]
+        if not (value.is_floating_point() or value.is_complex()):
+            few = value.ndim > 2 and value.shape[-1] < 5  # coordinates of a token
+            kind, tail = "unknown" if value.dtype == torch.bool else "integers", tail if few else ()
+        elif not is_data and value.ndim > 1 and value.shape[-1] == 2:
+            tail = value.shape[-3:] if value.ndim > 2 and value.shape[-2] == 2 else value.shape[-2:]
+        return (kind, value.ndim, value.dtype, *[operator.index(n) for n in tail])
     if type(value) in (tuple, list):
         return (type(value).__name__, *[describe(v, is_data) for v in value])
     if isinstance(value, (bool, float)):
@@ -112,17 +118,6 @@ def describe(value: Any, is_data: bool) -> Any:
     if isinstance(value, int):
         return operator.index(value)  # also where it is symbolic
     return value if value is None or isinstance(value, (str, torch.dtype)) else ("unknown",)
-
-
-def _describe_tensor(t: Tensor, is_data: bool) -> tuple[Any, ...]:
-    if t.dtype == torch.bool:
-        return ("unknown",)
-    kind, tail = "data" if is_data else "table", t.shape[-1:]
-    if not (t.is_floating_point() or t.is_complex()):
-        kind, tail = "integers", tail if t.ndim > 2 and t.shape[-1] < 5 else ()  # coordinates of a token
-    elif not is_data and t.ndim > 1 and t.shape[-1] == 2:
-        tail = t.shape[-3:] if t.ndim > 2 and t.shape[-2] == 2 else t.shape[-2:]
-    return (kind, t.ndim, t.dtype, *[operator.index(n) for n in tail])
 
 
 # --- a call by a plan ---------------------------------------------------------------------------------------------
@@ -201,16 +196,12 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
         sides.append(_Side(viewed, kept, num_tokens if is_one_row and num_tokens != 1 else 0, prefix))
     launches: list[int] = []
     while (i := sum(launches)) < len(sides):
-        launches.append(2 if i + 1 < len(sides) and _share_launch(plan, sides, xs, i) else 1)
+        launches.append(1)
+        if i + 1 < len(sides) and plan.turns[i] == plan.turns[i + 1] and plan.dtypes[i] == plan.dtypes[i + 1]:
+            (batch, heads, tokens), (other_batch, other_heads, other_tokens) = sides[i].sizes, sides[i + 1].sizes
+            same_sizes = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
+            launches[-1] += same_sizes and xs[i].dtype == xs[i + 1].dtype
     return Recipe(plan, relations, tuple(sides), tuple(launches))
-
-
-def _share_launch(plan: Plan, sides: list[_Side], xs: list[Tensor], i: int) -> bool:
-    """Say whether two tensors that follow each other are turned alike, with sizes for one launch."""
-    (batch, heads, tokens), (other_batch, other_heads, other_tokens) = sides[i].sizes, sides[i + 1].sizes
-    same_dtypes = (plan.dtypes[i], xs[i].dtype) == (plan.dtypes[i + 1], xs[i + 1].dtype)
-    same_sizes = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
-    return same_dtypes and same_sizes and plan.turns[i] == plan.turns[i + 1]
 
 
 def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:

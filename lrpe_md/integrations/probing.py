@@ -160,16 +160,14 @@ class Layout(NamedTuple):
     token: int
     rows: int | None = None
 
-    def num_rows(self, axes: tuple[int, ...]) -> int:
-        return self.rows or axes[self.token] + (0 if set(self.relations) == {EQUAL} else 2)
-
     def shapes(self, axes: tuple[int, ...], one_row: int | None = None, more_heads: int | None = None) -> Shapes:
         """Return shapes, with one row along ``one_row``, and the first x twice as long along ``more_heads``."""
         table, xs = [*axes], [[*axes] for _ in self.relations]
-        rows = table[self.token] = self.num_rows(axes)
-        tokens = {EQUAL: rows, MORE: min(axes[self.token], rows - 1), FEWER: rows + 2}
+        tokens = axes[self.token]
+        rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
+        lengths = {EQUAL: rows, MORE: min(tokens, rows - 1), FEWER: rows + 2}
         for x, relation in zip(xs, self.relations, strict=True):
-            x[self.token] = tokens[relation]
+            x[self.token] = lengths[relation]
         if one_row is not None:
             table[one_row] = 1
         if more_heads is not None:

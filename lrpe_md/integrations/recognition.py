@@ -112,7 +112,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     if count > 2:
         raise Unlike(0, f"takes {count} arguments; close it over its positions, so that it takes x, or q and k")
     key = (("data", 4, torch.float64, sizes[-1]),) * count
-    probe = Probe(lambda xs, _: function(*xs), key, device, widths=(1, 2))  # the cosine map doubles the channels
+    probe = Probe(lambda xs, _: function(*[x.clone() for x in xs]), key, device, (1, 2))  # the cosine map doubles x
     dtype = torch.float64
 
     def call(xs: list[Tensor]) -> list[Tensor]:
