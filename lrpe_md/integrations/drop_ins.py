@@ -81,20 +81,16 @@ class _Probed:
         self.offsets = frozenset(i for i, p in enumerate(parameters) if "offset" in p.name and type(p.default) is int)
         self.data: frozenset[int] = frozenset()
         self.owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
-        held = vars(self.owner) if hasattr(self.owner, "__dict__") and not inspect.isclass(self.owner) else {}
-        self.settings = tuple(name for name, value in held.items() if isinstance(value, (bool, int, float, str)))
-        self.attributes: tuple[str, ...] = ()
-        self.plans: dict[Any, Plan | Unlike] = {}
-        self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
-        self.relation = EQUAL  # of its rows to tokens
-
-    def own_tensors(self) -> tuple[str, ...]:
-        """Return the names of the owner's floating-point tensors."""
         held = {} if inspect.isclass(self.owner) else dict(getattr(self.owner, "__dict__", {}))
+        self.settings = tuple(name for name, value in held.items() if isinstance(value, (bool, int, float, str)))
         if isinstance(self.owner, nn.Module):
             held |= {**self.owner._buffers, **self.owner._parameters}
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
-        return tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
+        self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
+        self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
+        self.plans: dict[Any, Plan | Unlike] = {}
+        self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
+        self.relation = EQUAL  # of its rows to tokens
 
     def describe_owner(self) -> list[tuple[Any, ...]]:
         """Return what a plan depends on of the owner."""
@@ -230,7 +226,7 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
         roles = [(data, tables), *[(each, required - each) for each in chosen]]
     for reads_tensors, (of_x, of_tables) in itertools.product((False, True), roles):
         probed = _Probed(function, device, parameters)
-        probed.data, probed.attributes = frozenset(of_x), probed.own_tensors() if reads_tensors else ()
+        probed.data, probed.attributes = frozenset(of_x), probed.own_tensors if reads_tensors else ()
         if of_x and (probed.attributes or not reads_tensors):
             yield probed, _first_keys(probed, of_tables, required - of_x - of_tables)
 

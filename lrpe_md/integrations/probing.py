@@ -90,15 +90,14 @@ class Probe:
         self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu", widths: tuple[int, ...] = (1,)
     ) -> None:
         self.call, self.device, self.widths = call, device, widths
-        groups = {name: [e for e in key if isinstance(e, tuple) and e[0] == name] for name in ("attribute", "list")}
+        attributes = [e for e in key if isinstance(e, tuple) and e[0] == "attribute"]
         self.entries = [e for e in key if not (isinstance(e, tuple) and e[0] in ("attribute", "settings"))]
         self.offset = 1 if ("offset",) in key else 0
-        self.sections = [len(e) - 1 for e in groups["list"] if all(type(n) is int for n in e[1:])]
         tensors: list[Any] = []
         fill(("tuple", *self.entries), tensors.append)
         self.data = [e for e in tensors if e[0] == "data"]
         inner = [e for e in tensors if e[0] in ("table", "integers")]
-        self.leaves, self.num_inner = inner + groups["attribute"], len(inner)
+        self.leaves, self.num_inner = inner + attributes, len(inner)
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
@@ -181,11 +180,12 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
     Dimensions that are not channels follow axes of x in order, or have the size 1, or that of the heads that x has in
     its last dimension, or in front the number of sections, or 2 for cos and sin.
     """
-    num_axes = len(probe.axes)
+    num_axes, lists = len(probe.axes), [e for e in probe.entries if isinstance(e, tuple) and e[0] == "list"]
+    sections = [len(e) - 1 for e in lists if all(type(n) is int for n in e[1:])]
 
     def labels_of(entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
         count, ranked = entry[1] - len(entry[3:]), []
-        first = {-n for n in (*probe.sections, 2)} if count > 1 else set()
+        first = {-n for n in (*sections, 2)} if count > 1 else set()
         has_heads = len(entry) > 3 and num_axes == 2
         heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if has_heads else set()
         for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
@@ -193,7 +193,7 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
             in_front = bool(others) and others == [labels[0]] and labels[0] in first
             is_known = not others or in_front or (len(others) == 1 and others[0] in heads)
             if is_known and axes == sorted(set(axes)) and (axes or not count):
-                rank = 1 if not others else 3 if not in_front else 0 if -others[0] in probe.sections else 2
+                rank = 1 if not others else 3 if not in_front else 0 if -others[0] in sections else 2
                 ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
         return [labels for _, labels in sorted(ranked)]
 
@@ -486,7 +486,9 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
     """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
+    probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
+    probe.offset *= 2
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
@@ -500,10 +502,6 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     others = [layout.shapes(other) for other in _OTHERS[len(axes)]]
     for other in (*others, *[layout.shapes(axes, more_heads=axis) for axis in free]):
         compare(probe, plan, probe.inputs(other, 2))
-    if probe.offset:
-        probe.offset = 2
-        compare(probe, plan, probe.inputs(shapes, 2))
-        probe.offset = 1
     for axis in sorted(followed & {*range(len(axes))}):
         candidate = plan._replace(broadcast_axes=(*plan.broadcast_axes, axis))
         with suppress(Unlike):
@@ -535,21 +533,18 @@ def make_grid_plan(probe: Probe) -> Plan:
 def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
     """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
     runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
-    follows = [(run.leaf, dim, at) for run in runs for dim, at in run.follows]
-    used = {run.leaf for run in runs} | {at.positions for *_, at in follows}
-    free = {(leaf, dim) for leaf, dim, _ in follows} | {
-        (at.positions, i) for *_, at in follows for i in range(len(at.axes))
-    }
+    follows = {(run.leaf, dim): at for run in runs for dim, at in run.follows}
+    tables, positions = {run.leaf for run in runs}, {at.positions for at in follows.values()}
     required, (xs, leaves) = [], probe.inputs(layout.shapes(probe.axes), 2)
-    for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
-        if leaf not in used:
+    for leaf, labels in enumerate(layout.labels):
+        sizes = [(leaf, dim, label) for dim, label in enumerate(labels) if label < 0 or (leaf, dim) not in follows]
+        if leaf in tables and any(label >= 0 for *_, label in sizes):
+            raise Unlike(0, "takes tables of another shape")
+        if leaf not in tables | positions:
             with suppress(Exception):  # not even looked at
                 probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
                 continue
-        count = 0 if entry[0] == "attribute" else len(labels) - len(entry[3:])
-        required += [(leaf, dim, labels[dim]) for dim in range(count) if (leaf, dim) not in free]
-        if leaf in used and any(at == leaf and label >= 0 for at, _, label in required):
-            raise Unlike(0, "takes tables of another shape")
+        required += [] if leaf in positions else sizes
     return tuple(required)
 
 
