@@ -223,55 +223,44 @@ class Pairs(NamedTuple):
     sin: Tensor
 
 
-def read_pairs(call: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Pairs]:
-    """Read how a function turns the channels of each x.
+def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
+    """Read how a function turns the channels of x.
 
     Raises:
         Unlike: it does not turn pairs of channels.
     """
-    outs, again, bias = call(xs), call(xs), call([torch.zeros_like(x) for x in xs])
-    if not all(map(torch.equal, outs, again)):
+    out, zeros = call(x), torch.zeros_like(x)
+    if not torch.equal(out, call(x)):
         raise Unlike(3, "is random: two calls with the same arguments differ")
-    if any(o.any() for o in bias):
+    if call(zeros).any():
         raise Unlike(3, "adds something that does not depend on x")
-    if outs[0].shape != xs[0].shape:
-        ones = call([torch.ones_like(x) for x in xs])
-        return [Pairs((0, x.shape[-1]), 0, 0, *o.chunk(2, -1)) for o, x in zip(ones, xs, strict=True)]
-    spans = []
-    for x, out in zip(xs, outs, strict=True):
-        changed = find_channels(x != out.to(x.dtype))
-        if not out.isfinite().all():
-            raise Unlike(2, "returns numbers that are not finite")
-        if not changed:
-            raise Unlike(3, "returns x as it was")
-        spans.append((changed[0], changed[-1] + 1))
-        if (changed[-1] - changed[0]) % 2 == 0:
-            raise Unlike(3, f"changes {changed[-1] - changed[0] + 1} channels, which are not pairs")
+    if out.shape != x.shape:
+        return Pairs((0, x.shape[-1]), 0, 0, *call(torch.ones_like(x)).chunk(2, -1))
+    if not out.isfinite().all():
+        raise Unlike(2, "returns numbers that are not finite")
+    changed = find_channels(x != out.to(x.dtype))
+    if not changed:
+        raise Unlike(3, "returns x as it was")
+    start, width = changed[0], changed[-1] + 1 - changed[0]
+    if width % 2:
+        raise Unlike(3, f"changes {width} channels, which are not pairs")
 
-    def respond(channels: list[Any]) -> list[Tensor]:
-        """Return the outputs for xs that are one at these channels of their spans, and zero elsewhere."""
-        inputs = [torch.zeros_like(x) for x in xs]
-        for x, (start, stop), each in zip(inputs, spans, channels, strict=True):
-            x[..., start:stop][..., each] = 1
-        return [o.to(x.dtype) for o, x in zip(call(inputs), xs, strict=True)]
+    def respond(channels: Any) -> Tensor:
+        """Return the output for x that is one at these of the changed channels, and zero elsewhere."""
+        ones = zeros.clone()
+        ones[..., start : start + width][..., channels] = 1
+        return call(ones).to(x.dtype)
 
-    hits, distances = [find_channels(o) for o in respond([0] * len(xs))], []
-    for hit, (start, stop) in zip(hits, spans, strict=True):
-        if len(hit) == 1:
-            raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels, without turning pairs of them")
-        distances.append(hit[1] - hit[0] if len(hit) == 2 else 0)
-        if not distances[-1] or hit[0] != start or (stop - start) % (2 * distances[-1]):
-            raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
-    in_x = list(distances)
-    for options in ([1] * len(xs), [(stop - start) // 2 for start, stop in spans], distances):
-        for i, out in enumerate(respond(options)):
-            in_x[i] = options[i] if find_channels(out) == hits[i] else in_x[i]
-    masks = [firsts(stop - start, d) for (start, stop), d in zip(spans, in_x, strict=True)]
-    pairs = []
-    for i, (a, b) in enumerate(zip(respond(masks), respond([~mask for mask in masks]), strict=True)):
-        first, (a, b) = firsts(len(masks[i]), distances[i]), (t[..., slice(*spans[i])] for t in (a, b))
-        pairs.append(Pairs(spans[i], distances[i], in_x[i], torch.where(first, a, b), torch.where(first, -b, a)))
-    return pairs
+    hit = find_channels(respond(0))
+    if len(hit) == 1:
+        raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels, without turning pairs of them")
+    distance = hit[1] - hit[0] if len(hit) == 2 else 0
+    if not distance or hit[0] != start or width % (2 * distance):
+        raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
+    in_x = next((d for d in (distance, 1, width // 2) if find_channels(respond(d)) == hit), distance)
+    first, first_in_x = firsts(width, distance), firsts(width, in_x)
+    a, b = (respond(mask)[..., start : start + width] for mask in (first_in_x, ~first_in_x))
+    return Pairs((start, start + width), distance, in_x, torch.where(first, a, b), torch.where(first, -b, a))
 
 
 def find_channels(t: Tensor) -> list[int]:
@@ -311,13 +300,15 @@ class Reading:
         if len(self.places) > _MOST_ENTRIES:
             raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
         self.step = 0.5 ** (1 + max(len(self.places) - 1, 1).bit_length())  # a power of two
-        codes = 0.5 + self.step * torch.arange(len(self.places))
-        for (i, shape), part in zip(
-            self.shapes.items(), codes.split([n.numel() for n in self.shapes.values()]), strict=True
-        ):
+        codes = (0.5 + self.step * torch.arange(len(self.places))).split([n.numel() for n in self.shapes.values()])
+        for (i, shape), part in zip(self.shapes.items(), codes, strict=True):
             part = part.reshape(shape)
             self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
-        self.turns = tuple(map(self.turn, read_pairs(lambda xs: probe.run(xs, self.leaves), xs)))
+
+        def call(i: int, x: Tensor) -> Tensor:
+            return probe.run([*xs[:i], x, *xs[i + 1 :]], self.leaves)[i]
+
+        self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Look up the entries that cos and sin are, or are the cosine and sine of."""

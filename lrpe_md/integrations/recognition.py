@@ -115,26 +115,25 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     probe = Probe(lambda xs, _: function(*[x.clone() for x in xs]), key, device, (1, 2))  # the cosine map doubles x
     dtype = torch.float64
 
-    def call(xs: list[Tensor]) -> list[Tensor]:
+    def call(x: Tensor) -> Tensor:
         try:
-            outs = probe.run([x.to(dtype) for x in xs], [])
+            out, *others = probe.run([x.to(dtype)] * count, [])
         except Unlike:
             raise
         except Exception as e:  # whatever somebody else's function raises
             raise Unlike(0, f"raises {type(e).__name__}: {e}") from e
-        if any(not torch.equal(o, outs[0]) for o in outs):
+        if any(not torch.equal(o, out) for o in others):
             raise Unlike(3, "turns q and k differently")
-        return [o.double() for o in outs]
+        return out.double()
 
     x = torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float().double()
-    xs = [x] * count
     try:
-        call(xs)
+        call(x)
     except Unlike as e:
         if e.__cause__ is None:
             raise
         dtype = torch.float32  # some functions take this alone
-    ((start, stop), distance, distance_in_x, cos, sin), *_ = read_pairs(call, xs)
+    (start, stop), distance, distance_in_x, cos, sin = read_pairs(call, x)
     values: dict[str, Any] = {}
     if distance:
         first = firsts(stop - start, distance)
@@ -152,7 +151,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     kind: Any = "rotate" if values else "cosine"
     axes, order, theta, notes = _describe(fitted["omega"])
     arguments = Arguments(kind, {**fitted, **values}, notes)
-    error = float(((rotate if values else cosine)(x, **arguments) - call(xs)[0]).abs().max())
+    error = float(((rotate if values else cosine)(x, **arguments) - call(x)).abs().max())
     if not error < 20 * _ANGLE:
         raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
     return Recognised(arguments, kind, axes, order, theta, error)
