@@ -164,7 +164,7 @@ class Layout(NamedTuple):
         table, xs = [*axes], [[*axes] for _ in self.relations]
         tokens = axes[self.token]
         rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
-        lengths = {EQUAL: rows, MORE: min(tokens, rows - 1), FEWER: rows + 2}
+        lengths = {EQUAL: rows, MORE: min(tokens, rows - 1), FEWER: rows + 2 + tokens % 2}
         for x, relation in zip(xs, self.relations, strict=True):
             x[self.token] = lengths[relation]
         if one_row is not None:
@@ -186,8 +186,7 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
     def labels_of(entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
         count, ranked = entry[1] - len(entry[3:]), []
         first = {-n for n in (*sections, 2)} if count > 1 else set()
-        has_heads = len(entry) > 3 and num_axes == 2
-        heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if has_heads else set()
+        heads = {-(probe.data[0][3] // n) for w in entry[3:4] for n in (2 * w, w)} if num_axes == 2 else set()
         for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
             axes, others = [a for a in labels if a >= 0], [a for a in labels if a < -1]
             in_front = bool(others) and others == [labels[0]] and labels[0] in first

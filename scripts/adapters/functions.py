@@ -76,7 +76,7 @@ def try_function(library: str, module: ModuleType, name: str, function: Callable
     return row._replace(outcome="wrong", reason=difference) if difference else row
 
 
-def _difference(function: Callable[..., Any], ours: Callable[..., Any]) -> str:
+def _difference(function: Callable[..., Any], ours: Any) -> str:
     launches: list[int] = []
     rotate = plans.rotate
 
@@ -84,7 +84,7 @@ def _difference(function: Callable[..., Any], ours: Callable[..., Any]) -> str:
         launches.append(1)
         return rotate(*args, **kwargs)
 
-    probed: Any = ours.probed
+    probed = ours.probed
     if any(isinstance(plan, plans.Plan) and plan.grids for plan in probed.plans.values()):  # compared by drop_in
         return ""
     probe = probing.Probe(probed.call, probed.key)
