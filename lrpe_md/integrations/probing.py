@@ -30,6 +30,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
+_MOST_TOKENS = 5  # along each axis, whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
@@ -295,19 +296,30 @@ class Reading:
         self.probe, self.layout = probe, layout
         xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
         self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
-        self.places = [(i, at) for i, shape in self.shapes.items() for at in itertools.product(*map(range, shape))]
-        if len(self.places) > _MOST_ENTRIES:
+        counts, self.strides = [shape.numel() for shape in self.shapes.values()], {}
+        self.total = sum(counts)
+        if self.total > _MOST_ENTRIES:
             raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
-        self.step = 0.5 ** (1 + max(len(self.places) - 1, 1).bit_length())  # a power of two
-        codes = (0.5 + self.step * torch.arange(len(self.places))).split([n.numel() for n in self.shapes.values()])
+        self.step = 0.5 ** (1 + max(self.total - 1, 1).bit_length())  # a power of two
+        codes = (0.5 + self.step * torch.arange(self.total)).split(counts)
         for (i, shape), part in zip(self.shapes.items(), codes, strict=True):
             part = part.reshape(shape)
+            self.strides[i] = part.stride()
             self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
 
         def call(i: int, x: Tensor) -> Tensor:
             return probe.run([*xs[:i], x, *xs[i + 1 :]], self.leaves)[i]
 
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
+
+    def place(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """Return the leaf of an entry, and its place in the leaf's dimensions."""
+        for leaf, shape in self.shapes.items():
+            if number < shape.numel():
+                places = zip(self.strides[leaf], shape, strict=True)
+                return leaf, tuple([number // stride % size for stride, size in places])
+            number -= shape.numel()
+        raise IndexError(number)
 
     def turn(self, pairs: Pairs) -> Turn:
         """Look up the entries that cos and sin are, or are the cosine and sine of."""
@@ -321,7 +333,7 @@ class Reading:
             numbers = (torch.stack(values) - 0.5) / self.step
             rounded = numbers.round()
             is_near = (numbers - rounded).abs().max() < (0.3 if angles else 0.01)
-            if is_near and rounded.min() >= 0 and rounded.max() < len(self.places):
+            if is_near and rounded.min() >= 0 and rounded.max() < self.total:
                 break
         else:
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
@@ -348,7 +360,8 @@ class Reading:
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
             start, stop, box = 0, head, (*box, slice(0, codes[0].shape[-2]))
-        tokens = list(itertools.product(*[range(part.start, part.stop) for part in box]))
+        codes = tuple(t[(slice(0, _MOST_TOKENS),) * len(box)] for t in codes)
+        tokens = list(itertools.product(*[range(part.start, part.stop)[:_MOST_TOKENS] for part in box]))
         candidates = {Follow((axis,)): [at[axis] for at in tokens] for axis in range(len(box))}
         for leaf, t in enumerate(self.leaves):
             for axes in itertools.combinations(range(len(box)), t.ndim) if leaf not in self.shapes and t.ndim else ():
@@ -370,7 +383,7 @@ class Reading:
 
         def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
             """Return leaf, sign and the place in its dimensions of a channel whose entries have these numbers."""
-            leaves, places = zip(*[self.places[n] for n in numbers], strict=True)
+            leaves, places = zip(*map(self.place, numbers), strict=True)
             return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
 
         first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
@@ -459,7 +472,8 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
-    for make in (make_grid_plan, *(partial(make_plan, layout=layout) for layout in layouts(probe, relations))):
+    makers = (partial(make_plan, layout=layout) for layout in layouts(probe, relations))
+    for make in itertools.chain([make_grid_plan], makers):
         try:
             return make(probe)
         except Unlike as e:
