@@ -173,11 +173,11 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
     for x, turn in zip(xs, plan.turns, strict=True):
         sizes = (*x.shape[:-1], x.shape[-1] // turn.heads) if turn.heads else tuple(x.shape[:-1])
         token, rows = turn.axes[-1], cast(dict[int, list[int]], {})
-        for run in (*turn.cos[0], *turn.sin[0]):
-            if leaves[run.leaf].device != x.device:
+        for leaf, follows in [each[:2] for each in (*turn.cos[0], *turn.sin[0])]:
+            if leaves[leaf].device != x.device:
                 return None
-            for dim, at in run.follows:
-                shape = leaves[run.leaf].shape[dim : dim + 1] if at.positions is None else leaves[at.positions].shape
+            for dim, at in follows:
+                shape = leaves[leaf].shape[dim : dim + 1] if at.positions is None else leaves[at.positions].shape
                 for axis, n in zip(at.axes, shape, strict=True):
                     rows.setdefault(axis, []).append(n)
         for axis, counts in rows.items():
@@ -264,7 +264,7 @@ def _view_x(turn: Turn, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] | None, leaves: list[Tensor]) -> Tensor:
-    """Return cos or sin."""
+    """Return cos or sin, made of views of the caller's tensors."""
     parts = []
     for run in table[0]:
         t = leaves[run.leaf]

@@ -287,9 +287,9 @@ def as_real(t: Tensor) -> Tensor:
 
 
 class Reading:
-    """Tables with entries that are all different, from 0.5 up by a step below 1, and what turns are read from them.
+    """Read turns from calls with coded tables, whose entries all differ: from 0.5 up by one step, below 1.
 
-    What is read from these sizes and values is a guess, which :func:`compare` confirms at others.
+    The result is a guess from these sizes and values; :func:`compare` confirms it at others.
     """
 
     def __init__(self, probe: Probe, layout: Layout) -> None:
