@@ -37,12 +37,13 @@ class Follow(NamedTuple):
 class Run(NamedTuple):
     """Channels of cos or sin that lie in a row in a leaf (a tensor among the other arguments).
 
-    follows: the dimensions of the leaf that follow something. index, order: what views the channels as (N, W),
-    (B, N, W) or (B or 1, H, N, W), once rows are gathered by positions; see :func:`arrange`.
+    follows: the dimensions of the leaf that follow something; ``gathers`` where this is positions. index, order: what
+    views the channels as (N, W), (B, N, W) or (B or 1, H, N, W), once rows are gathered; see :func:`arrange`.
     """
 
     leaf: int
     follows: tuple[tuple[int, Follow], ...]
+    gathers: bool
     index: Any
     order: tuple[int, ...] | None
     negated: bool
@@ -154,10 +155,17 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
     Dimensions that the target has and ``labels`` has not are new ones.
     """
     new = [label for label in target if label not in labels]
-    index, labels = (*index, *[None] * len(new)), [*labels, *new]
-    order = tuple(labels.index(label) for label in target)
-    is_plain = all(isinstance(i, slice) and i == slice(None) for i in index)
-    return None if is_plain else index, None if order == tuple(range(len(order))) else order
+    items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
+    if [label for label in target if label in labels] == list(labels):  # new ones go to their places at once
+        rest, items, order = list(index), [], None
+        for label in target:
+            while label in labels and isinstance(rest[0], int):
+                items.append(rest.pop(0))
+            items.append(rest.pop(0) if label in labels else None)
+        items += rest
+    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        items.pop()
+    return tuple(items) or None, order
 
 
 def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe | None:
@@ -270,11 +278,12 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
         t = leaves[run.leaf]
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
-        for dim, at in reversed(run.follows):
-            if at.positions is not None:
-                t = t[(*[slice(None)] * dim, leaves[at.positions])]
-            elif kept is not None and at.axes[0] == token:
-                t = t.narrow(dim, *kept)
+        if run.gathers or kept is not None:
+            for dim, at in reversed(run.follows):
+                if at.positions is not None:
+                    t = t[(*[slice(None)] * dim, leaves[at.positions])]
+                elif kept is not None and at.axes[0] == token:
+                    t = t.narrow(dim, *kept)
         if run.index is not None:
             t = t[run.index]
         if run.order is not None:

@@ -437,7 +437,8 @@ class Reading:
             # rotate takes tables without heads, and without batch and heads
             first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
             follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
-            runs.append(Run(leaf, follows, *arrange(index, labels, [*first_axes, axes[2], "channels"]), is_negated))
+            gathers, target = any(at.positions is not None for _, at in follows), [*first_axes, axes[2], "channels"]
+            runs.append(Run(leaf, follows, gathers, *arrange(index, labels, target), is_negated))
         return tuple(runs), alternate
 
 
