@@ -13,15 +13,15 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.call import Impl
-from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, flatten, prepare, relate, run
+from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, run
 from .probing import find_plan, quietly
-from .sample_grids import Grids, find_grids, replace_on_grids
 
 __all__ = ["drop_in"]
 
@@ -34,7 +34,7 @@ _MOST_ANSWERS = 4  # kinds of arguments for which it runs and is no rotation, be
 _MOST_RECIPES = 64  # of one function, kept from call to call
 _GPU = "cuda"  # for functions that take no tensors on the CPU
 _MISSING: Any = object()
-_CONSTANTS = (int, float, bool, str)
+_CONSTANTS = (int, float, bool, str, type(None))
 
 
 def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
@@ -64,65 +64,46 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         name = getattr(function, "__qualname__", type(function).__name__)
         expected = "expected one that rotates pairs of channels by tables of cos and sin"
         raise TypeError(f"function: {expected}, got {name}, which {result}")
-    if isinstance(result, _Probed):
-        return _replace(function, result, impl)
-    grids, signature = result
-    return replace_on_grids(function, grids, functools.partial(_bind, signature), signature.defaults, impl)
-
-
-def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike | tuple[Grids, _Signature]:
-    """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
-    failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
-    for signature, keys in _read_signatures(function):
-        if (
-            signature.owner is None
-            and device == "cpu"
-            and (grids := find_grids(function, signature.names, signature.defaults))
-        ):
-            return grids, signature
-        probed = _Probed(function, signature, device)
-        for key, relation in itertools.product(keys, (MORE, EQUAL) if signature.attributes else (EQUAL,)):
-            plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
-            if isinstance(plan, Plan):
-                probed.key, probed.relation = key, relation
-                return probed
-            failure = max(failure, plan, key=lambda e: e.depth)
-            num_answers += plan.depth >= 4
-            if num_answers == _MOST_ANSWERS:
-                return failure
-    return failure
-
-
-class _Signature(NamedTuple):
-    """The parameters of a function; which of them are turned; what it may read of its object: tensors and settings."""
-
-    names: tuple[str, ...]
-    defaults: tuple[Any, ...]
-    num_positional: int
-    data: frozenset[int]
-    offsets: frozenset[int]
-    owner: Any = None
-    attributes: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
+    return _replace(function, result, impl)
 
 
 class _Probed:
-    """A function with the plans for the kinds of arguments that came so far."""
+    """A function, which of its parameters are turned, and the plans for the kinds of arguments that came so far.
 
-    def __init__(self, function: Callable[..., Any], signature: _Signature, device: str) -> None:
-        self.function, self.signature, self.device = function, signature, device
+    It may read tensors and settings (numbers, flags and strings) of its ``owner``.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: str, parameters: list[inspect.Parameter]) -> None:
+        self.function, self.device = function, device
+        self.names = tuple(p.name for p in parameters)
+        self.defaults = tuple(p.default for p in parameters)
+        self.num_positional = sum(p.kind != p.KEYWORD_ONLY for p in parameters)
+        self.offsets = frozenset(i for i, p in enumerate(parameters) if "offset" in p.name and type(p.default) is int)
+        self.data: frozenset[int] = frozenset()
+        self.owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
+        held = {} if inspect.isclass(self.owner) else dict(getattr(self.owner, "__dict__", {}))
+        self.settings = tuple(name for name, value in held.items() if isinstance(value, (bool, int, float, str)))
+        if isinstance(self.owner, nn.Module):
+            held |= {**self.owner._buffers, **self.owner._parameters}
+        tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
+        self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
+        self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, Plan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
         self.relation = EQUAL  # of its rows to tokens
 
-    def find(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
-        """Return the plan for a kind of arguments, probed when it first comes."""
+    def describe_owner(self) -> list[tuple[Any, ...]]:
+        """Return what a plan depends on of the owner."""
+        tensors = [getattr(self.owner, name) for name in self.attributes]
+        entries = [("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",) for t in tensors]
+        return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
+
+    def find(self, key: tuple[Any, ...], relations: str) -> Plan | None:
+        """Return the plan for a kind of arguments, probed when it first comes; None for what we can't do."""
+        if (key, relations) not in self.plans and len(self.plans) < _MOST_PLANS:
+            quietly(lambda: self.probe(key, relations))
         plan = self.plans.get((key, relations))
-        if plan is None:
-            if len(self.plans) >= _MOST_PLANS:
-                return Unlike(0, f"was called with more than {_MOST_PLANS} kinds of arguments")
-            plan = quietly(lambda: self.probe(key, relations))
-        return plan
+        return plan if isinstance(plan, Plan) else None
 
     def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Probe one kind of arguments, and note the plan."""
@@ -135,294 +116,199 @@ class _Probed:
 
     def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
         """Call the original, on a copy of its object with other tensors."""
-        signature = self.signature
-        split = signature.num_positional
-        args, kwargs = values[:split], dict(zip(signature.names[split:], values[split:], strict=True))
-        if signature.owner is None:
+        args, names = values[: self.num_positional], self.names[self.num_positional :]
+        kwargs = dict(zip(names, values[self.num_positional :], strict=True))
+        if self.owner is None:
             return self.function(*args, **kwargs)
-        replaced = copy.copy(signature.owner)
+        replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # what the function stores must not arrive in the object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        for name, t in zip(signature.attributes, tensors, strict=True):
+        for name, t in zip(self.attributes, tensors, strict=True):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
-        return _unbound(self.function)(replaced, *args, **kwargs)
+        is_module = isinstance(self.function, nn.Module)
+        unbound = type(self.function).forward if is_module else self.function.__func__  # pyright: ignore[reportFunctionMemberAccess]
+        return unbound(replaced, *args, **kwargs)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return the arguments in the order of the parameters; None for a call that the function does not take."""
+        values, given = [*args, *self.defaults[len(args) :]], 0
+        for i in range(len(args), len(self.names)):
+            if self.names[i] in kwargs:
+                values[i], given = kwargs[self.names[i]], given + 1
+            elif values[i] is _EMPTY:
+                return None
+        return values if given == len(kwargs) and len(args) <= self.num_positional else None
+
+    def measure(self, values: Sequence[Any]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Return all that a recipe depends on, the tensors that are turned, and all others."""
+        sizes: list[Any] = []
+        xs: list[Tensor] = []
+        leaves: list[Tensor] = []
+        for i, value in enumerate(values):
+            _collect(value, xs if i in self.data else leaves, sizes)
+        for name in (*self.attributes, *self.settings):
+            _collect(getattr(self.owner, name), leaves, sizes)
+        return tuple(sizes), xs, leaves
+
+    def resolve(
+        self, find: Callable[..., Plan | None], values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]
+    ) -> Recipe | None:
+        """Find the plan for a call, and return it worked out for its sizes; None for what goes to the original."""
+        entries, offset = [], 0
+        for i, value in enumerate(values):
+            is_offset = i in self.offsets and isinstance(value, int) and value
+            offset = value if is_offset else offset
+            entries.append(("offset",) if is_offset else describe(value, i in self.data))
+        key = (*entries, *self.describe_owner())
+        plan = find(key, (MORE if offset else self.relation) * len(xs))
+        plan = find(key, EQUAL * len(xs)) if plan is None and not offset else plan
+        recipe = None if plan is None else prepare(plan, xs, leaves, offset)
+        if recipe is not None and recipe.relations != recipe.plan.relations:
+            plan = find(key, recipe.relations)
+            recipe = None if plan is None else prepare(plan, xs, leaves, offset)
+        return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
 
 
-def _unbound(function: Any) -> Callable[..., Any]:
-    return type(function).forward if isinstance(function, nn.Module) else function.__func__
+def _collect(value: Any, tensors: list[Tensor], sizes: list[Any]) -> None:
+    """Append the tensors in a value, and what a recipe depends on."""
+    kind = type(value)
+    sizes.append(kind)
+    if kind is tuple or kind is list:
+        sizes.append(len(value))
+        for each in value:
+            _collect(each, tensors, sizes)
+    elif isinstance(value, Tensor):
+        is_plain = kind is Tensor or kind is nn.Parameter
+        sizes += (value.shape, value.dtype, value.device) if is_plain else (object(),)  # the latter is never met again
+        tensors.append(value)
+    else:
+        sizes.append(value if kind in _CONSTANTS else describe(value, False))
 
 
 # --- the signature ------------------------------------------------------------------------------------------------
 
 
-def _read_signatures(function: Callable[..., Any]) -> Iterator[tuple[_Signature, list[tuple[Any, ...]]]]:
-    """Yield which parameters may be turned, and kinds of arguments to try; by their names first."""
-    try:
-        parameters = list(inspect.signature(_forward(function)).parameters.values())
-    except (TypeError, ValueError) as e:
-        raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    offsets = frozenset(i for i, p in enumerate(named) if "offset" in p.name and type(p.default) is int)
-    base = _Signature(
-        tuple(p.name for p in named), tuple(p.default for p in named), sum(p.kind != p.KEYWORD_ONLY for p in named),
-        frozenset(), offsets,
-    )  # fmt: skip
-    open_ones = [i for i, p in enumerate(named) if p.default is _EMPTY or p.default is None]
-    data = {i for i in open_ones if _DATA.fullmatch(named[i].name)}
-    tables = {
-        i for i in open_ones if i not in data and _TABLES.search(named[i].name) and "section" not in named[i].name
-    }
-    required = {i for i in open_ones if named[i].default is _EMPTY}
-    owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
-    owners: list[tuple[Any, tuple[str, ...]]] = [(owner, ())]
-    if owner is not None and not inspect.isclass(owner) and (attributes := _own_tensors(owner)):
-        owners.append((owner, attributes))
-    for (at, attributes), (data_indices, table_indices) in itertools.product(owners, _roles(data, tables, required)):
-        signature = base._replace(data=frozenset(data_indices), owner=at, attributes=attributes, settings=_settings(at))
-        yield signature, list(_first_keys(signature, data_indices, table_indices, required))
+def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
+    """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
+    failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
+    for probed, keys in _read_signatures(function, device):
+        for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
+            plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
+            if isinstance(plan, Plan):
+                probed.key, probed.relation = key, relation
+                return probed
+            failure = max(failure, plan, key=attrgetter("depth"))
+            num_answers += plan.depth >= 4
+            if num_answers == _MOST_ANSWERS:
+                return failure
+    return failure
 
 
 def _forward(function: Any) -> Callable[..., Any]:
     return function.forward if isinstance(function, nn.Module) else function
 
 
-def _own_tensors(owner: Any) -> tuple[str, ...]:
-    """The names of the floating-point tensors that an object holds itself."""
-    held = dict(vars(owner)) if hasattr(owner, "__dict__") else {}
-    if isinstance(owner, nn.Module):
-        held = {**held, **owner._buffers, **owner._parameters}
-    return tuple(
-        n for n, t in held.items() if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.ndim > 1
-    )
+def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
+    """Yield which parameters may be turned, and kinds of arguments to try; by their names first."""
+    try:
+        parameters = list(inspect.signature(_forward(function)).parameters.values())
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
+    parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = {i: p.name for i, p in enumerate(parameters) if p.default is _EMPTY or p.default is None}
+    required = {i for i in names if parameters[i].default is _EMPTY}
+    data = {i for i, name in names.items() if _DATA.fullmatch(name)}
+    tables = {i for i, name in names.items() if _TABLES.search(name) and "section" not in name} - data
+    roles = [(data, tables), (data & required, tables & required)][: 1 if data | tables <= required else 2]
+    if not data or not required <= data | tables:
+        chosen = [set(each) for n in (1, 2) for each in itertools.combinations(sorted(required), n)]
+        roles = [(data, tables), *[(each, required - each) for each in chosen]]
+    for reads_tensors, (of_x, of_tables) in itertools.product((False, True), roles):
+        probed = _Probed(function, device, parameters)
+        probed.data, probed.attributes = frozenset(of_x), probed.own_tensors if reads_tensors else ()
+        if of_x and (probed.attributes or not reads_tensors):
+            yield probed, _first_keys(probed, of_tables, required - of_x - of_tables)
 
 
-def _settings(owner: Any) -> tuple[str, ...]:
-    """The names of the numbers, flags and strings that an object holds."""
-    held = vars(owner) if hasattr(owner, "__dict__") and not inspect.isclass(owner) else {}
-    return tuple(name for name, value in held.items() if isinstance(value, (bool, int, float, str)))
-
-
-def _roles(data: set[int], tables: set[int], required: set[int]) -> Iterator[tuple[set[int], set[int]]]:
-    """Yield which parameters are turned and which are tables."""
-    if data and required <= data | tables:
-        yield data, tables
-        if not data | tables <= required and data & required:
-            yield data & required, tables & required
-        return
-    if data:
-        yield data, tables
-    others = sorted(required)
-    for count in (1, 2):
-        for chosen in itertools.combinations(others, count):
-            yield set(chosen), set(others) - set(chosen)
-
-
-def _first_keys(
-    signature: _Signature, data_indices: set[int], table_indices: set[int], required: set[int]
-) -> Iterator[tuple[Any, ...]]:
-    """Yield kinds of arguments to try."""
-    rest = [i for i in sorted(required) if i not in data_indices and i not in table_indices]
-    options = itertools.product(
-        (4, 3, 2), _head_dims(signature), _table_forms(len(table_indices)), _other_values(signature, rest)
-    )
-    for rank, head_dim, forms, others in options:
-        entries: list[Any] = []
-        of_tables, of_rest = iter(forms), iter(others)
-        for i, default in enumerate(signature.defaults):
-            if i in data_indices:
-                entries.append(("data", rank, torch.float32, head_dim))
-            elif i in table_indices:
-                entries.append(next(of_tables))
-            else:
-                entries.append(next(of_rest) if i in rest else describe(default, False))
-        yield (*entries, *_describe_owner(signature))
-
-
-def _describe_owner(signature: _Signature) -> list[tuple[Any, ...]]:
-    """Return what a plan depends on of a function's object."""
-    entries: list[tuple[Any, ...]] = []
-    for name in signature.attributes:
-        t = getattr(signature.owner, name)
-        entries.append(("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",))
-    return [*entries, ("settings", *[describe(getattr(signature.owner, name), False) for name in signature.settings])]
-
-
-def _head_dims(signature: _Signature) -> list[int]:
-    """Widths to try: those that tables of an object's own may be for."""
-    shapes = [entry[1] for entry in _describe_owner(signature) if entry[0] == "attribute"]
-    widths = [n * m for shape in shapes for n in shape[-2:] for m in (1, 2)]
-    return sorted({n for n in widths if n % 2 == 0 and n > 2}) if shapes else [_HEAD_DIM]
+def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[tuple[Any, ...]]:
+    """Yield kinds of arguments to try; ``rest`` are other parameters without a default."""
+    owner = probed.describe_owner()
+    own_widths = {n * m for e in owner if e[0] == "attribute" for n in e[1][-2:] for m in (1, 2)}
+    head_dims = sorted(n for n in own_widths if n % 2 == 0 and n > 2) if own_widths else [_HEAD_DIM]
+    others = [_other_values(probed.names[i]) for i in sorted(rest)]
+    for rank, head_dim, forms, values in itertools.product(
+        (4, 3, 2), head_dims, _table_forms(len(tables)), [*itertools.product(*others)]
+    ):
+        entries = [describe(default, False) for default in probed.defaults]
+        for i in probed.data:
+            entries[i] = ("data", rank, torch.float32, head_dim)
+        for places, each in ((tables, forms), (rest, values)):
+            for i, entry in zip(sorted(places), each, strict=True):
+                entries[i] = entry
+        yield (*entries, *owner)
 
 
 def _table_forms(count: int) -> list[tuple[Any, ...]]:
-    """Descriptions of so many arguments that are tables."""
+    """Return descriptions of so many arguments that are tables."""
     real, width = torch.float32, _HEAD_DIM
-    if not count:
-        return [()]
-    if count > 1:
-        return [(("table", n + 1, real, w),) * count for n in (2, 1, 3) for w in (width, width // 2)]
-    one: list[Any] = []
-    for n in (2, 1, 3):
-        one += [("tuple", *[("table", n + 1, real, w)] * 2) for w in (width, width // 2)]
-        one += [("table", n + 1, torch.complex64, width // 2)]
-        one += [("table", n + 3, real, width // 2, 2, 2), ("table", n + 2, real, width // 2, 2)]
-        one += [("table", n + 1, real, w) for w in (width, 2 * width, width // 2)]
-    one.append(("tuple", *[("tuple", *[("table", 2, real, width // 3)] * 2)] * 3))  # by axis
-    return [(form,) for form in one]
+    if count != 1:
+        return [(("table", n, real, w),) * count for n in (3, 2, 4) for w in (width, width // 2)] if count else [()]
+    forms: list[Any] = []
+    for n in (3, 2, 4):
+        forms += [("tuple", *[("table", n, real, w)] * 2) for w in (width, width // 2)]
+        forms += [("table", n, torch.complex64, width // 2)]
+        forms += [("table", n + 2, real, width // 2, 2, 2), ("table", n + 1, real, width // 2, 2)]
+        forms += [("table", n, real, w) for w in (width, 2 * width, width // 2)]
+    by_axis = ("tuple", *[("tuple", *[("table", 2, real, width // 3)] * 2)] * 3)
+    return [(form,) for form in (*forms, by_axis)]
 
 
-def _other_values(signature: _Signature, rest: list[int]) -> Iterator[tuple[Any, ...]]:
-    """Values for parameters that are neither turned nor tables, and have no default."""
-    options: list[list[Any]] = []
-    for i in rest:
-        name = signature.names[i]
-        if "section" in name:
-            options.append([("list", 3, 4, 5), ("list", 3, 3, 3, 3)])
-        elif "dim" in name:
-            options.append([1, 2, -1, -2])
-        elif "pos" in name or "ids" in name:
-            ids = [("integers", n, torch.int64) for n in (2, 1)]
-            options.append([*ids, ("integers", 3, torch.int64, 2), ("tuple", *ids[:1] * 3)])
-        else:
-            options.append([None])
-    return itertools.product(*options)
+def _other_values(name: str) -> list[Any]:
+    if "section" in name:
+        return [("list", 3, 4, 5), ("list", 3, 3, 3, 3)]
+    if "dim" in name:
+        return [1, 2, -1, -2]
+    ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
+    is_place = any(part in name for part in ("pos", "ids", "grid"))
+    return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]
 
 
 # --- the function in its place ------------------------------------------------------------------------------------
 
 
-def _bind(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return the arguments in the order of the parameters; None for a call that the signature does not take."""
-    if len(args) > signature.num_positional:
-        return None
-    values: list[Any] = list(args)
-    used = 0
-    for i in range(len(args), len(signature.names)):
-        name = signature.names[i]
-        if name in kwargs:
-            values.append(kwargs[name])
-            used += 1
-        elif signature.defaults[i] is _EMPTY:
-            return None
-        else:
-            values.append(signature.defaults[i])
-    return values if used == len(kwargs) else None
-
-
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
-    signature = probed.signature
-    defaults = signature.defaults
-    module = signature.owner if isinstance(signature.owner, nn.Module) else None
-    least = sum(default is _EMPTY for default in defaults)
+    module = probed.owner if isinstance(probed.owner, nn.Module) else None
     recipes: dict[Any, Recipe | None] = {}
 
     def find(key: tuple[Any, ...], relations: str) -> Plan | None:
-        plan = probed.find(key, relations)
-        return plan if isinstance(plan, Plan) else None
+        return probed.find(key, relations)
 
     # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
     # is traced, with what the trace knows as constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not least <= len(args) <= signature.num_positional:
-            values = _bind(signature, args, kwargs)
-        else:
-            values = (*args, *defaults[len(args) :])
+        values = probed.bind(args, kwargs)
         if values is None or (module is not None and _is_changed(module)):
             return function(*args, **kwargs)
+        sizes, xs, leaves = probed.measure(values)
         if torch.compiler.is_compiling():
-            xs, leaves = _split(signature, values)
-            recipe = _resolve(probed, find, values)
+            recipe = probed.resolve(find, values, xs, leaves)
         else:
-            sizes, xs, leaves = _measure(signature, values)
             recipe = recipes.get(sizes, _MISSING)
             if recipe is _MISSING:
-                recipe = _resolve(probed, find, values)
-                if sizes is not None:
-                    if len(recipes) >= _MOST_RECIPES:
-                        recipes.clear()
-                    recipes[sizes] = recipe
-        if recipe is None or not (recipe.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
+                if len(recipes) >= _MOST_RECIPES:
+                    recipes.clear()
+                recipe = recipes[sizes] = probed.resolve(find, values, xs, leaves)
+        if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
-        return run(recipe, xs, leaves, impl)
+        out = run(recipe, xs, leaves, impl)
+        return function(*args, **kwargs) if out is None else out
 
     functools.update_wrapper(replacement, _forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement
-
-
-def _split(signature: _Signature, values: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that are turned, and all others."""
-    xs: list[Tensor] = []
-    leaves: list[Tensor] = []
-    for i, value in enumerate(values):
-        (xs if i in signature.data else leaves).extend(flatten(value))
-    if signature.owner is not None:
-        leaves.extend([getattr(signature.owner, name) for name in signature.attributes])
-    return xs, leaves
-
-
-def _measure(signature: _Signature, values: Sequence[Any]) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """Split the tensors, and return all that a recipe depends on; None for what is not worth keeping. Without calls."""
-    sizes: list[Any] = []
-    xs: list[Tensor] = []
-    leaves: list[Tensor] = []
-    for i, value in enumerate(values):
-        group = xs if i in signature.data else leaves
-        sizes.append(type(value))
-        each: Any
-        for each in value if type(value) is tuple or type(value) is list else (value,):
-            kind = type(each)
-            if kind is Tensor or kind is nn.Parameter:
-                sizes += (each.shape, each.dtype, each.device)
-                group.append(each)
-            elif each is None or kind in _CONSTANTS:
-                sizes += (kind, each)
-            else:
-                return None, *_split(signature, values)
-        if i in signature.offsets and values[i]:
-            return None, *_split(signature, values)
-    for name in signature.attributes:
-        each = getattr(signature.owner, name)
-        if not isinstance(each, Tensor):
-            return None, *_split(signature, values)
-        sizes += (each.shape, each.dtype, each.device)
-        leaves.append(each)
-    for name in signature.settings:
-        each = getattr(signature.owner, name)
-        if type(each) not in _CONSTANTS:
-            return None, *_split(signature, values)
-        sizes += (type(each), each)
-    return tuple(sizes), xs, leaves
-
-
-def _resolve(probed: _Probed, find: Callable[..., Plan | None], values: Sequence[Any]) -> Recipe | None:
-    """Find the plan for a call, and return it worked out for its sizes; None for what goes to the original."""
-    signature = probed.signature
-    key: list[Any] = []
-    offset = 0
-    for i, value in enumerate(values):
-        if i in signature.offsets and isinstance(value, int) and value:
-            key.append(("offset",))
-            offset = value
-        else:
-            key.append(describe(value, i in signature.data))
-    if signature.owner is not None:
-        key.extend(_describe_owner(signature))
-    xs, leaves = _split(signature, values)
-    for relation in (MORE,) if offset else (probed.relation, EQUAL):
-        plan = find(tuple(key), relation * len(xs))
-        if plan is not None:
-            break
-    else:
-        return None
-    relations = relate(plan, xs, leaves, offset)
-    if relations is not None and relations != plan.relations:
-        plan = find(tuple(key), relations)
-        relations = None if plan is None else relate(plan, xs, leaves, offset)
-    return None if plan is None or relations != plan.relations else prepare(plan, xs, leaves, offset)
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .plans import EQUAL, FEWER, MORE, Piece, Plan, Table, Turn, Unlike, flatten, prepare, relate, run
+from .plans import EQUAL, FEWER, MORE, Follow, Plan, Recipe, Run, Turn, Unlike, arrange, prepare, run
 
-__all__ = [
-    "Probe",
-    "at_channels",
-    "find_distance",
-    "find_plan",
-    "find_span",
-    "firsts",
-    "is_close",
-    "layouts",
-    "quietly",
-]
+__all__ = ["Probe", "are_close", "find_plan", "firsts", "layouts", "name_pairs", "quietly", "read_pairs"]
 
 _AXES: dict[int, tuple[int, ...]] = {1: (5,), 2: (3, 5), 3: (2, 3, 5)}  # sizes of x's axes in the first probe
 _OTHERS: dict[int, list[tuple[int, ...]]] = {
@@ -37,66 +29,52 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_ANY_SHAPES = ((1, 1, 1, 1), (4, 3, 2, 5), (2, 7, 3, 2), (3, 2, 4, 3), (7, 4, 7, 4))  # of tensors that may not be read
 _MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
+_MOST_TOKENS = 5  # along each axis, whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
-_TENSORS = ("data", "table", "integers")
+_OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
+
+Shapes = tuple[list[Any], list[Any]]  # of each x without its channels, and of each leaf
+Tensors = tuple[list[Tensor], list[Tensor]]
 
 
-def quietly(run: Callable[[], Any]) -> Any:
-    """Call ``run`` in a thread of its own, which has no autocast, modes, transforms or compiler of the caller's.
+def quietly(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, which has no autocast, modes, transforms or compiler of the caller's.
 
     The default dtype is float32 meanwhile, and the random state is left as it was.
     """
-    result: list[Any] = []
-    error: list[BaseException] = []
 
-    def body() -> None:
+    def body() -> Any:
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
-        compiler = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+        is_compiling = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
         try:
             torch.set_default_dtype(torch.float32)
-            stance = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+            stance = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
             with warnings.catch_warnings(), stance, torch.no_grad():
                 warnings.simplefilter("ignore")
-                result.append(run())
-        except BaseException as e:  # raised again where quietly was called
-            error.append(e)
+                return function()
         finally:
             torch.set_default_dtype(dtype)
             torch.set_rng_state(state)
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if error:
-        raise error[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(body).result()
 
 
 # --- a function, and tensors for it ---------------------------------------------------------------------------------
 
 
 def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Make an argument from its description; ``tensor`` gives each of its tensors."""
+    """Make an argument from its description; ``tensor`` gives each of its tensors, and the offset."""
     if not isinstance(entry, tuple):
         return entry
-    if entry[0] in (*_TENSORS, "attribute", "offset"):
-        return tensor(entry)
-    if entry[0] == "value":
-        return entry[2]
-    if entry[0] not in ("tuple", "list"):
+    if entry[0] in ("tuple", "list"):
+        values = [fill(e, tensor) for e in entry[1:]]
+        return values if entry[0] == "list" else tuple(values)
+    if entry[0] == "unknown":
         raise Unlike(0, "takes an argument that is neither a tensor nor a number")
-    values = [fill(e, tensor) for e in entry[1:]]
-    return values if entry[0] == "list" else tuple(values)
-
-
-class Sizes(NamedTuple):
-    """Sizes of one probe: the axes of each x, and the shape of each leaf."""
-
-    xs: tuple[tuple[int, ...], ...]
-    leaves: tuple[tuple[int, ...], ...]
+    return entry[2] if entry[0] == "value" else tensor(entry)
 
 
 class Probe:
@@ -106,64 +84,57 @@ class Probe:
         call: takes the arguments in order, and the tensors in place of its object's own.
         key: descriptions of the arguments, then of the object's tensors and settings.
         device: where it is called; all tensors here are on the CPU.
+        widths: of the outputs, as multiples of x's.
     """
 
-    def __init__(self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu") -> None:
-        self.call, self.device = call, device
-        self.entries = [e for e in key if not (isinstance(e, tuple) and e[:1] in (("attribute",), ("settings",)))]
-        self.offset = 1 if ("offset",) in key else None
-        self.sections = [len(e) - 1 for e in key if isinstance(e, tuple) and e[0] == "list" and type(e[1]) is int]
+    def __init__(
+        self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu", widths: tuple[int, ...] = (1,)
+    ) -> None:
+        self.call, self.device, self.widths = call, device, widths
+        attributes = [e for e in key if isinstance(e, tuple) and e[0] == "attribute"]
+        self.entries = [e for e in key if not (isinstance(e, tuple) and e[0] in ("attribute", "settings"))]
+        self.offset = 1 if ("offset",) in key else 0
         tensors: list[Any] = []
         fill(("tuple", *self.entries), tensors.append)
-        attributes = [e for e in key if isinstance(e, tuple) and e[:1] == ("attribute",)]
         self.data = [e for e in tensors if e[0] == "data"]
-        self.leaves = [e for e in tensors if e[0] in ("table", "integers")] + attributes
-        self.num_inner = len(self.leaves) - len(attributes)
+        inner = [e for e in tensors if e[0] in ("table", "integers")]
+        self.leaves, self.num_inner = inner + attributes, len(inner)
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
-        self.num_axes = max(ranks, default=0) - 1
-        if len(ranks) != 1 or self.num_axes not in _AXES or any(e[3] < 2 for e in self.data):
+        if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
             raise Unlike(0, "takes no tensors to turn, of 2, 3 or 4 dimensions")
-        self.axes: tuple[int, ...] = _AXES[self.num_axes]
+        self.axes = _AXES[ranks.pop() - 1]
 
-    def arguments(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Any]:
+    def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
         """Return the arguments of a call with these tensors."""
-        of = {"data": iter(xs), "table": (inner := iter(leaves)), "integers": inner}
-        return [fill(e, lambda e: self.offset if e[0] == "offset" else next(of[e[0]])) for e in self.entries]
+        of = {"data": iter(xs), "table": (inner := iter(leaves)), "integers": inner, "offset": iter([self.offset])}
+        return [fill(e, lambda e: next(of[e[0]])) for e in self.entries]
 
-    def run(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-        """Call the function and return its outputs."""
-        if self.device != "cpu":
-            return self._run_on_device(xs, leaves)
-        out = self.call(self.arguments(xs, leaves), leaves[self.num_inner :])
+    def run(self, xs: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+        """Call the function with copies, and return its outputs."""
+        inputs = [t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in (*xs, *leaves)]
+        arguments = self.arguments(inputs[: len(xs)], inputs[len(xs) :])
+        out = self.call(arguments, inputs[len(xs) + self.num_inner :])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
-        outs = [o for o in items if isinstance(o, Tensor)]
-        if any(o is not None and not isinstance(o, Tensor) for o in items):
-            raise Unlike(1, f"returns {type(out).__name__}, not tensors")
-        if [o.shape for o in outs] != [x.shape for x in xs]:
+        if not all(o is None or isinstance(o, Tensor) for o in items):
+            raise Unlike(1, f"returns something else than tensors ({kind})")
+        outs = [o.cpu() for o in items if o is not None]
+        if [o.shape for o in outs] not in [[(*x.shape[:-1], n * x.shape[-1]) for x in xs] for n in self.widths]:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
-            raise Unlike(1, f"returns shapes {shapes[0]} for inputs of {shapes[1]}")
+            raise Unlike(1, f"returns {shapes[0]} for {shapes[1]}")
+        originals = zip((*xs, *leaves), inputs, strict=True)
+        if not all(torch.equal(t, copy.cpu()) for t, copy in originals if isinstance(t, Tensor)):
+            raise Unlike(3, "changes its arguments in place")
         self.form = kind, tuple(o is not None for o in items)
         return outs
 
-    def _run_on_device(self, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-        inputs = [[t.to(self.device) for t in each] for each in (xs, leaves)]
-        device, self.device = self.device, "cpu"
-        try:
-            outs = [o.cpu() for o in self.run(*inputs)]
-        finally:
-            self.device = device
-        if not all(map(torch.equal, [t.cpu() for each in inputs for t in each], (*xs, *leaves))):
-            raise Unlike(3, "changes its arguments in place")
-        return outs
-
-    def inputs(self, sizes: Sizes, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return random tensors of these sizes, in float32."""
+    def inputs(self, shapes: Shapes, seed: int) -> Tensors:
+        """Return random tensors of these shapes, in float32."""
         g = torch.Generator().manual_seed(seed)
-        xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(sizes.xs, self.data, strict=True)]
+        xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(shapes[0], self.data, strict=True)]
         leaves = []
-        for e, shape in zip(self.leaves, map(torch.Size, sizes.leaves), strict=True):
+        for e, shape in zip(self.leaves, map(torch.Size, shapes[1]), strict=True):
             if e[0] == "integers":
                 mixed = torch.rand(shape, generator=g).flatten().argsort() % 5 + (shape.numel() == 1) * (1 + seed % 3)
                 leaves.append(mixed.reshape(shape).to(e[2]))
@@ -173,7 +144,7 @@ class Probe:
         return xs, leaves
 
 
-# --- sizes to try ---------------------------------------------------------------------------------------------------
+# --- shapes to try --------------------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -189,175 +160,112 @@ class Layout(NamedTuple):
     token: int
     rows: int | None = None
 
-    def num_rows(self, axes: tuple[int, ...]) -> int:
-        return self.rows or axes[self.token] + (0 if set(self.relations) == {EQUAL} else 2)
-
-    def sizes(self, axes: tuple[int, ...], broadcast_axis: int | None = None, heads_axis: int | None = None) -> Sizes:
-        """Return shapes, with one row along ``broadcast_axis`` and twice as many heads of the first x."""
-        token, rows = axes[self.token], self.num_rows(axes)
-        of_relation = {EQUAL: rows, MORE: token if token < rows else rows - 1, FEWER: rows + 2}
-        xs = [
-            tuple(
-                of_relation[relation] if a == self.token else n * (2 if a == heads_axis and i == 0 else 1)
-                for a, n in enumerate(axes)
-            )
-            for i, relation in enumerate(self.relations)
-        ]
-        tables = [1 if a == broadcast_axis else rows if a == self.token else n for a, n in enumerate(axes)]
-        return Sizes(tuple(xs), tuple(tuple(tables[a] if a >= 0 else -a for a in labels) for labels in self.labels))
-
-
-def labels_of(probe: Probe, entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    """Return labels for the dimensions of a leaf that are not channels, likely ones first.
-
-    These are axes of x in order, 1, the heads that x has in its last dimension, and in front the number of sections, or
-    2 for cos and sin.
-    """
-    count, num_axes = entry[1] - len(entry[3:]), probe.num_axes
-    first = {-n for n in (*probe.sections, 2)} if count > 1 else set()
-    heads = {-(probe.data[0][3] // n) for n in (2 * entry[3], entry[3])} if len(entry) > 3 and num_axes == 2 else set()
-    ranked = []
-    for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
-        axes = [a for a in labels if a >= 0]
-        others = [a for a in labels if a < -1]
-        in_front = bool(others) and others == [labels[0]] and labels[0] in first
-        if axes != sorted(set(axes)) or (not axes and count) or (others and not in_front and set(others) - heads):
-            continue
-        if len(others) <= 1:
-            rank = 1 if not others else 3 if not in_front else 0 if -others[0] in probe.sections else 2
-            ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
-    return [labels for _, labels in sorted(ranked)]
+    def shapes(self, axes: tuple[int, ...], one_row: int | None = None, more_heads: int | None = None) -> Shapes:
+        """Return shapes, with one row along ``one_row``, and the first x twice as long along ``more_heads``."""
+        table, xs = [*axes], [[*axes] for _ in self.relations]
+        tokens = axes[self.token]
+        rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
+        lengths = {EQUAL: rows, MORE: min(tokens, rows - 1), FEWER: rows + 2 + tokens % 2}
+        for x, relation in zip(xs, self.relations, strict=True):
+            x[self.token] = lengths[relation]
+        if one_row is not None:
+            table[one_row] = 1
+        if more_heads is not None:
+            xs[0][more_heads] *= 2
+        return xs, [[table[a] if a >= 0 else -a for a in labels] for labels in self.labels]
 
 
 def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
-    """Yield shapes for the first probe, likely ones first."""
+    """Yield shapes for the first probe, likely ones first.
+
+    Dimensions that are not channels follow axes of x in order, or have the size 1, or that of the heads that x has in
+    its last dimension, or in front the number of sections, or 2 for cos and sin.
+    """
+    num_axes, lists = len(probe.axes), [e for e in probe.entries if isinstance(e, tuple) and e[0] == "list"]
+    sections = [len(e) - 1 for e in lists if all(type(n) is int for n in e[1:])]
+
+    def labels_of(entry: tuple[Any, ...]) -> list[tuple[int, ...]]:
+        count, ranked = entry[1] - len(entry[3:]), []
+        first = {-n for n in (*sections, 2)} if count > 1 else set()
+        heads = {-(probe.data[0][3] // n) for w in entry[3:4] for n in (2 * w, w)} if num_axes == 2 else set()
+        for labels in itertools.product({-1, *first, *heads, *range(num_axes)}, repeat=count):
+            axes, others = [a for a in labels if a >= 0], [a for a in labels if a < -1]
+            in_front = bool(others) and others == [labels[0]] and labels[0] in first
+            is_known = not others or in_front or (len(others) == 1 and others[0] in heads)
+            if is_known and axes == sorted(set(axes)) and (axes or not count):
+                rank = 1 if not others else 3 if not in_front else 0 if -others[0] in sections else 2
+                ranked.append(((rank, -len(axes), [-a for a in axes[::-1]]), labels))
+        return [labels for _, labels in sorted(ranked)]
+
     groups = list(dict.fromkeys(e for e in probe.leaves if e[0] != "attribute"))
-    attributes = sorted({n for e in probe.leaves if e[0] == "attribute" for n in e[1][:-1]}, reverse=True)
-    backwards = range(probe.num_axes - 1, -1, -1)
-    for chosen in itertools.islice(itertools.product(*[labels_of(probe, e) for e in groups]), _MOST_LAYOUTS):
+    own_rows = sorted({n for e in probe.leaves if e[0] == "attribute" for n in e[1][:-1]}, reverse=True)
+    for chosen in itertools.islice(itertools.product(*map(labels_of, groups)), _MOST_LAYOUTS):
         of = dict(zip(groups, chosen, strict=True))
         labels = tuple((*of.get(e, ()), *[-n for n in (e[1] if e[0] == "attribute" else e[3:])]) for e in probe.leaves)
-        if not attributes and set(relations) == {EQUAL}:
-            yield Layout(labels, relations, probe.num_axes - 1)
-            continue
-        for axis, rows in itertools.product(backwards, attributes or (None,)):
-            if attributes or any(axis in each for each in labels):
+        is_equal = set(relations) == {EQUAL} and not own_rows
+        for axis, rows in itertools.product(range(num_axes)[::-1][: 1 if is_equal else None], own_rows or (None,)):
+            if own_rows or is_equal or any(axis in each for each in labels):
                 yield Layout(labels, relations, axis, rows)
 
 
-# --- reading one probe ----------------------------------------------------------------------------------------------
+# --- channels -------------------------------------------------------------------------------------------------------
 
 
-def is_integers(t: Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex())
+class Pairs(NamedTuple):
+    """How one x is turned: the channels from first to last, how far those of a pair are apart in the output and in x,
+    and cos and sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
+    """
+
+    span: tuple[int, int]
+    distance: int
+    distance_in_x: int
+    cos: Tensor
+    sin: Tensor
 
 
-def as_real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def code_leaves(leaves: list[Tensor]) -> tuple[list[Tensor], float]:
-    """Fill tables with entries that are all different: from 0.5 up by a step that is a power of two, below 1."""
-    total = sum(as_real(t).numel() for t in leaves if not is_integers(t))
-    if total > _MOST_ENTRIES:
-        raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
-    step, start, outputs = 0.5 ** (1 + max(total - 1, 1).bit_length()), 0, []
-    for t in leaves:
-        if not is_integers(t):
-            real = as_real(t)
-            entries = 0.5 + step * torch.arange(start, start + real.numel()).reshape(real.shape)
-            start += real.numel()
-            t = torch.view_as_complex(entries) if t.is_complex() else entries
-        outputs.append(t)
-    return outputs, step
-
-
-def read_turns(probe: Probe, layout: Layout) -> tuple[Turn, ...]:
-    """Call the function with entries that are all different, and read how it turns each of its tensors.
+def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
+    """Read how a function turns the channels of x.
 
     Raises:
-        Unlike: not a rotation by entries of the tables.
+        Unlike: it does not turn pairs of channels.
     """
-    sizes = layout.sizes(probe.axes)
-    leaves, step = code_leaves(probe.inputs(sizes, 0)[1])
-    xs, _ = probe.inputs(sizes, 1)
-    copies = [t.clone() for t in (*xs, *leaves)]
-    outs = probe.run(xs, leaves)
-    if not all(map(torch.equal, (*xs, *leaves), copies)):
-        raise Unlike(3, "changes its arguments in place")
-    if not all(map(torch.equal, outs, probe.run(xs, leaves))):
+    out, zeros = call(x), torch.zeros_like(x)
+    if not torch.equal(out, call(x)):
         raise Unlike(3, "is random: two calls with the same arguments differ")
-    spans = [find_span(x, o.to(x.dtype)) for x, o in zip(xs, outs, strict=True)]
-    zeros = [torch.zeros_like(x) for x in xs]
-    if any(o.any() for o in probe.run(zeros, leaves)):
+    if call(zeros).any():
         raise Unlike(3, "adds something that does not depend on x")
-    ones = [at_channels(z, [start]) for z, (start, _) in zip(zeros, spans, strict=True)]
-    distances = [find_distance(o, span) for o, span in zip(probe.run(ones, leaves), spans, strict=True)]
-    halves = [(stop - start) // 2 for start, stop in spans]
-
-    def read(of_x: list[int]) -> tuple[Turn, ...]:
-        """Read the turns where the channels of x's pairs are so far apart."""
-        answers = []
-        for which in (True, False):
-            at = [
-                start + (firsts(2 * h, d) == which).nonzero().flatten()
-                for (start, _), h, d in zip(spans, halves, of_x, strict=True)
-            ]
-            outs = probe.run([at_channels(z, c) for z, c in zip(zeros, at, strict=True)], leaves)
-            answers.append([o.float()[..., s[0] : s[1]] for o, s in zip(outs, spans, strict=True)])
-        turns = []
-        for i, (a, b) in enumerate(zip(*answers, strict=True)):
-            first, half = firsts(2 * halves[i], distances[i]), halves[i]
-            shuffle = None if of_x[i] == distances[i] else (half, 2) if of_x[i] == 1 else (2, half)
-            reading = Reading(leaves, spans[i], distances[i], shuffle, layout, sizes.xs[i], probe)
-            turns.append(reading.turn(torch.where(first, a, b), torch.where(first, -b, a), step))
-        return tuple(turns)
-
-    options = [distances, *[d for d in ([1] * len(xs), halves) if d != distances]]
-    return first_success([lambda d=d: read(d) for d in options])
-
-
-def first_success(options: Sequence[Callable[[], Any]]) -> Any:
-    """Return what the first of these returns that does not raise; raise what came farthest."""
-    failure = Unlike(-1, "")
-    for option in options:
-        try:
-            return option()
-        except Unlike as e:
-            failure = max(failure, e, key=lambda e: e.depth)
-    raise failure
-
-
-def find_span(x: Tensor, out: Tensor) -> tuple[int, int]:
-    """Return the first channel that is changed, and the one after the last."""
+    if out.shape != x.shape:
+        return Pairs((0, x.shape[-1]), 0, 0, *call(torch.ones_like(x)).chunk(2, -1))
     if not out.isfinite().all():
         raise Unlike(2, "returns numbers that are not finite")
-    changed = (x != out).flatten(0, -2).any(0).nonzero().flatten().tolist()
+    changed = find_channels(x != out.to(x.dtype))
     if not changed:
         raise Unlike(3, "returns x as it was")
-    if (changed[-1] - changed[0]) % 2 == 0:
-        raise Unlike(3, f"changes {changed[-1] - changed[0] + 1} channels, which are not pairs")
-    return changed[0], changed[-1] + 1
+    start, width = changed[0], changed[-1] + 1 - changed[0]
+    if width % 2:
+        raise Unlike(3, f"changes {width} channels, which are not pairs")
 
+    def respond(channels: Any) -> Tensor:
+        """Return the output for x that is one at these of the changed channels, and zero elsewhere."""
+        ones = zeros.clone()
+        ones[..., start : start + width][..., channels] = 1
+        return call(ones).to(x.dtype)
 
-def at_channels(zeros: Tensor, channels: Any) -> Tensor:
-    """Return x that is one at these channels."""
-    t = zeros.clone()
-    t[..., channels] = 1
-    return t
-
-
-def find_distance(out: Tensor, span: tuple[int, int]) -> int:
-    """Return how far apart the channels of a pair are, from the output for x that has one channel."""
-    start, stop = span
-    hit = out.flatten(0, -2).any(0).nonzero().flatten().tolist()
+    hit = find_channels(respond(0))
     if len(hit) == 1:
-        does = "scales" if hit[0] == start else "moves"
-        raise Unlike(4, f"{does} channels, without turning pairs of them")
+        raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels, without turning pairs of them")
     distance = hit[1] - hit[0] if len(hit) == 2 else 0
-    if not distance or hit[0] != start or (stop - start) % (2 * distance):
+    if not distance or hit[0] != start or width % (2 * distance):
         raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
-    return distance
+    in_x = next((d for d in (distance, 1, width // 2) if find_channels(respond(d)) == hit), distance)
+    first, first_in_x = firsts(width, distance), firsts(width, in_x)
+    a, b = (respond(mask)[..., start : start + width] for mask in (first_in_x, ~first_in_x))
+    return Pairs((start, start + width), distance, in_x, torch.where(first, a, b), torch.where(first, -b, a))
+
+
+def find_channels(t: Tensor) -> list[int]:
+    """Return the channels that are not zero everywhere."""
+    return t.flatten(0, -2).any(0).nonzero().flatten().tolist()
 
 
 def firsts(width: int, distance: int) -> Tensor:
@@ -365,208 +273,193 @@ def firsts(width: int, distance: int) -> Tensor:
     return torch.arange(width) // distance % 2 == 0
 
 
-def numbers_of(values: Tensor, step: float, inverse: Callable[[Tensor], Tensor] | None) -> Tensor | None:
-    """Return the numbers of the entries that the values are, or are a function of; None for other values."""
-    tolerance = 0.01 if inverse is None else 0.3
-    numbers = rounded = torch.empty(0)
-    for part in (values[(0,) * (values.ndim - 1)], values):  # most are refused by their first token
-        numbers = ((part.double() if inverse is None else inverse(part.double())) - 0.5) / step
-        rounded = numbers.round()
-        if not ((numbers - rounded).abs().max() < tolerance and rounded.min() >= 0 and rounded.max() * step < 0.5):
-            return None
-    return rounded.long()
+def name_pairs(width: int, distance: int) -> Any:
+    """Return the layout as :func:`lrpe_md.rotate` takes it."""
+    half = width // 2
+    return "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
 
 
-class Reading(NamedTuple):
-    """What is known of one x before its entries are looked up."""
+# --- entries of the tables ------------------------------------------------------------------------------------------
 
-    leaves: list[Tensor]
-    span: tuple[int, int]
-    distance: int
-    shuffle: tuple[int, int] | None
-    layout: Layout
-    axes: tuple[int, ...]
-    probe: Probe
 
-    def turn(self, cos: Tensor, sin: Tensor, step: float) -> Turn:
-        """Look up the entries that cos and sin (axes of x, rotated channels) are, or are the cosine and sine of."""
-        rotates = ~((cos == 1) & (sin == 0)).all(-1)
+def as_real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+class Reading:
+    """Read turns from calls with coded tables, whose entries all differ: from 0.5 up by one step, below 1.
+
+    The result is a guess from these sizes and values; :func:`compare` confirms it at others.
+    """
+
+    def __init__(self, probe: Probe, layout: Layout) -> None:
+        self.probe, self.layout = probe, layout
+        xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
+        self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
+        counts, self.strides = [shape.numel() for shape in self.shapes.values()], {}
+        self.total = sum(counts)
+        if self.total > _MOST_ENTRIES:
+            raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
+        self.step = 0.5 ** (1 + max(self.total - 1, 1).bit_length())  # a power of two
+        codes = (0.5 + self.step * torch.arange(self.total)).split(counts)
+        for (i, shape), part in zip(self.shapes.items(), codes, strict=True):
+            part = part.reshape(shape)
+            self.strides[i] = part.stride()
+            self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
+
+        def call(i: int, x: Tensor) -> Tensor:
+            return probe.run([*xs[:i], x, *xs[i + 1 :]], self.leaves)[i]
+
+        self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
+
+    def place(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """Return the leaf of an entry, and its place in the leaf's dimensions."""
+        for leaf, shape in self.shapes.items():
+            if number < shape.numel():
+                places = zip(self.strides[leaf], shape, strict=True)
+                return leaf, tuple([number // stride % size for stride, size in places])
+            number -= shape.numel()
+        raise IndexError(number)
+
+    def turn(self, pairs: Pairs) -> Turn:
+        """Look up the entries that cos and sin are, or are the cosine and sine of."""
+        rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
-        if not len(places):
-            raise Unlike(3, "returns x as it was")
-        box = tuple(
-            slice(low, high + 1) for low, high in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
-        )
+        box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
         if not rotates[box].all():
             raise Unlike(4, "rotates some tokens, and not those between them")
-        cos, sin = cos[box], sin[box]
-        for angles in (False, True):
-            numbers = [
-                numbers_of(t, step, f if angles else None) for t, f in ((cos, Tensor.acos), (sin.abs(), Tensor.asin))
-            ]
-            if numbers[0] is not None and numbers[1] is not None:
-                return self.with_heads((numbers[0], numbers[1], sin < 0), box, angles)
-        if (cos < 0).any() and (cos.abs() >= 0.5).all():
-            raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
-        raise Unlike(
-            4, "does not turn pairs by entries of its tables: it scales or mixes them, or has angles of its own"
-        )
-
-    def with_heads(self, codes: tuple[Tensor, ...], box: tuple[slice, ...], angles: bool) -> Turn:
-        """Read a turn of heads as wide as x's last dimension, or of several in it where this takes fewer pieces."""
-        width, turns = self.span[1] - self.span[0], []
-        head_widths = (
-            range(2 * self.distance, width, 2 * self.distance)
-            if width == self.probe.data[0][3] and not self.shuffle
-            else ()
-        )
-
-        def read(head: int) -> Turn:
-            turn = self.of_head(codes, head, box, angles)
-            turns.append(turn)
-            if max(len(turn.cos.pieces), len(turn.sin.pieces)) > 2:
-                raise Unlike(0, "")
-            return turn
-
-        with suppress(Unlike):
-            return first_success(
-                [lambda head=head: read(head) for head in (0, *[n for n in head_widths if width % n == 0])]
-            )
+        cos, sin = pairs.cos[box].double(), pairs.sin[box].double()
+        for angles, values in ((False, (cos, sin.abs())), (True, (cos.acos(), sin.abs().asin()))):
+            numbers = (torch.stack(values) - 0.5) / self.step
+            rounded = numbers.round()
+            is_near = (numbers - rounded).abs().max() < (0.3 if angles else 0.01)
+            if is_near and rounded.min() >= 0 and rounded.max() < self.total:
+                break
+        else:
+            if (cos < 0).any() and (cos.abs() >= 0.5).all():
+                raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
+            what = "does not turn pairs by entries of its tables: it scales or mixes them, or has angles of its own"
+            raise Unlike(4, what)
+        width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
+        may_have_heads = width == self.probe.data[0][3] and pairs.distance == pairs.distance_in_x
+        turns, failures = [], []
+        for head in (0, *(n for n in range(step, width, step) if width % n == 0 and may_have_heads)):
+            try:
+                turns.append(self.turn_of_heads(pairs, (*rounded.long(), sin < 0), box, head)._replace(angles=angles))
+            except Unlike as e:
+                failures.append(e)
+            if turns and max(len(turns[-1].cos[0]), len(turns[-1].sin[0])) <= 2:
+                return turns[-1]
         if not turns:
-            return self.of_head(codes, 0, box, angles)  # raises
-        return min(turns, key=lambda t: len(t.cos.pieces) + len(t.sin.pieces))
+            raise failures[0]
+        return min(turns, key=lambda turn: len(turn.cos[0]) + len(turn.sin[0]))
 
-    def of_head(self, codes: tuple[Tensor, ...], head: int, box: tuple[slice, ...], angles: bool) -> Turn:
-        """Read a turn of heads of this width in x's last dimension; 0 for x's whole width."""
-        span = self.span
+    def turn_of_heads(self, pairs: Pairs, codes: tuple[Tensor, ...], box: tuple[slice, ...], head: int) -> Turn:
+        """Read the turn of heads of this width in x's last dimension; 0 for x's whole width."""
+        (start, stop), num_axes, width = pairs.span, len(box), head or self.probe.data[0][3]
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
-            span, box = (0, head), (*box, slice(0, codes[0].shape[-2]))
-        *numbers, negative = codes
-        signs = negative[(0,) * (negative.ndim - 1)]
-        if (negative != signs).any():
-            raise Unlike(5, "turns some tokens or heads by minus their angle")
-        first = firsts(span[1] - span[0], self.distance)
-        sources: dict[int, tuple[Any, ...]] = {}
-        begins: dict[int, set[int]] = {}  # axis -> its first row, less its first token
-        entries = [self.entries(t, box, sources, begins) for t in numbers]
-        halves = [[list(itertools.compress(each, mask.tolist())) for mask in (first, ~first)] for each in entries]
-        per_pair = all(one == two for one, two in halves)
-        if signs.any() and not signs.all() and (per_pair or not self.are_matrices(*halves[1])):
+            start, stop, box = 0, head, (*box, slice(0, codes[0].shape[-2]))
+        codes = tuple(t[(slice(0, _MOST_TOKENS),) * len(box)] for t in codes)
+        tokens = list(itertools.product(*[range(part.start, part.stop)[:_MOST_TOKENS] for part in box]))
+        candidates = {Follow((axis,)): [at[axis] for at in tokens] for axis in range(len(box))}
+        for leaf, t in enumerate(self.leaves):
+            for axes in itertools.combinations(range(len(box)), t.ndim) if leaf not in self.shapes and t.ndim else ():
+                if list(t.shape) == [box[a].stop - box[a].start for a in axes]:
+                    candidates[Follow(axes, leaf)] = [
+                        int(t[tuple(at[a] - box[a].start for a in axes)]) for at in tokens
+                    ]
+        begins: dict[Follow, int] = {}  # the index for the first token, less its place
+
+        @cache
+        def follow(column: tuple[int, ...]) -> Any:
+            if len(set(column)) == 1:
+                return column[0]
+            for at, numbers in candidates.items():
+                if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
+                    begins[at] = column[0] - numbers[0]
+                    return at
+            raise Unlike(5, "reads its tables in an order that is not the tokens'")
+
+        def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
+            """Return leaf, sign and the place in its dimensions of a channel whose entries have these numbers."""
+            leaves, places = zip(*map(self.place, numbers), strict=True)
+            return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
+
+        first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
+        inverse = all(signs)
+        negated = ([False] * len(first), [False] * len(first) if inverse else signs)
+        tables = [[*map(locate, t.flatten(0, -2).T.tolist(), n)] for t, n in zip(codes[:2], negated, strict=True)]
+        by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
+        corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
+        if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
             raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
-        inverse = bool(signs.all())
-        negated = [False] * len(first) if inverse else signs.tolist()
-        if per_pair:
-            entries = [one for one, _ in halves]
-        alternates = self.distance == 1 and not per_pair
-        cos, sin = make_table(entries[0], [False] * len(first), alternates), make_table(entries[1], negated, alternates)
-        dim_sources = [s for dims in sources.values() for s in dims if s is not None]
-        axes = {a for s in dim_sources for a in (s[2] if isinstance(s, tuple) else (s,))}
-        if not axes:
+        per_pair = all(one == two for one, two in by_pair)
+        followed = sorted({axis for at in begins for axis in at.axes if axis < num_axes})
+        if not followed:
             raise Unlike(5, "turns all tokens alike")
-        half = (span[1] - span[0]) // 2
-        pairs: Any = "half" if self.distance == half else (self.distance,) * (half // self.distance)
+        axes = [a for a in range(len(box)) if a != followed[-1]]
+        if len(axes) == 1:  # batch where the tables vary along it, else heads
+            axes.insert(axes[0] in followed, -1)
+        axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
+        labels = [*range(len(box)), "channels"]
+        index, order = arrange([slice(None)] * len(labels), labels, [*axes, "channels"])
+        cos, sin = (
+            self.view(one if per_pair else table, axes, pairs.distance == 1 and not per_pair)
+            for table, (one, _) in zip(tables, by_pair, strict=True)
+        )
+        token, in_x, half = self.layout.token, pairs.distance_in_x, (stop - start) // 2
+        is_first = begins.get(Follow((token,)), 0) == box[token].start == 0
+        rows = "offset" if self.probe.offset else "start" if is_first else "end"
         return Turn(
-            cos, sin, angles, inverse, "interleaved" if self.distance == 1 < half else pairs, span, self.shuffle, head,
-            tuple(sorted(sources.items())), tuple(sorted(axes)), self.rows(begins, box),
+            cos, sin, False, rows, head, axes, index, order,
+            None if order is None else tuple(order.index(i) for i in range(len(order))),
+            None if index is None else tuple(0 if i is None else i for i in index), (start, stop),
+            None if in_x == pairs.distance else (half, 2) if in_x == 1 else (2, half),
+            name_pairs(stop - start, pairs.distance),
+            slice(start, stop) if start else stop if stop < width else None, inverse,
         )  # fmt: skip
 
-    def entries(self, codes: Tensor, box: Any, sources: dict[int, Any], begins: dict[int, set[int]]) -> list[Any]:
-        """Return for each channel the leaf and the place in its dimensions, None where it follows an axis of x.
-
-        ``sources`` gets what the dimensions of each leaf follow, ``begins`` where they begin.
-        """
-        channels: list[Any] = [None] * codes.shape[-1]
-        start, origin = 0, (0,) * (codes.ndim - 1)
-        for leaf, t in enumerate(self.leaves):
-            if is_integers(t):
-                continue
-            shape, size = as_real(t).shape, as_real(t).numel()
-            in_leaf = (codes >= start) & (codes < start + size)
-            channel_mask = in_leaf[origin]
-            if (in_leaf != channel_mask).any():
-                raise Unlike(5, "takes the tables of some tokens from another tensor")
-            follows, at = [], []
-            for place in torch.unravel_index(codes[..., channel_mask] - start, shape) if channel_mask.any() else ():
-                base = place[origin]
-                source = self.source(place) if (place != base).any() else None
-                if isinstance(source, int):
-                    begins.setdefault(source, set()).add(int(base[0]) - box[source].start)
-                follows.append(source)
-                at.append(base.tolist() if source is None else [None] * len(base))
-            if follows and sources.setdefault(leaf, tuple(follows)) != tuple(follows):
-                raise Unlike(5, "reads cos and sin in different orders")
-            for channel, entry in zip(channel_mask.nonzero().flatten().tolist(), zip(*at, strict=True), strict=True):
-                channels[channel] = leaf, entry
-            start += size
-        return channels
-
-    def source(self, place: Tensor) -> Any:
-        """Return the axis that the places follow one by one, or the integers that they are."""
-        delta = place - place[(0,) * (place.ndim - 1)]
-        for axis in range(place.ndim - 1):
-            count = torch.arange(place.shape[axis]).reshape([-1 if a == axis else 1 for a in range(place.ndim)])
-            if torch.equal(delta, count.expand_as(delta)) and (place == place[..., :1]).all():
-                return axis
-        for j, t in enumerate(self.leaves):
-            for axes in itertools.combinations(range(place.ndim - 1), t.ndim) if is_integers(t) and t.ndim else ():
-                sizes = torch.Size([place.shape[a] if a in axes else 1 for a in range(place.ndim)])
-                if t.numel() == sizes.numel() and torch.equal(t.reshape(sizes).expand_as(place).long(), place):
-                    return ("positions", j, axes)
-        raise Unlike(5, "reads its tables in an order that is not the tokens'")
-
-    def are_matrices(self, one: list[Any], two: list[Any]) -> bool:
-        """Say whether the sines of each pair are the entries (0, 1) and (1, 0) of a 2 × 2 matrix of its own."""
-        square = all(self.leaves[leaf].shape[-2:] == (2, 2) for leaf, _ in (*one, *two))
-        return square and [{at[-2:] for _, at in each} for each in (one, two)] == [{(0, 1)}, {(1, 0)}]
-
-    def rows(self, begins: dict[int, set[int]], box: tuple[slice, ...]) -> str:
-        """Say where in the tables the row of the first token is; see :class:`Turn`."""
-        token, offset = self.layout.token, self.probe.offset
-        tokens, rows = self.axes[token], self.layout.num_rows(self.probe.axes)
-        for axis, (part, size) in enumerate(zip(box, self.axes, strict=False)):
-            allowed = (slice(0, size), slice(0, rows), slice(size - rows, size))[: 3 if axis == token else 1]
-            if part not in allowed or (axis != token and begins.get(axis, {0}) != {0}):
-                raise Unlike(5, "rotates a part of its tokens that does not follow from the tables' size")
-        begin = begins.get(token, {0})
-        names = {rows - tokens: "end", 0: "start"} if offset is None else {offset: "offset"}
-        if len(begin) > 1 or not begin <= set(names):
-            raise Unlike(5, "begins to read its tables at a row that does not follow from their size")
-        return names[begin.pop()]
+    def view(self, entries: list[Any], axes: tuple[int, ...], may_alternate: bool) -> tuple[tuple[Run, ...], bool]:
+        """Return the entries of channels in as few runs as possible, and whether these alternate."""
+        found, alternate = gather(entries), False
+        if may_alternate and len(found) > 1:
+            by_turns = [run for i in (0, 1) for run in gather(entries[i::2])]
+            found, alternate = (by_turns, True) if len(by_turns) == 2 else (found, False)
+        runs = []
+        for leaf, is_negated, place in found:
+            index: list[Any] = []
+            labels: list[Any] = []
+            for at, size in zip(place, self.shapes[leaf], strict=True):
+                is_follow, is_channels = isinstance(at, Follow), isinstance(at, slice)
+                labels += at.axes if is_follow else ["channels"] if is_channels else []
+                index += [slice(None)] * len(at.axes) if is_follow else [slice(None) if at == slice(0, size, 1) else at]
+            # rotate takes tables without heads, and without batch and heads
+            first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
+            follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
+            gathers, target = any(at.positions is not None for _, at in follows), [*first_axes, axes[2], "channels"]
+            runs.append(Run(leaf, follows, gathers, *arrange(index, labels, target), is_negated))
+        return tuple(runs), alternate
 
 
-def make_table(entries: list[Any], negative: list[bool], alternates: bool) -> Table:
-    """Gather the entries of channels in as few pieces as possible."""
-    pieces = gather(entries, negative)
-    if alternates and len(pieces) > 1:
-        parts = [gather(entries[i::2], negative[i::2]) for i in (0, 1)]
-        if all(len(p) == 1 for p in parts):
-            return Table((*parts[0], *parts[1]), True)
-    return Table(tuple(pieces), False)
-
-
-def gather(entries: list[Any], negative: list[bool]) -> list[Piece]:
-    """Join entries that follow each other along one dimension of a leaf, in steps of one size."""
-    pieces: list[Piece] = []
+def gather(entries: list[Any]) -> list[Any]:
+    """Join entries that follow each other along one dimension of a leaf, in steps of one size, which gets a slice."""
+    runs: list[Any] = []
     start = 0
     while start < len(entries):
-        (leaf, at), stop, step = entries[start], start + 1, None
-        while stop < len(entries) and negative[stop] == negative[start] and entries[stop][0] == leaf:
-            differ = [
-                (d, n - m)
-                for d, (m, n) in enumerate(zip(entries[stop - 1][1], entries[stop][1], strict=True))
-                if m != n
-            ]
+        (leaf, is_negated, place), stop, step = entries[start], start + 1, None
+        while stop < len(entries) and entries[stop][:2] == (leaf, is_negated):
+            places = enumerate(zip(entries[stop - 1][2], entries[stop][2], strict=True))
+            differ = [(dim, n - m if type(m) is type(n) is int else -1) for dim, (m, n) in places if m != n]
             if len(differ) != 1 or differ[0][1] < 0 or step not in (None, differ[0]):
                 break
             stop, step = stop + 1, differ[0]
-        index = list(at)
         if step is not None:
             dim, by = step
-            index[dim] = (at[dim], at[dim] + by * (stop - start - 1) + 1, by)
-        pieces.append(Piece(leaf, tuple(index), negative[start]))
+            place = (*place[:dim], slice(place[dim], entries[stop - 1][2][dim] + 1, by), *place[dim + 1 :])
+        runs.append((leaf, is_negated, place))
         start = stop
-    return pieces
+    return runs
 
 
 # --- a plan ---------------------------------------------------------------------------------------------------------
@@ -580,133 +473,138 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
-    for layout in layouts(probe, relations):
+    makers = (partial(make_plan, layout=layout) for layout in layouts(probe, relations))
+    for make in itertools.chain([make_grid_plan], makers):
         try:
-            return make_plan(probe, layout)
+            return make(probe)
         except Unlike as e:
-            failure = max(failure, e, key=lambda e: e.depth)
-            num_answers += e.depth >= 4
-            if num_answers == _MOST_ANSWERS:
-                break
+            error = e
         except Exception as e:  # whatever somebody else's function raises
-            failure = max(failure, Unlike(0, f"raises {type(e).__name__}: {e}"), key=lambda e: e.depth)
+            error = Unlike(0, f"raises {type(e).__name__}: {e}")
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not because of sizes
-                break
+                num_answers = _MOST_ANSWERS
+        failure, num_answers = max(failure, error, key=attrgetter("depth")), num_answers + (error.depth >= 4)
+        if num_answers >= _MOST_ANSWERS:
+            break
     raise failure
 
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
     """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
-    turns = read_turns(probe, layout)
-    axes: tuple[int, ...] = probe.axes
+    probe.offset = min(probe.offset, 1)
+    turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
+    probe.offset *= 2
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "turns its tensors by opposite angles")
-    if any(max(a for a in t.axes if a < len(axes)) != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
+    if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    same_as_next = tuple(a == b for a, b in itertools.pairwise(turns))
-    plan = Plan(turns, layout.relations, probe.form, same_as_next, (torch.float32,) * len(turns))
-    sizes = layout.sizes(axes)
-    compare(probe, plan, sizes)
+    plan = Plan(turns, layout.relations, probe.form, (torch.float32,) * len(turns))
+    if not compare(probe, plan, probe.inputs(shapes, 2)):
+        raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
-    for other in _OTHERS[probe.num_axes]:
-        compare(probe, plan, layout.sizes(other))
-    if probe.offset is not None:
-        probe.offset = 2
-        compare(probe, plan, sizes)
-        probe.offset = 1
-    first = turns[0].axes
-    for axis in {1, 2} - {*first, layout.token} if len(turns) > 1 and len(axes) == 3 else ():
-        compare(probe, plan, layout.sizes(axes, heads_axis=axis))
-    for axis in [a for a in first if a < len(axes)]:
+    followed = {axis for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows for axis in at.axes}
+    free = {1, 2} - {*followed, layout.token} if len(turns) > 1 and len(axes) == 3 else ()
+    others = [layout.shapes(other) for other in _OTHERS[len(axes)]]
+    for other in (*others, *[layout.shapes(axes, more_heads=axis) for axis in free]):
+        compare(probe, plan, probe.inputs(other, 2))
+    for axis in sorted(followed & {*range(len(axes))}):
         candidate = plan._replace(broadcast_axes=(*plan.broadcast_axes, axis))
         with suppress(Unlike):
-            plan = candidate if compare(probe, candidate, layout.sizes(axes, broadcast_axis=axis)) else plan
-    return with_dtypes(probe, plan._replace(detach_tables=compare_gradients(probe, plan, sizes)), sizes)
+            inputs = probe.inputs(layout.shapes(axes, one_row=axis), 2)
+            plan = candidate if compare(probe, candidate, inputs) else plan
+    return complete(probe, plan, *probe.inputs(shapes, 3))
+
+
+def make_grid_plan(probe: Probe) -> Plan:
+    """Return the plan of a function that turns samples by grids as Wan's does."""
+    refusal, kinds = Unlike(-1, "takes no grids"), [e[:2] for e in probe.leaves]
+    if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
+        raise refusal
+    sizes, table = kinds.index(("integers", 2)), kinds.index(("table", 2))
+    plan = Plan((), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
+    inputs: Any = None
+    for grids, tokens in (([[2, 2, 3], [3, 1, 2]], 14), ([[1, 4, 2], [1, 4, 2]], 9)):
+        shapes = [(2, 3), (9, *probe.leaves[table][3:])]
+        inputs = probe.inputs(([(2, tokens, 3)], shapes if sizes == 0 else shapes[::-1]), tokens)
+        inputs[1][sizes] = torch.tensor(grids, dtype=probe.leaves[sizes][2])
+        is_equal = False
+        with suppress(Unlike):
+            is_equal = inputs[1][table].is_complex() and compare(probe, plan, inputs)
+        if not is_equal:
+            raise refusal
+    return complete(probe, plan, *inputs)
 
 
 def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
     """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
-    sources = {leaf: dims for turn in plan.turns for leaf, dims in turn.sources}
-    positions = {s[1] for dims in sources.values() for s in dims if isinstance(s, tuple)}
-    sizes, required = layout.sizes(probe.axes), []
-
-    def is_indifferent(leaf: int, shape: tuple[int, ...]) -> bool:
-        leaves = (*sizes.leaves[:leaf], shape, *sizes.leaves[leaf + 1 :])
-        with suppress(Unlike):
-            return compare(probe, plan, sizes._replace(leaves=leaves))
-        return False
-
-    for leaf, (entry, labels) in enumerate(zip(probe.leaves, layout.labels, strict=True)):
-        dims = [(leaf, dim, labels[dim]) for dim in range(len(labels) - len(entry[3:]))]
-        if leaf in sources:
-            dims = [d for d in dims if sources[leaf][d[1]] is None]
-            if any(label >= 0 for _, _, label in dims):
-                raise Unlike(0, "takes tables of another shape")
-        elif leaf in positions or all(is_indifferent(leaf, (*n[: len(dims)], *entry[3:])) for n in _ANY_SHAPES):
-            continue
-        required += dims if entry[0] != "attribute" else []
+    runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
+    follows = {(run.leaf, dim): at for run in runs for dim, at in run.follows}
+    tables, positions = {run.leaf for run in runs}, {at.positions for at in follows.values()}
+    required, (xs, leaves) = [], probe.inputs(layout.shapes(probe.axes), 2)
+    for leaf, labels in enumerate(layout.labels):
+        sizes = [(leaf, dim, label) for dim, label in enumerate(labels) if label < 0 or (leaf, dim) not in follows]
+        if leaf in tables and any(label >= 0 for *_, label in sizes):
+            raise Unlike(0, "takes tables of another shape")
+        if leaf not in tables | positions:
+            with suppress(Exception):  # not even looked at
+                probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
+                continue
+        required += [] if leaf in positions else sizes
     return tuple(required)
 
 
-def compare(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
+def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
     """Compare the plan with the function; False where either does not take these sizes."""
-    xs, leaves = probe.inputs(sizes, 2)
+    xs, leaves = inputs
     try:
         expected = probe.run(xs, leaves)
     except Exception:  # the function does not take them
         return False
-    if relate(plan, xs, leaves, probe.offset or 0) != plan.relations:
+    recipe = prepare(plan, xs, leaves, probe.offset)
+    if recipe is None or recipe.relations != plan.relations:
         return False
-    if not all(map(is_close, run_plan(probe, plan, xs, leaves), expected)):
-        raise Unlike(5, "is a rotation for some sizes and values of its arguments, and not for others")
-    if not all(map(is_close, [o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected)):
+    if not are_close(run(recipe, xs, leaves, "reference"), expected):
+        raise Unlike(5, _OTHERWISE)
+    if not are_close([o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected):
         raise Unlike(4, "is not linear in x")
     return True
 
 
-def run_plan(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    return flatten(run(prepare(plan, xs, leaves, probe.offset or 0), xs, leaves, "reference"))
+def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> bool:
+    """Compare outputs in any form with tensors."""
+    outs = [outs] if isinstance(outs, Tensor) else [o for o in outs or () if o is not None]
+    pairs = [(as_real(a).double(), as_real(b).double()) for a, b in zip(outs, expected, strict=True)]
+    return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)
 
 
-def is_close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> bool:
-    a, b = as_real(a).double(), as_real(b).double()
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * (b.abs().max() + 1))
+def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> Plan:
+    """Compare gradients, and outputs in the dtypes of the call, and note whether autocast changes these."""
 
+    def ours() -> list[Tensor]:
+        out = run(cast(Recipe, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")
+        return [out] if isinstance(out, Tensor) else [o for o in out if o is not None]
 
-def compare_gradients(probe: Probe, plan: Plan, sizes: Sizes) -> bool:
-    """Compare the gradients with the function's; return whether it passes none to the tables."""
-    xs, leaves = probe.inputs(sizes, 3)
-    used = sorted({leaf for t in plan.turns for leaf, _ in t.sources})
-    grads = []
     with torch.enable_grad():
-        inputs = [t.requires_grad_() for t in (*xs, *[leaves[i] for i in used])]
-        for outs in (probe.run(xs, leaves), run_plan(probe, plan, xs, leaves)):
+        inputs, grads = [t.requires_grad_() for t in (*xs, *leaves) if t.is_floating_point() or t.is_complex()], []
+        for outs in (ours(), probe.run(xs, leaves)):
             if not all(o.requires_grad for o in outs):
                 raise Unlike(6, "passes no gradient to the tensors that it turns")
-            weights = [torch.linspace(-1, 1, o.numel()).reshape(o.shape) for o in outs]
+            weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in outs]
             grads.append(torch.autograd.grad(outs, inputs, weights, allow_unused=True))
-    detach_tables = all(g is None for g in grads[0][len(xs) :])
+    detach_tables = all(g is None for g in grads[1][len(xs) :])
     for a, b in list(zip(*grads, strict=True))[: len(xs) if detach_tables else None]:
-        if a is None or b is None or not is_close(b, a, 1e-4):
+        if (a is None) != (b is None) or (a is not None and not are_close(a, [b], 1e-4)):
             raise Unlike(6, "has gradients of its own, which are not those of what it computes")
-    return detach_tables
-
-
-def with_dtypes(probe: Probe, plan: Plan, sizes: Sizes) -> Plan:
-    """Note the dtypes of the outputs for inputs of the call's dtypes, and whether autocast changes them."""
-    xs, leaves = probe.inputs(sizes, 4)
-    xs = [x.to(e[2]) for x, e in zip(xs, probe.data, strict=True)]
-    leaves = [t.to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
+    xs = [t.detach().to(e[2]) for t, e in zip(xs, probe.data, strict=True)]
+    leaves = [t.detach().to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
     try:
         outs = probe.run(xs, leaves)
         with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
-            cast = probe.run(xs, leaves)
+            under_autocast = probe.run(xs, leaves)
     except Exception as e:
         raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
-    dtypes = tuple(o.dtype for o in outs)
-    same_as_next = tuple(a and dtypes[i] == dtypes[i + 1] for i, a in enumerate(plan.same_as_next))
-    plan = plan._replace(dtypes=dtypes, same_as_next=same_as_next)
-    if not all(is_close(a, b, 0.05) for a, b in zip(run_plan(probe, plan, xs, leaves), outs, strict=True)):
+    same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(under_autocast, outs, strict=True))
+    plan = plan._replace(dtypes=tuple(o.dtype for o in outs), detach_tables=detach_tables, ignores_autocast=same)
+    if not are_close(ours(), outs, 0.05):
         raise Unlike(6, f"computes something else for {xs[0].dtype}")
-    same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(cast, outs, strict=True))
-    return plan._replace(ignores_autocast=same)
+    return plan

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..functional import cosine, rotate
 from ..positions.grid import Grid
 from .plans import Unlike
-from .probing import at_channels, find_distance, find_span, firsts, quietly
+from .probing import Probe, firsts, name_pairs, quietly, read_pairs
 
 __all__ = ["Arguments", "Recognised", "recognise"]
 
@@ -96,9 +96,8 @@ def recognise(
     grid = Grid(tuple(shape), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
         raise ValueError(f"shape, head_dim: expected two tokens and channels at least, got {grid.shape} and {head_dim}")
-    sizes = (1, num_heads, grid.total, head_dim)
     try:
-        return quietly(lambda: _recognise(_Function(function, torch.device(device), sizes), grid))
+        return quietly(lambda: _recognise(function, grid, (1, num_heads, grid.total, head_dim), str(device)))
     except Unlike as e:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise TypeError(
@@ -106,112 +105,66 @@ def recognise(
         ) from None
 
 
-class _Function:
-    """The function as one of one tensor."""
+def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...], device: str) -> Recognised:
+    parameters = inspect.signature(function).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
+    if count > 2:
+        raise Unlike(0, f"takes {count} arguments; close it over its positions, so that it takes x, or q and k")
+    key = (("data", 4, torch.float64, sizes[-1]),) * count
+    probe = Probe(lambda xs, _: function(*[x.clone() for x in xs]), key, device, (1, 2))  # the cosine map doubles x
+    dtype = torch.float64
 
-    def __init__(self, function: Callable[..., Any], device: torch.device, sizes: tuple[int, ...]) -> None:
-        self.function, self.device, self.sizes = function, device, sizes
-        parameters = inspect.signature(function).parameters.values()
-        self.count = max(
-            1, sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        )
-        if self.count > 2:
-            raise Unlike(
-                0, f"takes {self.count} arguments; close it over its positions, so that it takes x, or q and k"
-            )
-        self.dtype = torch.float64
+    def call(x: Tensor) -> Tensor:
         try:
-            self(torch.zeros(sizes, dtype=torch.float64))
+            out, *others = probe.run([x.to(dtype)] * count, [])
         except Unlike:
             raise
-        except Exception:  # some functions take float32 alone
-            self.dtype = torch.float32
-
-    def __call__(self, x: Tensor) -> Tensor:
-        inputs = x.to(self.device, self.dtype)
-        try:
-            outs = self.function(*[inputs.clone() for _ in range(self.count)])
         except Exception as e:  # whatever somebody else's function raises
-            if self.dtype == torch.float64:
-                raise
             raise Unlike(0, f"raises {type(e).__name__}: {e}") from e
-        outs = [outs] if isinstance(outs, Tensor) else list(outs) if isinstance(outs, (tuple, list)) else []
-        if len(outs) != self.count or not all(isinstance(o, Tensor) for o in outs):
-            raise Unlike(0, f"returns something else than a tensor for each of {self.count}")
-        if self.count == 2 and not torch.equal(outs[0], outs[1]):
+        if any(not torch.equal(o, out) for o in others):
             raise Unlike(3, "turns q and k differently")
-        if outs[0].shape[:-1] != x.shape[:-1] or outs[0].shape[-1] not in (x.shape[-1], 2 * x.shape[-1]):
-            raise Unlike(1, f"returns {tuple(outs[0].shape)} for {tuple(x.shape)}")
-        return outs[0].double().cpu()
+        return out.double()
 
-
-def _recognise(function: _Function, grid: Grid) -> Recognised:
-    x = torch.randn(function.sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x = x.float().double()
-    out, zeros = function(x), torch.zeros_like(x)
-    if not torch.equal(out, function(x)):
-        raise Unlike(3, "is random: two calls with the same arguments differ")
-    if function(zeros).any():
-        raise Unlike(3, "adds something that does not depend on x")
-    if out.shape[-1] == 2 * x.shape[-1]:
-        cos, sin = function(torch.ones_like(x)).chunk(2, -1)
-        values: dict[str, Any] = {}
-    else:
-        cos, sin, values = _read_rotation(function, x, out)
-    _check_prefix(cos, sin, grid)
-    arguments, notes = _fit(cos[0, :, grid.prefix :], sin[0, :, grid.prefix :], grid)
+    x = torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float().double()
+    try:
+        call(x)
+    except Unlike as e:
+        if e.__cause__ is None:
+            raise
+        dtype = torch.float32  # some functions take this alone
+    (start, stop), distance, distance_in_x, cos, sin = read_pairs(call, x)
+    values: dict[str, Any] = {}
+    if distance:
+        first = firsts(stop - start, distance)
+        (cos, other_cos), (sin, other_sin) = ((t[..., first], t[..., ~first]) for t in (cos, sin))
+        close = torch.allclose(cos, other_cos, atol=_ANGLE) and torch.allclose(sin, other_sin, atol=_ANGLE)
+        if not close or distance != distance_in_x:
+            raise Unlike(5, "does not turn the two channels of a pair by one angle")
+        values = {"pairs": name_pairs(stop - start, distance)}
+        if stop - start < x.shape[-1]:
+            values["rotary_dim"] = slice(start, stop) if start else stop
+    cos, sin, prefix = cos[0], sin[0], grid.prefix
+    if (cos[:, :prefix] - 1).abs().sum() + sin[:, :prefix].abs().sum() > _ANGLE:
+        raise Unlike(5, f"rotates its first {prefix} tokens, too; set prefix to the number that it does not rotate")
+    fitted = _fit(cos[:, prefix:], sin[:, prefix:], grid)
     kind: Any = "rotate" if values else "cosine"
-    arguments = Arguments(kind, {**arguments, **values}, notes.text)
-    ours = (rotate if values else cosine)(x, **arguments)
-    error = float((ours - out).abs().max())
+    axes, order, theta, notes = _describe(fitted["omega"])
+    arguments = Arguments(kind, {**fitted, **values}, notes)
+    error = float(((rotate if values else cosine)(x, **arguments) - call(x)).abs().max())
     if not error < 20 * _ANGLE:
         raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
-    return Recognised(arguments, kind, notes.axes, notes.axis_order, notes.theta, error)
+    return Recognised(arguments, kind, axes, order, theta, error)
 
 
-def _read_rotation(function: _Function, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return cos and sin of each pair, and how pairs lie."""
-    zeros, span = torch.zeros_like(x), find_span(x, out)
-    start, stop = span
-    distance, half = find_distance(function(at_channels(zeros, [start])), span), (stop - start) // 2
-    first = firsts(stop - start, distance)
-    a = function(at_channels(zeros, start + first.nonzero().flatten()))[..., start:stop]
-    b = function(at_channels(zeros, start + (~first).nonzero().flatten()))[..., start:stop]
-    cos, sin = a[..., first], a[..., ~first]
-    if not torch.allclose(cos, b[..., ~first], atol=_ANGLE) or not torch.allclose(sin, -b[..., first], atol=_ANGLE):
-        raise Unlike(5, "does not turn the two channels of a pair by one angle")
-    pairs: Any = "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
-    values = {"pairs": pairs}
-    if half * 2 < x.shape[-1]:
-        values["rotary_dim"] = slice(start, stop) if start else stop
-    return cos, sin, values
-
-
-def _check_prefix(cos: Tensor, sin: Tensor, grid: Grid) -> None:
-    cos, sin = cos[:, :, : grid.prefix], sin[:, :, : grid.prefix]
-    if (cos - 1).abs().sum() + sin.abs().sum() > _ANGLE:
-        raise Unlike(
-            5, f"rotates its first {grid.prefix} tokens, too; set prefix to the number that it does not rotate"
-        )
-
-
-@dataclass(frozen=True)
-class _Notes:
-    text: str
-    axes: tuple[int | None, ...]
-    axis_order: str | None
-    theta: tuple[float | None, ...]
-
-
-def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> tuple[dict[str, Any], _Notes]:
+def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
     """Fit positions times frequencies, a phase and an amplitude to (H, N, C)."""
     amplitude = torch.hypot(cos, sin)
     if (amplitude - amplitude[:1, :1]).abs().max() > _ANGLE:
         raise Unlike(4, "scales x, differently by token, head or channel")
     amplitude = amplitude.mean((0, 1))
     angles = torch.atan2(sin, cos).unflatten(1, grid.shape).movedim(-1, 1)  # (H, C, *shape)
-    steps = [_measure(angles, 2 + axis) for axis in range(len(grid.shape))]
-    omega = torch.stack(steps, -1)
+    omega = torch.stack([_measure(angles, 2 + axis) for axis in range(len(grid.shape))], -1)
     coordinates = Grid(grid.shape).coordinates(dtype=torch.float64)
     rest = angles.flatten(2) - (omega[:, :, None] * coordinates).sum(-1)
     phase = _mean_angle(rest, -1)
@@ -219,21 +172,19 @@ def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> tuple[dict[str, Any], _Notes]:
         raise Unlike(5, "turns by angles that are not positions on this grid times frequencies")
     omega[omega.abs() < 1e-7] = 0
     shift = _find_shift(omega, phase)
-    inverse = bool((omega <= 0).all() and (omega < 0).any())
-    if shift is None and (phase.abs() > 1e-5).any():
-        values: dict[str, Any] = {"phase": -phase if inverse else phase}
-    else:
-        values = {}
-    if omega.shape[0] > 1 and torch.allclose(omega, omega[:1]) and torch.allclose(phase, phase[:1], atol=1e-5):
-        omega, values = omega[:1], {name: t[:1] for name, t in values.items()}
+    sign = -1 if (omega <= 0).all() and (omega < 0).any() else 1
+    if torch.allclose(omega, omega[:1]) and torch.allclose(phase, phase[:1], atol=1e-5):  # all heads alike
+        omega, phase = omega[:1], phase[:1]
     where = Grid(grid.shape, prefix=grid.prefix, shift=shift if shift and any(shift) else None)
-    values = {"omega": -omega if inverse else omega, "positions": where, **values}
-    if inverse:
+    values: dict[str, Any] = {"omega": sign * omega, "positions": where}
+    if shift is None and (phase.abs() > 1e-5).any():
+        values["phase"] = sign * phase
+    if sign < 0:
         values["inverse"] = True
     if (amplitude - 1).abs().max() > 1e-5:
-        same = (amplitude - amplitude[0]).abs().max() < 1e-5
-        values["amplitude"] = float(amplitude[0]) if same else amplitude
-    return values, _describe(omega)
+        is_same = (amplitude - amplitude[0]).abs().max() < 1e-5
+        values["amplitude"] = float(amplitude[0]) if is_same else amplitude
+    return values
 
 
 def _wrap(t: Tensor) -> Tensor:
@@ -266,20 +217,20 @@ def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
     return None
 
 
-def _describe(omega: Tensor) -> _Notes:
-    """Say which axis each channel follows, and by which series."""
+def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[float | None, ...], str]:
+    """Return the axis that each channel follows, the order of axes, the base for each axis, and these as a comment."""
     used = (omega.abs().amax(0) > 0).tolist()
     axes = tuple(row.index(True) if sum(row) == 1 else None for row in used)
-    order = None
     known = [a for a in axes if a is not None]
-    if len(set(known)) > 1:
-        order = "major_first" if known == sorted(known) else "minor_first" if known == sorted(known)[::-1] else None
+    orders = {"major_first": sorted(known), "minor_first": sorted(known, reverse=True)}
+    order = next((name for name, each in orders.items() if each == known and len(set(known)) > 1), None)
     theta = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
-    text = []
-    for axis, base in enumerate(theta):
-        count = axes.count(axis)
-        text += [f"axis {axis}: {count} channels" + (f", theta {base:g}" if base else "")] if count else []
-    return _Notes("; ".join(text), axes, order, theta)
+    text = [
+        f"axis {axis}: {axes.count(axis)} channels" + (f", theta {base:g}" if base else "")
+        for axis, base in enumerate(theta)
+        if axis in axes
+    ]
+    return axes, order, theta, "; ".join(text)
 
 
 def _find_base(series: Tensor) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lrpe_md.integrations import drop_in, drop_ins, plans, sample_grids
+from lrpe_md.integrations import drop_in, drop_ins, plans
 from lrpe_md.integrations.drop_ins import _Probed
 
 NAMES = list(rf.calls())
@@ -31,14 +31,13 @@ H, N, D = rf.H, rf.N, rf.D
 def launches(monkeypatch):
     """The calls of rotate so far."""
     found = []
-    for module in (plans, sample_grids):
-        rotate = module.rotate
+    rotate = plans.rotate
 
-        def counted(*args, rotate=rotate, **kwargs):
-            found.append(kwargs)
-            return rotate(*args, **kwargs)
+    def counted(*args, **kwargs):
+        found.append(kwargs)
+        return rotate(*args, **kwargs)
 
-        monkeypatch.setattr(module, "rotate", counted)
+    monkeypatch.setattr(plans, "rotate", counted)
     return found
 
 
@@ -268,6 +267,26 @@ def one_row(x, cos, sin):
     return x * cos[..., :1, :] + rf.quarter_turn(x) * sin[..., :1, :]
 
 
+def from_the_third_row(x, cos, sin):
+    """Neither the first rows of longer tables nor the last ones."""
+    start, tokens = min(2, len(cos) - x.shape[-2]), x.shape[-2]
+    return x * cos[start : start + tokens] + rf.quarter_turn(x) * sin[start : start + tokens]
+
+
+def after_two_tokens(x, cos, sin):
+    """The first two tokens pass, and not all that the tables have no rows for."""
+    start = min(2, x.shape[-2] - len(cos))
+    part = x[..., start : start + len(cos), :]
+    part = part * cos + rf.quarter_turn(part) * sin
+    return torch.cat((x[..., :start, :], part, x[..., start + len(cos) :, :]), -2)
+
+
+def complex_rows(x, grid_ids, freqs_cis):
+    """Its arguments look like those of a function that turns samples by grids."""
+    z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * freqs_cis[grid_ids].unsqueeze(2)).flatten(3).type_as(x)
+
+
 X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
 
 
@@ -282,6 +301,11 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
         (by_width_of_ids, [(X, COS, SIN, torch.zeros(2, n, dtype=torch.long)) for n in (1, 2, 3, 4)]),
         (guessing_layout, [(X, COS, SIN), (X[:, :, :3], COS, SIN), (X[:, :3], COS, SIN)]),
         (one_row, [(X, COS, SIN), (X, COS[:1], SIN[:1]), (X, COS[:, None], SIN[:, None])]),
+        (from_the_third_row, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 7, 8, 9, 11)]),
+        (after_two_tokens, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 5, 4, 3, 1)]),
+        (complex_rows, [
+            (X[:, :n], torch.randint(0, 9, (2, n)), torch.randn(9, 16, dtype=torch.complex64)) for n in (6, 3, 1)
+        ]),
         (rf.dinov3, [(X, SIN, COS), (X, SIN[:1], COS), (X[:, :1], SIN[:, None], COS[:, None])]),
         (rf.torchtitan_cos_sin, [
             (X, X, torch.randn(9, 64), t) for t in (None, torch.arange(6).expand(2, 6), torch.arange(3, 9)[None])
