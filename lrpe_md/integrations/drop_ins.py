@@ -147,8 +147,9 @@ class _Probed:
         leaves: list[Tensor] = []
         for i, value in enumerate(values):
             _collect(value, xs if i in self.data else leaves, sizes)
-        for name in (*self.attributes, *self.settings):
-            _collect(getattr(self.owner, name), leaves, sizes)
+        for names in (self.attributes, self.settings):
+            for name in names:
+                _collect(getattr(self.owner, name), leaves, sizes)
         return tuple(sizes), xs, leaves
 
     def resolve(
@@ -174,13 +175,15 @@ def _collect(value: Any, tensors: list[Tensor], sizes: list[Any]) -> None:
     """Append the tensors in a value, and what a recipe depends on."""
     kind = type(value)
     sizes.append(kind)
-    if kind is tuple or kind is list:
+    if kind is Tensor or kind is nn.Parameter:
+        sizes += (value.shape, value.dtype, value.device)
+        tensors.append(value)
+    elif kind is tuple or kind is list:
         sizes.append(len(value))
         for each in value:
             _collect(each, tensors, sizes)
     elif isinstance(value, Tensor):
-        is_plain = kind is Tensor or kind is nn.Parameter
-        sizes += (value.shape, value.dtype, value.device) if is_plain else (object(),)  # the latter is never met again
+        sizes.append(object())  # of no other call
         tensors.append(value)
     else:
         sizes.append(value if kind in _CONSTANTS else describe(value, False))

@@ -224,7 +224,8 @@ def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "aut
         done = len(outs)
         turn, side = plan.turns[done], recipe.sides[done]
         views = [_view_x(plan.turns[i], xs[i], plan.dtypes[i]) for i in range(done, done + size)]
-        cos, sin = (_lay(table, turn.axes[-1], side.kept, leaves) for table in (turn.cos, turn.sin))
+        cos = _lay(turn.cos, turn.axes[-1], side.kept, leaves)
+        sin = _lay(turn.sin, turn.axes[-1], side.kept, leaves)
         if turn.angles:
             wide = torch.float64 if cos.dtype == torch.float64 else torch.float32
             cos, sin = cos.to(wide).cos(), sin.to(wide).sin()
