@@ -7,7 +7,7 @@
 
 Code and classes stay as they are. The model and its attentions get a ``forward`` of their own: that of the model asks
 for the positions and remembers them, that of an attention runs the original under a ``TorchFunctionMode`` that encodes
-q and k.
+q and k. A compiler traces a copy of the original instead, since it refuses a mode inside a checkpoint.
 
 A checkpoint runs a part of the model again in the backward, when the model's forward is long over. So the positions
 travel with the tensors that autograd saves: each of them is packed with the positions of its forward, and what unpacks
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -31,67 +30,33 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import TorchFunctionMode
 
 from ..engine.boundary import transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .encoding import Encoding, EncodingStack, build_encoding
+from .sdpa_copies import SDPA, ForwardCopy
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
 
-_SDPA = F.scaled_dot_product_attention
 NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # of self-attentions in other people's models
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
 
 
-# --- the forwards of one model ---------------------------------------------------------------------------------------
+# --- what the forwards of one model share ----------------------------------------------------------------------------
 
 
-class _Forward:
-    """The forward of one instance, instead of its class'."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.original: Any = vars(module).get("forward")  # None: that of the class, which may be patched
-        self.of_class: Any = type(module).forward
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "of_class": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, of_class=type(state["module"]).forward)
-
-    @torch.compiler.assume_constant_result
-    def look_up(self) -> bool:
-        """Find the class' forward, which Dynamo does not where the class is one that it allows in graphs."""
-        self.of_class = type(self.module).forward
-        return True
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original."""
-        self.look_up()
-        if self.original is None:
-            return self.of_class(self.module, *args, **kwargs)
-        return self.original(*args, **kwargs)
-
-    def remove(self) -> None:
-        if self.original is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.original
-
-
-class _Positions(NamedTuple):
+class _Entry(NamedTuple):
     """Positions, and the backward in which they were set; -1 outside of one."""
 
-    where: Where | None
+    positions: Where | None
     task: int
 
 
@@ -99,26 +64,26 @@ class _Local(threading.local):
     """``running``: of the forward that this thread runs. ``current``: the same, or those that were unpacked last."""
 
     def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
-        self.running: Any = None  # _Positions, or None
+        self.running: Any = None  # an _Entry, or None
         self.current: Any = None
         self.recalled: Any = None  # what ``current`` was made of
 
-    def recall(self, positions: _Positions) -> None:
+    def recall(self, entry: _Entry) -> None:
         """Make positions that were unpacked the current ones, until the backward ends."""
         task = _current_task()
-        if task == -1 or self.recalled is positions:
+        if task == -1:
             return
         if self.current is None or self.current.task != task:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.forget, task))
-        self.current, self.recalled = positions._replace(task=task), positions
+        self.current, self.recalled = _Entry(entry.positions, task), entry
 
     def forget(self, task: int) -> None:
         if self.current is not None and self.current.task == task:
             self.current, self.recalled = self.running, None
 
 
-class _Adaptation(_Forward):
-    """One call of :func:`adapt_attention`, and the forward of its model, which knows the positions while it runs.
+class _Adaptation:
+    """One call of :func:`adapt_attention`.
 
     Args:
         model: it has the encoding as its attribute ``name``.
@@ -126,65 +91,37 @@ class _Adaptation(_Forward):
     """
 
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
-        super().__init__(model)
-        self.name, self.positions = name, positions
+        self.model, self.name, self.positions = model, name, positions
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
         self.attentions: list[_Attention] = []
-        self.num_calls: Counter[str | None] = Counter()  # by layer
         self.is_used = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.local = _Local()
+        self.is_prepared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "local": None}
+        return {name: value for name, value in vars(self).items() if name != "local"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.local = _Local()
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original or type(self.module).forward.__get__(self.module))
-
-    @property
-    def __code__(self) -> CodeType:
-        """Where this is written; ``torch.export`` asks for it."""
-        return self.run.__code__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo allows modes inside a checkpoint once there was one outside
-            with BaseTorchFunctionMode():
-                pass
-        if self.is_fixed:
-            output = self.run(*args, **kwargs)
-        else:
-            local = self.local
-            before = local.running, local.current
-            where = None if self.positions is None else _check_positions(self.positions(*args, **kwargs))
-            local.running = local.current = _Positions(where, _current_task())
-            try:
-                with _travel_with_saved_tensors(local):
-                    output = self.run(*args, **kwargs)
-            finally:
-                local.running, local.current = before
-        if not self.is_used:
-            raise RuntimeError(
-                f"modules: expected attentions that the forward of {type(self.module).__name__} calls, got "
-                f"{self.attentions[0].path or 'the model'} and {len(self.attentions) - 1} more, of which it called "
-                "none. Name the modules whose own forward calls scaled_dot_product_attention"
-            )
-        return output
-
-    # A compiler runs these two when it traces, which is when SDPA is called or not.
+        vars(self).update(state)
+        self._begin()
 
     @torch.compiler.assume_constant_result
-    def count_calls(self, layer: str | None) -> int:
-        return self.num_calls[layer]
-
-    @torch.compiler.assume_constant_result
-    def note_call(self, layer: str | None) -> bool:
-        self.num_calls[layer] += 1
-        self.is_used = True
+    def prepare(self) -> bool:
+        """Make what a compiler traces. Blocks share what it compiles if all have it from the beginning."""
+        if not self.is_prepared:
+            self.is_prepared = True
+            for attention in self.attentions:
+                attention.refresh()
         return True
+
+    def find(self, args: Any, kwargs: Any) -> Where | None:
+        """Return the positions of a forward with these arguments."""
+        if self.positions is None:
+            return None
+        return _check_positions(self.positions(*args, **kwargs))
 
     def locate(self, path: str) -> Where:
         """Return where the tokens are of an attention that runs now, in a forward or again in its backward."""
@@ -193,17 +130,17 @@ class _Adaptation(_Forward):
         if torch.compiler.is_compiling():
             found = self.local.current
         else:
-            task, known = _current_task(), (self.local.current, self.local.running)
-            found = next((each for each in known if each is not None and each.task == task), None)
-        if found is None or found.where is None:
+            task, entries = _current_task(), (self.local.current, self.local.running)
+            found = next((entry for entry in entries if entry is not None and entry.task == task), None)
+        if found is None or found.positions is None:
             raise RuntimeError(
-                f"positions: expected {path} to run in the forward of the adapted {type(self.module).__name__}, got no "
+                f"positions: expected {path} to run in the forward of the adapted {type(self.model).__name__}, got no "
                 "positions. Call the model itself, return positions from the function, or call set_positions() before "
                 "the first attention. If this is a checkpoint's second run: one inside another needs "
                 "use_reentrant=False, and one that a compiled model breaks its graph at needs blocks that are compiled "
                 "one by one"
             )
-        return found.where
+        return found.positions
 
 
 def _check_positions(positions: Any) -> Any:
@@ -220,12 +157,89 @@ def _current_task() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+class _Forward:
+    """The forward of one instance, instead of its class'.
+
+    Args:
+        module: whose forward it is.
+        adaptation: that it belongs to.
+    """
+
+    def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
+        self.module, self.adaptation = module, adaptation
+        self.original: Any = vars(module).get("forward")  # None: that of the class, which may be patched
+        self.of_class: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "of_class": None}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        bound = type(self.module).forward.__get__(self.module) if self.original is None else self.original
+        return inspect.signature(bound)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where this is written; ``torch.export`` asks for it."""
+        return self.run.__code__
+
+    @torch.compiler.assume_constant_result
+    def look_up(self) -> bool:
+        """Find the class' forward, which Dynamo does not where the class is one that it allows in graphs."""
+        self.of_class = type(self.module).forward
+        return True
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original."""
+        self.look_up()
+        if self.original is None:
+            return self.of_class(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    @property
+    def forward(self) -> Any:
+        """What the module's ``forward`` is."""
+        return self
+
+    def install(self) -> None:
+        self.module.forward = self.forward
+
+    def is_installed(self) -> bool:
+        return vars(self.module).get("forward") == self.forward
+
+    def remove(self) -> None:
+        if self.original is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.original
+
+
+class _ModelForward(_Forward):
+    """The forward of a model: it knows where the tokens are while it runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own, local = self.adaptation, self.adaptation.local
+        own.prepare()
+        if own.is_fixed:
+            output = self.run(*args, **kwargs)
+        else:
+            before = local.running, local.current
+            local.running = local.current = _Entry(own.find(args, kwargs), _current_task())
+            try:
+                with _travel_with_saved_tensors(local):
+                    output = self.run(*args, **kwargs)
+            finally:
+                local.running, local.current = before
+        if not own.is_used:
+            raise RuntimeError(
+                f"modules: expected attentions that the forward of {type(self.module).__name__} calls, got "
+                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, of which it called none. "
+                "Name the modules whose own forward calls scaled_dot_product_attention"
+            )
+        return output
+
+
 # --- positions that travel with saved tensors ------------------------------------------------------------------------
-
-
-def _current_hooks() -> Any:
-    """Return the hooks on saved tensors, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
@@ -235,65 +249,65 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforming():
         return nullcontext()
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not autograd._saved_tensors_hooks_is_enabled():
         return nullcontext()
-    pack_tensor, unpack_tensor = _current_hooks() or (_pack, _unpack)
+    outer = autograd._top_saved_tensors_default_hooks(True)
 
     def pack(t: Tensor) -> Any:
-        return local.running, pack_tensor(t)
+        return local.running, t._version, t
 
     def unpack(packed: Any) -> Tensor:
+        entry, version, t = packed
+        if t._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
+            )
+        if local.recalled is not entry:
+            local.recall(entry)
+        return t
+
+    def pack_outside(t: Tensor) -> Any:
+        return local.running, outer[0](t)
+
+    def unpack_outside(packed: Any) -> Tensor:
         local.recall(packed[0])
-        return unpack_tensor(packed[1])
+        return outer[1](packed[1])
 
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _pack(t: Tensor) -> Any:
-    return t._version, t
-
-
-def _unpack(packed: Any) -> Tensor:
-    version, t = packed
-    if t._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
-        )
-    return t
+    return saved_tensors_hooks(pack, unpack) if outer is None else saved_tensors_hooks(pack_outside, unpack_outside)
 
 
 # --- an attention ----------------------------------------------------------------------------------------------------
 
 
-class _Attention(_Forward):
-    """The forward of an attention: q and k are encoded where they enter SDPA.
+class _Encoder:
+    """Stands for ``scaled_dot_product_attention``, with q and k encoded.
 
     Args:
-        path: of the module in the model.
-        layer: its number where each attention has an encoding of its own; else None. A string, whose value compilers
-            always guard.
+        adaptation: whose encoding it is.
+        layer: the number of the attention where each has a module of its own; else None, for all of them.
     """
 
-    def __init__(self, module: nn.Module, path: str, adaptation: _Adaptation, layer: str | None) -> None:
-        super().__init__(module)
-        self.path, self.adaptation, self.layer = path, adaptation, layer
+    def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
+        self.adaptation, self.layer = adaptation, layer
+        self.num_calls = 0
+        self.copies: dict[Any, ForwardCopy] = {}
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward. A method: Dynamo tells objects apart by their id, and would compile each block by itself."""
-        before = self.adaptation.count_calls(self.layer)
-        with _Encode(self):
-            output = self.run(*args, **kwargs)
-        if self.adaptation.count_calls(self.layer) == before:
-            raise RuntimeError(
-                f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
-                "encoded, got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention "
-                "that is written out by\n"
-                "    x = F.scaled_dot_product_attention(q, k, v)\n"
-                "or encode before it, with an encoding that the module owns:\n"
-                "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
-            )
-        return output
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copies": {}}  # they call this object
+
+    # A compiler runs these two when it traces, which is when SDPA is called or not.
+
+    @torch.compiler.assume_constant_result
+    def count_calls(self) -> int:
+        return self.num_calls
+
+    @torch.compiler.assume_constant_result
+    def _note_call(self) -> bool:
+        self.num_calls += 1
+        self.adaptation.is_used = True
+        return True
 
     def attend(
         self,
@@ -303,62 +317,140 @@ class _Attention(_Forward):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        *,
+        path: str = "an attention",
     ) -> Tensor:
-        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are."""
-        own, layer = self.adaptation, self.layer
-        own.note_call(layer)
-        # A compiler that reads the path would compile each block by itself.
-        path = "an attention" if torch.compiler.is_compiling() else self.path or "the model"
-        if query.ndim != 4 or key.ndim != 4:
-            raise ValueError(
-                f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(query.shape)} and "
-                f"{tuple(key.shape)}. Leave this module out with modules=, or reshape q and k"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                f"{path}: expected self-attention, where q and k have the same tokens, got {query.shape[2]} and "
-                f"{key.shape[2]} tokens. Name the self-attentions with modules=; key caches are not supported"
-            )
-        encoding = getattr(own.module, own.name)
-        encoding = encoding if layer is None else encoding[int(layer)]
+        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are but for ``path``."""
+        self._note_call()
+        _check_self_attention(path, query, key)
+        encoding = getattr(self.adaptation.model, self.adaptation.name)
+        encoding = encoding if self.layer is None else encoding[self.layer]
         if is_causal:
             check_causal(encoding)
-        q, k = encoding(query, key, positions=own.locate(path))
+        q, k = encoding(query, key, positions=self.adaptation.locate(path))
         backends = None
         if q.shape[-1] != query.shape[-1]:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             backends = sdpa_backends(q, value)
         with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
             return F.scaled_dot_product_attention(
-                q, k, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+                q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+
+
+def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
+            f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and {k.shape[2]} "
+            "tokens. Name the self-attentions with modules=; key caches are not supported"
+        )
+
+
+class _Attention(_Forward):
+    """The forward of an attention: q and k are encoded where they enter SDPA.
+
+    Args:
+        path: of the module in the model.
+        encoder: that takes the place of SDPA.
+    """
+
+    def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
+        super().__init__(module, encoder.adaptation)
+        self.path, self.encoder = path, encoder
+        self.copy: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "copy": None}
+
+    @property
+    def forward(self) -> Any:
+        return self.call  # a method: Dynamo tells objects apart by their id, and would compile each block by itself
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.encoder.count_calls()
+        if not torch.compiler.is_compiling():
+            with _Encode(self, _Surroundings.find()):
+                output = self.run(*args, **kwargs)
+        else:
+            self.refresh()
+            if self.copy is not None:
+                output = self.copy(self.module, *args, **kwargs)
+            else:
+                with _Encode(self, None):
+                    output = self.run(*args, **kwargs)
+        if self.encoder.count_calls() == before:
+            raise RuntimeError(self._explain())
+        return output
+
+    @torch.compiler.assume_constant_result
+    def refresh(self) -> bool:
+        """Bring the copy of the forward up to date with the original, which may have been patched."""
+        self.look_up()
+        copies, forward = self.encoder.copies, self.of_class
+        if self.original is not None:
+            self.copy = None
+        else:
+            if forward not in copies:
+                copies[forward] = ForwardCopy(self.module, self.encoder.attend)
+            copies[forward].refresh()
+            self.copy = copies[forward].function
+        return True
+
+    def _explain(self) -> str:
+        return (
+            f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are encoded, "
+            "got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention that is "
+            "written out by\n"
+            "    x = F.scaled_dot_product_attention(q, k, v)\n"
+            "or encode before it, with an encoding that the module owns:\n"
+            "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
+        )
+
+
+class _Surroundings(NamedTuple):
+    """What a checkpoint would change between an attention's forward and its SDPA."""
+
+    hooks: Any
+    grad_enabled: bool
+
+    @classmethod
+    def find(cls) -> _Surroundings:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        return cls(hooks, torch.is_grad_enabled())
 
 
 class _Encode(TorchFunctionMode):
-    """Encodes q and k in the calls of SDPA under it, and refuses what the backward would run again without it."""
+    """Encodes q and k in the calls of SDPA under it."""
 
-    def __init__(self, attention: _Attention) -> None:
+    def __init__(self, attention: _Attention, surroundings: _Surroundings | None) -> None:
         super().__init__()
-        self.attention = attention
-        is_checked = not torch.compiler.is_compiling() and torch.is_grad_enabled()
-        self.before = (_current_hooks(),) if is_checked else None
+        self.attention, self.surroundings = attention, surroundings
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not _SDPA:
+        if func is not SDPA:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if self.before is not None:
-            hooks = _current_hooks()
-            is_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-            if not torch.is_grad_enabled() or (is_checkpoint and hooks != self.before[0]):
-                raise RuntimeError(
-                    f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
-                    "forward and scaled_dot_product_attention, since the backward could run that part without the "
-                    "encoding. Checkpoint the whole module"
-                )
-        return self.attention.attend(*args, **(kwargs or {}))
+        if self.surroundings is not None:
+            self._check(self.surroundings)
+        return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
+
+    def _check(self, before: _Surroundings) -> None:
+        """A part that the backward runs again would run without this mode."""
+        now = _Surroundings.find()
+        checkpoint = now.hooks is not None and now.hooks[0].__module__ == "torch.utils.checkpoint"
+        if before.grad_enabled and (not now.grad_enabled or (checkpoint and now.hooks != before.hooks)):
+            raise RuntimeError(
+                f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
+                "forward and scaled_dot_product_attention, since the backward could run that part without the "
+                "encoding. Checkpoint the whole module"
+            )
 
 
 # --- public ----------------------------------------------------------------------------------------------------------
@@ -380,10 +472,9 @@ def adapt_attention(
 
     In place: q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
     self-attentions. Only this model changes, and it works under checkpointing, autocast, ``torch.compile``, DDP and
-    FSDP2, and in copies and pickles of the model. (A block that is compiled by itself and has a checkpoint inside
-    breaks its graph there.) Weights, their names, hooks and classes stay as they are. Learned frequencies are
-    parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model adds to its
-    tokens stay, too: remove them yourself if you want to.
+    FSDP2, and in copies and pickles of the model. Weights, their names, hooks and classes stay as they are; frequencies
+    that learn are parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model
+    adds to its tokens stay, too: remove them yourself if you want to.
 
     Args:
         model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For a plain ViT of timm, :func:`lrpe_md.adapt` does more.
@@ -392,16 +483,16 @@ def adapt_attention(
             is moved to the model's device.
         positions: where the tokens are: a :class:`Grid` or :class:`Coordinates`, the same for all inputs, or a function
             of the arguments of the model's forward that returns it. It counts all tokens of the attention, so
-            ``Grid((H, W), prefix=1)`` if there is a class token. With a preset return what its ``positions()`` gives.
-            None if the model's own code calls :func:`set_positions`.
-        modules: patterns of the self-attentions' names, such as "blocks.*.attn". The default takes modules named attn,
-            attn1, attention, self_attn or self_attention; of nested ones the outermost.
+            ``Grid((H, W), prefix=1)`` where there is a class token. With a preset return what its ``positions()``
+            gives. None where the model's own code knows them, and calls :func:`set_positions`.
+        modules: patterns of the self-attentions' names, such as "blocks.*.attn"; the default takes modules named attn,
+            attn1, attention, self_attn or self_attention. Of modules inside each other the outermost is taken.
         encoding_kwargs: for the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each layer
             its own.
         num_axes: of the positions, for an encoding that is made here; default: that of fixed positions, else 2.
         head_dim, num_heads: of the attentions; default: read from them.
-        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names if two
-            groups of modules differ, as the encoder and the decoder of an MAE do.
+        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names where
+            two groups of modules differ, as the encoder and the decoder of an MAE do.
 
     The cosine map makes q and k twice as wide; attention keeps the scale of their original head_dim. An attention whose
     q and k differ in length is an error: leave cross-attention out, and key caches off.
@@ -423,10 +514,11 @@ def adapt_attention(
     model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
     by_layer = EncodingStack(built).by_layer
+    encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
     for i, (path, module) in enumerate(found.items()):
-        adaptation.attentions.append(_Attention(module, path, adaptation, str(i) if by_layer else None))
-        module.forward = adaptation.attentions[-1].call
-    model.forward = adaptation
+        adaptation.attentions.append(_Attention(module, path, encoders[i if by_layer else 0]))
+        adaptation.attentions[-1].install()
+    _ModelForward(model, adaptation).install()
     return model
 
 
@@ -436,19 +528,19 @@ def restore_attention(model: Model) -> Model:
     Raises:
         ValueError: a forward was replaced since then, by an offloading hook for one; the model is as it was.
     """
-    found = {own.adaptation for own in map(_attention_of, model.modules()) if own is not None}
-    adaptations = list(_adaptations_of(model))
-    for own in found:
-        replaced = [each.path for each in own.attentions if _attention_of(each.module) is not each]
-        if replaced or own not in adaptations:
+    found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
+    chain = list(_forwards_of(model))
+    for own in {attention.adaptation for attention in found}:
+        replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
+        if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
                 f"model: expected the forwards that adapt_attention set, got another one in "
                 f"{(replaced or ['the model'])[0]}. Remove what replaced it first"
             )
-    for own in adaptations:
-        own.remove()
-        delattr(model, own.name)
-        for attention in own.attentions:
+    for forward in chain:
+        forward.remove()
+        delattr(model, forward.adaptation.name)
+        for attention in forward.adaptation.attentions:
             attention.remove()
     return model
 
@@ -468,13 +560,13 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
         ValueError: no such adaptation, one whose positions are fixed, or no forward that runs.
     """
     _check_positions(positions)
-    local = next((own.local for own in _adaptations_of(model) if own.name == name and not own.is_fixed), None)
-    if local is None or local.running is None:
+    own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
+    if own is None or own.is_fixed or own.local.running is None:
         raise ValueError(
             f"model: expected a running forward of a model adapted with name={name!r} and without fixed positions, "
             f"got {type(model).__name__}"
         )
-    local.running = local.current = local.running._replace(where=positions)
+    own.local.running = own.local.current = own.local.running._replace(positions=positions)
 
 
 def _attention_of(module: nn.Module) -> _Attention | None:
@@ -482,10 +574,10 @@ def _attention_of(module: nn.Module) -> _Attention | None:
     return owner if isinstance(owner, _Attention) else None
 
 
-def _adaptations_of(model: nn.Module) -> Iterator[_Adaptation]:
-    """Yield the adaptations of a model, the last one first."""
+def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
+    """Yield those that adapt_attention set, the last one first."""
     forward = vars(model).get("forward")
-    while isinstance(forward, _Adaptation):
+    while isinstance(forward, _ModelForward):
         yield forward
         forward = forward.original
 
@@ -497,10 +589,11 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
     patterns = (modules,) if isinstance(modules, str) else modules
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        is_named = name in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns)
-        is_inside = any(path.startswith(f"{outer}.") or outer == "" for outer in found)
-        if is_named and not is_inside and not isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
+            continue
+        if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+            continue
+        if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
             found[path] = module
     if not found:
         names = sorted({path for path, _ in model.named_modules() if "att" in path.split(".")[-1].lower()})
@@ -523,10 +616,14 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
 
 
 def _build(
-    encoding: Any, kwargs: dict[str, Any], found: dict[str, nn.Module], positions: Any, sizes: tuple[int | None, ...]
+    encoding: Any,
+    kwargs: dict[str, Any],
+    found: dict[str, nn.Module],
+    positions: Any,
+    given: tuple[int | None, int | None, int | None],
 ) -> nn.Module:
-    """Return a module for all attentions, or one each. sizes: num_axes, head_dim and num_heads, or None."""
-    num_axes, head_dim, num_heads = sizes
+    """Return a module for all attentions, or one each. given: num_axes, head_dim and num_heads, or None."""
+    num_axes, head_dim, num_heads = given
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
     if not isinstance(encoding, nn.Module) and (head_dim is None or num_heads is None):
@@ -550,8 +647,12 @@ def _build(
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     """Return head_dim and num_heads of somebody else's attention."""
     for source in (module, getattr(module, "config", None)):
-        values = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
-        heads, size, width = (next((v for v in each if isinstance(v, int) and v > 0), 0) for each in values)
+        heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
         if heads and (size or width):
-            return size or width // heads, heads
+            return size or (width or 0) // heads, heads
     raise ValueError(f"head_dim, num_heads: expected them as arguments, since {path} does not say them, got None")
+
+
+def _read(source: Any, names: Sequence[str]) -> int | None:
+    values = (getattr(source, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
