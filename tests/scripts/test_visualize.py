@@ -128,9 +128,8 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
         here = replace(view, head=head)
         score = here.scores()[0][1]
         # Tokens in blocks of 2×2 have another order, so compare sorted values.
-        all_scores = torch.stack([
-            data.similarity(data.angles(layout, here.omega(view.own)), i) for i in range(text, positions.num_tokens)
-        ])  # fmt: skip
+        theta = data.angles(layout, here.omega(view.default_variant))
+        all_scores = torch.stack([data.similarity(theta, i) for i in range(text, positions.num_tokens)])
         wanted = (y[0, head] @ y[0, head].T)[text:] / (part.stop - part.start)
         if made.scheme.row_major:
             torch.testing.assert_close(all_scores, wanted, rtol=0, atol=1e-12)
@@ -141,7 +140,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
 def test_angles_and_similarity_by_hand():
     """EVA-02: h·16/H on the first half of the pairs, w·16/W on the second; class tokens at zero."""
     view = tiny("eva02", text=2, token="1x4")
-    theta = data.angles(view.layout, view.omega(view.own))
+    theta = data.angles(view.layout, view.omega(view.default_variant))
     assert theta.shape == (2 + 24, 32)
     found = []
     for row, (h, w) in enumerate(cells((4, 6)), start=2):
@@ -194,7 +193,7 @@ def test_custom_frequencies_equal_the_modules(mapping: str, order: Any):
 
 def test_wavelengths_in_tokens():
     view = tiny("dinov3", (4, 6))
-    each, along = data.wavelengths(view.layout, view.omega(view.own))
+    each, along = data.wavelengths(view.layout, view.omega(view.default_variant))
     periods = [100 ** (i / 16) for i in range(16)]  # positions are in [-1, 1], with n cells of 2/n
     assert each[:16, 0].tolist() == pytest.approx([p * 4 / 2 for p in periods])
     assert each[16:, 1].tolist() == pytest.approx([p * 6 / 2 for p in periods])
@@ -237,7 +236,7 @@ def test_interpolation_is_passed_on():
 def test_channels_go_from_the_fastest_to_the_slowest():
     for name in list_presets():
         view = tiny(name)
-        omega = view.omega(view.own)
+        omega = view.omega(view.default_variant)
         speed = (omega * view.layout.steps).norm(dim=-1)
         shown = speed[view.channels].tolist()
         moving = speed[speed > 0]
@@ -246,14 +245,14 @@ def test_channels_go_from_the_fastest_to_the_slowest():
         assert shown[-1] == moving.min()
         assert len({tuple(omega[c].tolist()) for c in view.channels}) == len(shown) == (1 if name == "cosformer" else 4)
     view = tiny("wan")
-    axes = {int(view.omega(view.own)[c].argmax()) for c in view.channels}
+    axes = {int(view.omega(view.default_variant)[c].argmax()) for c in view.channels}
     assert axes == {0, 1, 2}
     view = tiny("rope_vit_axial", (6, 6))
-    axes_of_four = view.omega(view.own)[view.channels].argmax(-1)
+    axes_of_four = view.omega(view.default_variant)[view.channels].argmax(-1)
     assert axes_of_four.bincount().tolist() == [2, 2]
     view = tiny("wan")
     for number in (1, 2, 3, 5, 63, 64, 99):
-        channels = data.choose_channels(view.layout, view.omega(view.own), number)
+        channels = data.choose_channels(view.layout, view.omega(view.default_variant), number)
         assert len(set(channels)) == len(channels) == min(number, 64)
 
 
@@ -367,9 +366,9 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert axial.subject.variants[0] == ("cosine", "major_first")
     assert (axial.layout.text, axial.token, axial.layout.steps.tolist()) == (2, (2, 1), [8 / 3, 2])
     wanted = data.custom("mixed", 2, head_dim=12, base=30.0, num_heads=3, seed=5)
-    assert torch.equal(dense.omega(dense.own), wanted.preset.omega[2])
+    assert torch.equal(dense.omega(dense.default_variant), wanted.preset.omega[2])
     assert (dense.channels, dense.token) == ([4, 1], (1, 2))
-    assert pope.omega(pope.own).flatten().tolist() == pytest.approx([50 ** (-c / 6) for c in range(6)])
+    assert pope.omega(pope.default_variant).flatten().tolist() == pytest.approx([50 ** (-c / 6) for c in range(6)])
     assert pope.channels == [0, 5]
 
 
