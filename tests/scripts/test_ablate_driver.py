@@ -112,7 +112,7 @@ def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monk
     monkeypatch.setattr(ablate_tasks.image, "batch", dying)
     stopped = invoke(*command(images, out, *few))
     assert stopped.exit_code == 130
-    assert "goes on" in stopped.output
+    assert "to resume from the last checkpoint" in stopped.output
     assert torch.load(out / "trainings" / "none-softmax-0" / "checkpoint.pt")["step"] == 2
     assert invoke(*command(images, out, *few)).exit_code == 0
     assert len(calls) == 4 + 3 + 5  # steps before the kill, then 3 from step 2 on, then the second training

@@ -333,7 +333,7 @@ def test_report_of_the_backbones(tmp_path: Path):
         (["--backend", "xformers"], "unknown 'xformers'"),
         (["--backend", "flash,efficient"], "unknown 'flash,efficient'"),
         (["--models", "video", "--encodings", "timm-mixed"], "has none of"),
-        (["--profile"], "no GPU"),
+        (["--profile"], "--profile: expected a GPU"),
     ],
 )
 def test_refusals(args, message, tmp_path: Path):
