@@ -109,23 +109,12 @@ def read_sources() -> dict[str, str]:
 
 
 def close_package(source: str) -> str:
-    """``__init__.py`` without the adapters, and with ``__all__``, which on the Hub is what may be relied on."""
+    """Return the source of ``__init__.py`` without the adapters."""
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
     without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
         raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
-    document = ast.parse((PACKAGE / "document.py").read_text(encoding="utf-8"))
-    names = [
-        alias.asname
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-        if alias.asname
-    ]
-    for node in document.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names += ast.literal_eval(node.value)
-    return f"{without}\n__all__ = {sorted(names)!r}\n"
+    return without
 
 
 def check_imports(path: str, source: str) -> None:

@@ -321,7 +321,7 @@ class EncodingStack:
 
 
 def _by_head(module: FrequencyModule) -> bool:
-    phase = module.phase
+    phase = module.get_phase()
     return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
 
 

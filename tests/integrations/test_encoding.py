@@ -130,8 +130,8 @@ def test_layers_of_their_own_learn_apart_and_differ_where_they_are_random():
     stack: Any = built("rotate", frequencies="mixed", sharing="layer")
     assert not torch.equal(stack[0].omega, stack[1].omega)
     learned: Any = built("cosine", learnable=True, sharing="layer", heads="own")
-    assert learned[0].theta is not learned[1].theta
-    assert learned[0].theta.shape == (4, 12)
+    assert learned[0].log_theta is not learned[1].log_theta
+    assert learned[0].log_theta.numel() == 4 * 12
 
 
 def test_no_encoding_and_one_of_the_users():
@@ -168,18 +168,18 @@ def lm(**kwargs: Any) -> CausalLm:
 
 
 NAMES = [
-    (lambda: vit(**LEARNED), {"encoding.theta"}),
+    (lambda: vit(**LEARNED), {"encoding.log_theta"}),
     (lambda: vit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
     (
         lambda: vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True}),
-        {f"encoding.{i}.{name}" for i in range(2) for name in ("theta", "phase")},
+        {f"encoding.{i}.{name}" for i in range(2) for name in ("log_theta", "phase")},
     ),
     (lambda: vit(encoding="rotate"), set()),
-    (lambda: video(**LEARNED), {"encoding.theta"}),
+    (lambda: video(**LEARNED), {"encoding.log_theta"}),
     (lambda: video(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
-    (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.theta"}),
+    (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.log_theta"}),
     (lambda: dit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
-    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.frequencies.theta" for i in range(2)}),
+    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.frequencies.log_theta" for i in range(2)}),
     (lambda: lm(encoding="cosine", phase=True), {f"blocks.{i}.attn.encoding.frequencies.phase" for i in range(2)}),
     (lambda: lm(encoding="none"), set()),
 ]
@@ -253,13 +253,13 @@ def test_stretched_frequencies_are_those_of_the_scaling(module):
     plain = stretched(q, k, positions=Grid((64,)))
     torch.testing.assert_close(plain, module(16, 1, dtype=torch.float64)(q, k, positions=Grid((64,))))
     stretched.rescale(scaling)
-    theta, amplitude = scaling(stretched.frequencies.theta.detach())
+    theta, amplitude = scaling(stretched.frequencies.get_omega()[..., 0].detach())
     expected = module(16, 1, frequencies=lambda *_: theta[..., None], dtype=torch.float64)
     for found, one in zip(stretched(q, k, positions=Grid((64,))), expected(q, k, positions=Grid((64,))), strict=True):
         torch.testing.assert_close(found, amplitude * one)
         assert amplitude > 1.1
     sum(y.sum() for y in stretched(q, k, positions=Grid((64,)))).backward()
-    assert stretched.frequencies.theta.grad.abs().min() > 0
+    assert stretched.frequencies.log_theta.grad.abs().min() > 0
     stretched.rescale(None)
     assert torch.equal(stretched(q, k, positions=Grid((64,)))[0], plain[0])
 

@@ -109,7 +109,7 @@ def test_scores_are_the_formula(encoding: str) -> None:
     q, k = q[0], k[0].repeat_interleave(2, dim=0)
     theta = module.frequencies.get_omega()[0, :, 0].double()
     omega, amplitude = scaling(theta)
-    apart = (positions - positions.T)[..., None] * omega - module.frequencies.phase.repeat_interleave(2, 0)[
+    apart = (positions - positions.T)[..., None] * omega - module.frequencies.get_phase().repeat_interleave(2, 0)[
         :, None, None
     ]
     if config.encoding == "cosine":
@@ -208,7 +208,7 @@ def test_nothing_is_compiled_again_for_a_step_or_a_scaling(attention: str) -> No
 def test_frequencies_keep_their_dtype_and_materialise() -> None:
     model = build("rotate-learned").to(torch.bfloat16)
     encoding = model.blocks[0].attn.encoding
-    assert encoding.frequencies.theta.dtype == torch.float32
+    assert encoding.frequencies.log_theta.dtype == torch.float32
     assert encoding.ratio.dtype == encoding.amplitude.dtype == torch.float64
     assert model(some_tokens()).dtype == torch.bfloat16
     with torch.device("meta"):
@@ -217,7 +217,8 @@ def test_frequencies_keep_their_dtype_and_materialise() -> None:
     encoding = empty.blocks[1].attn.encoding
     assert (encoding.ratio == 1).all()
     assert (encoding.amplitude == 1).all()
-    assert torch.equal(encoding.frequencies.theta, CausalLm(empty.config).blocks[1].attn.encoding.frequencies.theta)
+    expected = CausalLm(empty.config).blocks[1].attn.encoding.frequencies.log_theta
+    assert torch.equal(encoding.frequencies.log_theta, expected)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
@@ -235,7 +236,7 @@ def test_a_frequency_of_zero_stays() -> None:
     model = build("rotate-learned")
     encoding: Any = model.blocks[0].attn.encoding
     with torch.no_grad():
-        encoding.frequencies.theta[..., -1] = 0
+        encoding.frequencies.log_theta[-1] = -math.inf
     for scaling in (SCALINGS["yarn"], None):
         model.rescale(scaling)
         assert encoding.ratio.isfinite().all()
@@ -245,7 +246,7 @@ def test_a_frequency_of_zero_stays() -> None:
 def test_parameters_are_tied_and_named() -> None:
     model = CausalLm(replace(TINY, encoding="cosine", phase=True, learnable=True))
     assert sum(p.numel() for p in model.parameters() if TINY.vocab_size in p.shape) == TINY.vocab_size * TINY.dim
-    expected = {f"blocks.{i}.attn.encoding.frequencies.{name}" for i in range(2) for name in ("theta", "phase")}
+    expected = {f"blocks.{i}.attn.encoding.frequencies.{name}" for i in range(2) for name in ("log_theta", "phase")}
     assert model.no_weight_decay() == expected
     assert expected <= set(dict(model.named_parameters()))
     logits = model(some_tokens())

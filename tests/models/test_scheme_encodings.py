@@ -106,7 +106,7 @@ def test_text_by_published_schemes():
     assert LmConfig(encoding="pope", **sizes).key_dim == 64
     same_as(CausalLm(LmConfig(encoding="rope_1d", **sizes)), CausalLm(LmConfig(**sizes)), tokens)
     learned = CausalLm(LmConfig(encoding="rope_1d", learnable=True, base=50.0, **sizes))
-    assert learned.encoding.distinct[0].frequencies.theta.requires_grad
+    assert learned.encoding.distinct[0].frequencies.log_theta.requires_grad
     with pytest.raises(ValueError, match="encoding: expected a scheme on one axis, got one with 3"):
         LmConfig(encoding="wan", **sizes)
 

@@ -227,12 +227,12 @@ def test_learned_frequencies():
     assert all(omega.grad is not None and omega.grad.abs().max() > 0 for omega in omegas)
 
     shared = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True})
-    assert {"encoding.1.theta", "encoding.1.phase"} <= shared.no_weight_decay()
+    assert {"encoding.1.log_theta", "encoding.1.phase"} <= shared.no_weight_decay()
     shared(image()).square().sum().backward()
-    assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one a head and layer
+    assert all(layer.get_phase().shape[0] == 2 for layer in shared.encoding)  # one a head and layer
     mixed = lrpe_vit(encoding="cosine", encoding_kwargs={"frequencies": "mixed", "phase": "k"})
     assert not torch.equal(mixed.encoding[0].omega, mixed.encoding[1].omega)
-    assert all(layer.theta.grad.abs().max() > 0 for layer in shared.encoding)
+    assert all(layer.log_theta.grad.abs().max() > 0 for layer in shared.encoding)
 
     from timm.optim import create_optimizer_v2
 
@@ -281,7 +281,7 @@ def test_layer_groups():
     assert groups["encoding.1.omega"] == groups["blocks.1.attn.qkv.weight"] != groups["encoding.0.omega"]
     model = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True})
     groups = group_parameters(model, model.group_matcher(), reverse=True)
-    assert groups["encoding.theta"] == groups["patch_embed.proj.weight"]
+    assert groups["encoding.log_theta"] == groups["patch_embed.proj.weight"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

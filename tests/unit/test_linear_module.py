@@ -195,7 +195,7 @@ def test_what_cannot_be_normalised():
 
 def test_it_is_a_module():
     module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True))
-    assert [name for name, _ in module.named_parameters()] == ["encoding.theta"]
+    assert [name for name, _ in module.named_parameters()] == ["encoding.log_theta"]
     assert "CosineMd" in repr(module)
     assert "normalizer='unrotated', eps=1e-06" in repr(module)
     again = copy.deepcopy(module)
@@ -203,7 +203,7 @@ def test_it_is_a_module():
     q, k, v = qkv(torch.float32)
     assert torch.equal(again(q, k, v, GRID), module(q, k, v, GRID))
     half = module.to(torch.bfloat16)
-    assert half.encoding.theta.dtype == torch.float32
+    assert half.encoding.log_theta.dtype == torch.float32
     assert half(q.bfloat16(), k.bfloat16(), v.bfloat16(), GRID).dtype == torch.bfloat16
 
 

@@ -45,7 +45,7 @@ def test_module_is_the_function(cls, kwargs):
     module, function = cls(8, 2, act="silu", **kwargs), cosine if cls is CosineMd else rotate
     q, k = torch.randn(2, 8, 13, 8), torch.randn(2, 4, 13, 8)
     found = module(q, k, positions=GRID)
-    expected = function(q, k, omega=module.get_omega(), phase=module.phase, positions=GRID, act="silu")
+    expected = function(q, k, omega=module.get_omega(), phase=module.get_phase(), positions=GRID, act="silu")
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(module(q, positions=GRID), found[0])
@@ -115,7 +115,7 @@ def test_what_learns(cls, kwargs):
     names = {name for name, _ in module.named_parameters()}
     expected = {"phase"} if kwargs.get("phase") else set()
     if kwargs.get("learnable"):
-        expected.add("omega" if "frequencies" in kwargs else "theta")
+        expected.add("omega" if "frequencies" in kwargs else "log_theta")
     assert names == expected == module.no_weight_decay()
     if names:
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -124,7 +124,7 @@ def test_what_learns(cls, kwargs):
         (module(x, positions=GRID) * torch.randn(2, 4, 13, 16 if cls is CosineMd else 8)).sum().backward()
         optimizer.step()
         assert all(not torch.equal(p, before[name]) for name, p in module.named_parameters())
-        if kwargs.get("learnable") and "theta" in names:  # an axial scheme stays axial
+        if kwargs.get("learnable") and "log_theta" in names:  # an axial scheme stays axial
             assert torch.equal(module.get_omega() != 0, cls(8, 2, **kwargs).get_omega() != 0)
 
 
@@ -155,7 +155,7 @@ def test_frequencies_of_your_own(cls):
     assert "frequencies=own_omega" in repr(module)
     with torch.device("meta"):
         module = cls(8, 2, frequencies=own_omega, num_heads=4, learnable=True)
-    assert torch.equal(module.to_empty(device="cpu").omega, own_omega(channels, 4, 0).float())
+    assert torch.equal(module.to_empty(device="cpu").get_omega(), own_omega(channels, 4, 0).float())
     with pytest.raises(ValueError, match=rf"expected omega of shape \(1 or 4, {channels}, 3\), got"):
         cls(8, 3, frequencies=own_omega, num_heads=4)
     with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
@@ -199,10 +199,10 @@ def test_bfloat16_state_dict_assigned(cls):
 
 def test_gradients_survive_a_cast(cls):
     module = cls(8, 2, learnable=True)
-    module.theta.grad = torch.rand_like(module.theta)
-    before = module.theta.grad.clone()
+    module.log_theta.grad = torch.rand_like(module.log_theta)
+    before = module.log_theta.grad.clone()
     module.bfloat16()
-    assert torch.equal(module.theta.grad, before)
+    assert torch.equal(module.log_theta.grad, before)
 
 
 def test_fsdp2(cls, tmp_path):
