@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .checks import as_integer, can_read, is_real
 from .engine.linear_call import Description
-from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
+from .engine.tables import NO_POSITIONS
+from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl, remedy
 from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
@@ -407,7 +408,7 @@ class FrequencyModule(nn.Module):
     def forward(
         self,
         *xs: Tensor,
-        positions: Positions | Packed | tuple[Positions, Positions],
+        positions: Positions | Packed | tuple[Positions, Positions] | None = None,
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
@@ -436,6 +437,8 @@ class FrequencyModule(nn.Module):
         if attend is not None:
             check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
+        if positions is None:
+            raise TypeError(NO_POSITIONS)
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
@@ -458,7 +461,7 @@ class FrequencyModule(nn.Module):
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
         """Say what does not fit in the words of the module, whose frequencies nobody passed."""
-        own = next(iter(self._owned().values()))
+        own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
                 return
@@ -469,20 +472,20 @@ class FrequencyModule(nn.Module):
             if x.shape[1] % self.num_heads:
                 raise ValueError(
                     f"{name}: expected a multiple of the module's num_heads, {self.num_heads} (the heads of k), got "
-                    f"{x.shape[1]} ({tuple(x.shape)})"
+                    f"{x.shape[1]} ({tuple(x.shape)}){remedy(x, wheres[0])}"
                 ) from None
             if x.device != own.device:
                 raise ValueError(
                     f"{name}: expected it on the module's device {own.device}, got {x.device}; move one of them"
                 ) from None
-        for where in positions if type(positions) is tuple else (positions,):
+        for where in wheres:
             if isinstance(where, Tensor):
                 found = where.shape[-1] if where.ndim > 1 else self.num_axes
             else:
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes{remedy(xs[0], where)}"
                 ) from None
 
     def describe(self) -> Description:

@@ -68,7 +68,7 @@ BAD = {
         lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
     ),
     "no omega": (
-        TypeError, r"omega: expected omega and positions, or tables", lambda: cosine(x, omega=None, positions=grid),
+        TypeError, r"omega: expected frequencies .*, got None", lambda: cosine(x, omega=None, positions=grid),
     ),
     "no x": (TypeError, r"x: expected a tensor.*NoneType", lambda: cosine(None, omega=omega, positions=grid)),
     "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),

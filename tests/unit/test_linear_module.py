@@ -39,7 +39,7 @@ ENCODINGS = {
     "softmax and cosine of some channels": lambda: CosineMd(8, 2, act="softmax", dim=-1, rotary_dim=3),
     "rotate": lambda: RotateMd(8, 2, act="relu", pairs="interleaved", rotary_dim=4, amplitude=1.5, learnable=True),
     "mixed": lambda: RotateMd(8, 2, act="sigmoid", frequencies="mixed", base=10.0, num_heads=2, learnable=True),
-    "preset": lambda: PresetMd("pope", head_dim=8),
+    "preset": lambda: PresetMd("pope", head_dim=8, num_heads=1),
     "text": lambda: Rotate1d(8, act="relu"),
     "stretched": lambda: Stretched(Rotate1d(8, act="relu", learnable=True)),
     "sequence": lambda: CosineMd(8, 2, act="softmax", dim=-2),

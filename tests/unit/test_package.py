@@ -34,6 +34,7 @@ LAYERS = {  # a file or folder of ours, and what it may import
     "modules": {"checks", "engine", "frequencies", "module_base", "norm", "positions", "presets", "xpos"},
     "xpos": {"checks", "engine", "positions", "reference"},
     "integrations": {
+        "checks",
         "engine",
         "frequencies",
         "functional",
