@@ -72,8 +72,10 @@ _DOCUMENT = (
 )  # fmt: skip
 # Names that are imported when they are first used: most programs don't need them.
 _LAZY = {
-    **dict.fromkeys(_INTEGRATIONS, ".integrations"), "show": ".presets.picture", **dict.fromkeys(_DOCUMENT, ".document"),
-}  # fmt: skip
+    "show": ".presets.picture",
+    **dict.fromkeys(_INTEGRATIONS, ".integrations"),
+    **dict.fromkeys(_DOCUMENT, ".document"),
+}
 _EAGER = {name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)}
 # Without adapt, so that a star import does not need timm.
 __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")} - {"adapt"})  # pyright: ignore[reportUnsupportedDunderAll]

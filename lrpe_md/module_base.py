@@ -72,6 +72,7 @@ class FrequencyModule(nn.Module):
 
     map: str
     head_dim: int
+    log_theta: Tensor
     omega: Tensor
     ratio: Tensor
     amplitude: Tensor
@@ -126,14 +127,15 @@ class FrequencyModule(nn.Module):
         self.dim = dim
         self.impl: Impl = impl
         self.shapes: dict[str, torch.Size] = {}  # of the parameters, which have one dimension
-        self.register_parameter("phase", None)
         if not learnable:
             self.register_buffer("omega", self._initial("omega", device), persistent=False)
         else:  # one axis a channel learns theta, so that the zeros of omega stay zero
             self._learn("omega" if not axial else "theta" if learnable == "raw" else "log_theta", device)
+        self.register_parameter("phase", None)
         if phase:
             self._learn("phase", device)
-        self._set_sign(self._initial_sign(device), persistent=False)
+        if "log_theta" in self._parameters:
+            self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
         # What the buffer is made of again where a module made on the meta device materialises.
         self.gain = None
@@ -154,9 +156,7 @@ class FrequencyModule(nn.Module):
             parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def _initial_sign(self, device: torch.device | str | None) -> Tensor | None:
-        """Signs of theta where its logarithm is learned and some are not positive."""
-        if "log_theta" not in self._parameters:
-            return None
+        """Return the signs of theta if not all are positive, else None."""
         with torch.device("cpu"):
             theta = self._initial_frequencies("theta")
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
@@ -247,14 +247,15 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters and theta in state_dict and log not in state_dict:
             values = state_dict.pop(theta)
             state_dict[log] = _log_magnitude(values)
-            found = (values.full_tensor() if hasattr(values, "placements") else values).sign().cpu()
+            found = (values.full_tensor() if hasattr(values, "placements") else values).sign().cpu().flatten()
             usual = self._initial_sign("cpu")
-            usual = torch.ones_like(found) if usual is None else usual.reshape(found.shape)
-            if can_read(found) and not torch.equal(found, usual.to(found.dtype)):
+            usual = torch.ones_like(found) if usual is None else usual.to(found.dtype).flatten()
+            if can_read(found) and found.shape == self.log_theta.shape and not torch.equal(found, usual):
                 state_dict[sign] = found.reshape(self.shapes["log_theta"])
         elif "theta" in self._parameters and log in state_dict:
-            values = state_dict.pop(log).exp()
-            state_dict[theta] = values * state_dict.pop(sign).reshape(values.shape) if sign in state_dict else values
+            values, signs = state_dict.pop(log).exp(), state_dict.pop(sign, None)
+            signs = self._initial_sign(values.device) if signs is None else signs
+            state_dict[theta] = values if signs is None else values * signs.reshape(values.shape)
         for name, shape in self.shapes.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == shape:
@@ -263,9 +264,9 @@ class FrequencyModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         self.upgrade_state_dict(state_dict, prefix)
         if f"{prefix}log_theta" in state_dict and "log_theta" in self._parameters:
-            sign = state_dict.get(f"{prefix}sign")
-            device = self.log_theta.device
-            self._set_sign(self._initial_sign(device) if sign is None else sign.to(device, self.dtype), sign is not None)
+            sign, device = state_dict.get(f"{prefix}sign"), self.get_parameter("log_theta").device
+            own = self._initial_sign(device) if sign is None else sign.to(device, self.dtype)
+            self._set_sign(own, persistent=sign is not None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dtype != self._dtype(name):  # assign=True takes what the state_dict has
@@ -485,7 +486,8 @@ class FrequencyModule(nn.Module):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes{remedy(xs[0], where)}"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                    + remedy(xs[0], where)
                 ) from None
 
     def describe(self) -> Description:

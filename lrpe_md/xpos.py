@@ -100,7 +100,9 @@ def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
     if positions.num_axes != 1:
         raise ValueError(f"positions: expected one axis, got {positions.num_axes}")
     if positions.num_tokens != x.shape[2]:
-        raise ValueError(f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}{remedy(x, positions)}")
+        raise ValueError(
+            f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}{remedy(x, positions)}"
+        )
     rows = positions.explicit()
     distance = rows.coords[..., 0].double() - centre
     return distance if rows.rotated is None else torch.where(rows.rotated, distance, 0.0)

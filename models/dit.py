@@ -148,8 +148,8 @@ class DiT(nn.Module):
         if text_width is not None or pooled_width:
             if text_encoder is not None:
                 raise ValueError(
-                    f"text_width, pooled_width: expected them without a text_encoder, which says both, got {text_width}, "
-                    f"{pooled_width}"
+                    "text_width, pooled_width: expected them without a text_encoder, which has its own, got "
+                    f"{text_width}, {pooled_width}; leave them out"
                 )
             text_encoder = TextFeatures(text_width or 0, pooled_width)
         self.text_encoder = text_encoder
@@ -232,7 +232,9 @@ class DiT(nn.Module):
             ValueError, TypeError: no text_encoder, or features that are not of its widths.
         """
         if self.text_encoder is None:
-            raise ValueError("text: the model has no text_encoder, expected None; make it with one, or with text_width=")
+            raise ValueError(
+                "text: expected None, the model has no text_encoder; make it with one, or with text_width="
+            )
         encoded = text if isinstance(text, Text) else self.text_encoder(text)
         if not isinstance(encoded, Text):
             raise TypeError(
@@ -267,8 +269,8 @@ class DiT(nn.Module):
             return like.zeros(batch)
         raise TypeError(
             "text_encoder: expected a method empty(batch) that returns the inputs, or the Text, of samples without a "
-            f"condition, got {type(self.text_encoder).__name__} without one; add it, or pass the text, and for guidance "
-            "negative="
+            f"condition, got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for "
+            "guidance"
         )
 
     def forward(

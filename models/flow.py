@@ -152,5 +152,9 @@ def sample(
     method: Method = "euler",
     shift: float = 1.0,
 ) -> Tensor:
-    """Images from noise (B, C, ..), of any size that the model's patches divide; for the rest see above."""
+    """Return images from noise (B, C, ..), of any size that the model's patches divide.
+
+    The text, scale and negative are those of :func:`guided`, the steps and the shift those of :func:`time_grid`, and
+    the method that of :func:`integrate`.
+    """
     return integrate(guided(model, text, scale, negative), noise, time_grid(steps, shift), method)

@@ -169,7 +169,7 @@ class TextEncoder(nn.Module):
 
 
 class LabelEncoder(nn.Module):
-    """Class labels (B,) → :class:`Text` with pooled features alone, which steer the blocks as in DiT (arXiv 2212.09748).
+    """Class labels (B,) → :class:`Text` with pooled features alone, which steer the blocks (DiT, arXiv 2212.09748).
 
     Args:
         num_classes: labels are 0 to num_classes - 1. One more row of the table stands for no class.

@@ -31,7 +31,8 @@ class GivenTables(NamedTuple):
 
 
 NO_POSITIONS = (
-    "positions: expected a Grid, Coordinates or a tensor (N, K), got None; pass positions=Grid((H, W)) for H x W patches"
+    "positions: expected a Grid, Coordinates or a tensor (N, K), got None; for H x W patches pass "
+    "positions=Grid((H, W))"
 )
 
 

@@ -72,10 +72,7 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     scaled, amplitude = found
     if scaled.shape != theta.shape:
         raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-    if isinstance(amplitude, Tensor):
-        fits = amplitude.shape in ((), theta.shape[-1:])
-    else:
-        fits = is_finite_number(amplitude)
+    fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
         raise ValueError(f"scaling: expected an amplitude that is a finite number or ({theta.shape[-1]},), got {got}")

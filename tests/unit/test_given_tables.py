@@ -114,7 +114,11 @@ TABLES = COS, COS
 
 BAD = {
     "neither": (TypeError, r"omega: expected frequencies .*, got None; .* or tables=\(cos, sin\)", {}),
-    "no positions": (TypeError, r"positions: expected a Grid, .*, got None; .*, or tables=\(cos, sin\)", {"omega": OMEGA}),
+    "no positions": (
+        TypeError,
+        r"positions: expected a Grid, .*, got None; .*, or tables=\(cos, sin\)",
+        {"omega": OMEGA},
+    ),
     "no omega": (TypeError, r"omega: expected frequencies .*, got None", {"positions": Grid((3, 4))}),
     "omega, too": (ValueError, r"omega: expected None with tables", {"tables": TABLES, "omega": OMEGA}),
     "positions, too": (

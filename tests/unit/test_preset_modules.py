@@ -1,6 +1,7 @@
 """Presets as modules: what a scheme says, learned where it learns, through casts, saving and materialising."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -90,6 +91,36 @@ def test_frequencies_train(name):
     assert not torch.equal(after, laid)
     if module.preset.scheme.frequencies.__class__.__name__ == "Axial":
         assert torch.equal(after != 0, laid != 0)
+
+
+def test_frequencies_of_zero_stay_in_every_parametrisation():
+    """HoPE has none for time."""
+    log, raw = (PresetMd("hope", learnable=kind) for kind in (True, "raw"))
+    raw.load_state_dict(log.state_dict())
+    torch.testing.assert_close(raw.get_omega(), raw.preset.omega.float(), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        raw.theta.mul_(1.5)
+    log.load_state_dict(raw.state_dict())
+    torch.testing.assert_close(log.get_omega(), 1.5 * raw.preset.omega.float(), rtol=1e-6, atol=0)
+    assert log.state_dict().keys() == {"log_theta"}
+
+
+def test_an_original_that_learns_theta_keeps_its_parameter():
+    """TransNormer's, as its checkpoints have it; else the logarithm, for whoever asks."""
+    assert set(PresetMd("transnormer", num_heads=2).state_dict()) == {"theta"}
+    assert set(PresetMd("transnormer", num_heads=2, learnable=True).state_dict()) == {"theta"}
+    assert set(PresetMd("wan", learnable=True).state_dict()) == {"log_theta"}
+    assert set(PresetMd("wan", learnable="raw").state_dict()) == {"theta"}
+
+
+def test_dinov3_matches_published_periods():
+    """As its docstring says: published weights hold the periods in bfloat16."""
+    made = preset("dinov3")
+    rounded = replace(made, omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double())
+    expected = (100 ** (torch.arange(16, dtype=torch.float64) / 16)).bfloat16().double()
+    found = PresetMd(rounded).get_omega()
+    torch.testing.assert_close(2 * math.pi / found.sum(-1)[0], expected.repeat(2))
+    assert torch.equal(found == 0, made.omega == 0)
 
 
 def test_learned_where_the_scheme_learns_unless_told():

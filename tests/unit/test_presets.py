@@ -36,6 +36,7 @@ from lrpe_md import (
     AugmentPositions,
     Coordinates,
     Grid,
+    PresetMd,
     Tokens,
     compose,
     list_presets,
@@ -462,12 +463,13 @@ BAD = {
     "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
     "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
-    **{
-        f"heads of {name} not said": (rf"num_heads: .* each head of {name} has {what} .*pass num_heads=", partial(preset, name))
-        for name, what in (
-            ("mochi", "frequencies"), ("rope_vit_mixed", "frequencies"), ("transnormer", "frequencies"), ("pope", "a phase"),
-        )
-    },
+    "heads of mochi not said": (
+        r"num_heads: .* each head of mochi has frequencies of its own, got None; pass num_heads=",
+        lambda: preset("mochi"),
+    ),
+    "heads of rope_vit_mixed": (r"num_heads: .*has frequencies of its own", lambda: preset("rope_vit_mixed", 48)),
+    "heads of transnormer": (r"num_heads: .*has frequencies of its own", lambda: preset("transnormer")),
+    "heads of pope": (r"num_heads: .*has a phase of its own", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
         r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
@@ -517,7 +519,10 @@ OPTIONS = {  # of the grids, with another value
     "videorope": {"stride": 3}, "hope": {"stride": 3}, "mm_rope": {"scale": (2, 3, 4)},
     "circle_rope": {"radius": 7, "alpha": 0.1, "mix": 0.4, "stride": 3},
 }  # fmt: skip
-SHAPES = {**{name: (2, 3, 5) for name, scheme in SCHEMES.items() if scheme.frequencies.num_axes == 3}, "minimax_m3_vl": (2, 4, 6)}
+SHAPES = {
+    **{name: (2, 3, 5) for name, scheme in SCHEMES.items() if scheme.frequencies.num_axes == 3},
+    "minimax_m3_vl": (2, 4, 6),
+}
 
 
 @pytest.mark.parametrize("name", SCHEMES)

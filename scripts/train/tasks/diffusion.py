@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ....models.dit import DiT
 from ....models.flow import draw_times, flow_matching_loss, sample
-from ....models.text import TextEncoder, drop_text, tokenize
+from ....models.text import TextEncoder, tokenize
 from ...common.devices import sent
 from ...common.folder import save_whole, write
 from ...common.options import choose
@@ -128,11 +128,10 @@ def _resized(images: Tensor, size: int) -> Tensor:
     return torch.cat([p.round().clamp(0, 255).byte() for p in parts])
 
 
-def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images and tokens, a share of these empty."""
-    x, tokens = pairs(pairs.train[sent(indices, pairs.device)], config.size)
-    dropped = sent(draws / 2**63 < config.drop_text, pairs.device)
-    return x, drop_text(tokens, dropped)
+def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, ...]:
+    """Return images, tokens, and which of the samples lose their caption."""
+    drop = sent(draws / 2**63 < config.drop_text, pairs.device)
+    return *pairs(pairs.train[sent(indices, pairs.device)], config.size), drop
 
 
 def patches(config: DiffusionTraining) -> int:
@@ -140,9 +139,10 @@ def patches(config: DiffusionTraining) -> int:
     return config.batch * (config.size // config.patch) ** 2
 
 
-def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    x, tokens = pair
-    return flow_matching_loss(model, x, tokens, draw_times(len(x), device=x.device), torch.randn_like(x)).mean()
+def loss(model: nn.Module, samples: tuple[Tensor, ...]) -> Tensor:
+    x, tokens, drop = samples
+    t = draw_times(len(x), device=x.device)
+    return flow_matching_loss(model, x, tokens, t, torch.randn_like(x), drop=drop).mean()
 
 
 @torch.no_grad()
@@ -219,7 +219,8 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         if config.sharding == "fsdp":
             from torch.distributed.fsdp import register_fsdp_forward_method
 
-            register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
+            for name in ("encode_text", "empty_text"):  # sampling calls them by themselves
+                register_fsdp_forward_method(trainer.averaged, name)
         result = {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train), "tokens": patches(config),
