@@ -60,9 +60,9 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
-    """Return "; did you mean 'rotate'?" for the end of an error about a name, or "" if no known name is close."""
+    """Return " (did you mean 'rotate'?)", to follow a wrong name in an error, or "" if no known name is close."""
     close = get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def is_finite_number(value: Any) -> bool:

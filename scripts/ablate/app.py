@@ -28,6 +28,8 @@ import joblib
 import typer
 from rich.console import Console
 
+from lrpe_md.presets.registry import REGISTERED
+
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard
 from ..common.markdown import PAGES
@@ -44,7 +46,10 @@ def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[list[str] | None, typer.Argument(help="The training's --data; for video one or more.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one goes on. [runs/ablate-TASK]")] = None,
-    encoding: Annotated[list[str] | None, typer.Option("--encoding", "-e", help="Only it, or ATTENTION/it.")] = None,
+    encoding: Annotated[
+        list[str] | None,
+        typer.Option("--encoding", "-e", help="NAME or NAME:KEY=VALUE,.. of `train`, or ATTENTION/NAME; repeatable."),
+    ] = None,
     attention: Annotated[list[str] | None, typer.Option(help="Only softmax or only linear; may be repeated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Trainings of each, seeds 0, 1, .. [3; full: 5]")] = None,
     given: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the training; repeatable.")] = None,
@@ -67,7 +72,7 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # what is wrong is said before anything is written
+    for job in todo.values():  # each encoding is tried on the model before the first is trained
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -101,7 +106,8 @@ def compared(task: Task, encoding: list[str] | None, attention: list[str] | None
     known = task.config.backbone.attentions
     pairs = [each.rpartition("/") for each in encoding or []]
     choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
-    choose("--encoding", [name for *_, name in pairs], task.encodings)
+    for *_, name in pairs:
+        task.config.backbone.find(name)
     alone = pairs and all(slash for _, slash, _ in pairs)
     kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if alone else task.compared), known)
     if not pairs:
@@ -134,7 +140,10 @@ def train_all(
 ) -> Iterator[dict[str, Any]]:
     """Results, as soon as each is on the disk."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
-    yield from pool(joblib.delayed(train)(comparison, file, job, workers == 1, turn) for file, job in jobs.items())
+    schemes = {} if workers == 1 else dict(REGISTERED)
+    yield from pool(
+        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes) for file, job in jobs.items()
+    )
 
 
 @app.command()

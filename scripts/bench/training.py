@@ -65,6 +65,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.devices import choose_device
 from ..common.options import choose, positive
 from ..common.provenance import measured_on
+from ..train.encodings import split_list, split_options
 from .hosted import HOSTED, Hosted, import_checkout
 from .measure import device_events
 from .workloads import MODELS as OURS
@@ -261,7 +262,7 @@ def compare(
 
     rows = []
     for name in trainees:
-        baseline = workload.baselines[name]
+        baseline = workload.baselines[split_options(name)[0]]
         ratio = ms[name] / ms[baseline]
         rows.append({
             "mode": mode, "encoding": name, "baseline": baseline, "batch": batch,
@@ -279,11 +280,12 @@ def compare(
 
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """Those that this model has, and what they are compared with."""
-    names = {name for name in wanted or workload.default if name in workload.baselines}
+    """Return those that this model has, and what they are compared with."""
+    known = workload.baselines
+    names = {name for name in wanted or workload.default if split_options(name)[0] in known}
     for _ in range(2):  # timm-axial, timm-none, none
-        names |= {workload.baselines[name] for name in names}
-    return [name for name in workload.baselines if name in names]
+        names |= {known[split_options(name)[0]] for name in names}
+    return sorted(names, key=lambda name: (list(known).index(split_options(name)[0]), name))
 
 
 def append(path: Path, rows: pd.DataFrame) -> None:
@@ -302,7 +304,9 @@ def main(
         str, typer.Option("--models", "--model", help=f"Any of {','.join(MODELS)}.")
     ] = "vit_b,vit_s,video",
     modes: Annotated[str, typer.Option(help=f"Any of {','.join(MODES)}.")] = "eager,compiled",
-    encodings: Annotated[str | None, typer.Option(help="Names; without it some that the model has.")] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="NAME or NAME:KEY=VALUE,.., commas between. Default: some that the model has.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every model takes one step.")] = 60,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step; each model has its own.")] = None,
     limit: Annotated[
@@ -322,11 +326,12 @@ def main(
     """Time training steps with each positional encoding and without any.
 
     Encodings of the ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed, and of the
-    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts; of other libraries'
-    models stock and adapted. What they are compared with is added.
+    ViTs linear-axial and linear-cosine; of image, video_model and dit those of their train scripts, presets included;
+    of other libraries' models stock and adapted. What they are compared with is added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
-    wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))
+    wanted = None if encodings is None else split_list(encodings)
+    choose("--encodings", [split_options(name)[0] for name in wanted or ()], sorted(known))
     choose("--backend", [backend], ("auto", *BACKENDS))
     on = choose_device(device)
     if profiling and on.type != "cuda":

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from lrpe_md.checks import suggest
+
 __all__ = ["LIMIT", "SEEDS", "choose", "finite", "positive"]
 
 SEEDS = 2**32  # that NumPy takes, from 0 on
@@ -31,9 +33,9 @@ def finite(value: float | None) -> float | None:
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The wanted names, each once; one that is not known is refused."""
+    """Return the wanted names, each once; one that is not known is refused."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{option}: unknown {name!r}; known are: {'; '.join(known)}")
+            raise typer.BadParameter(f"{option}: unknown {name!r}{suggest(name, known)}; known are: {'; '.join(known)}")
     return names

@@ -456,7 +456,7 @@ def test_changes():
 
 
 BAD = {
-    "unknown name": (r"name: .*got 'flux'; did you mean 'flux2'", lambda: preset("flux")),
+    "unknown name": (r"name: .*got 'flux' \(did you mean 'flux2'", lambda: preset("flux")),
     "head_dim that can't be shared": (
         r"head_dim: flux1 can't have 60: .*multiple of 16, to be shared 2 : 7 : 7, got 30", lambda: preset("flux1", 60),
     ),

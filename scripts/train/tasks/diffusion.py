@@ -61,7 +61,7 @@ class DiffusionTraining(Training):
     limit: int = option(0, "Take so many pairs; 0: all.", least=0, off=True)
     parts: int = option(20, "One in so many captions is held out.", least=1)
     fold: int = option(0, "Which of them: 0 to parts - 1.")
-    encoding: str = option("rotate", f"One of: {', '.join(CAPTIONED.encodings)}.")
+    encoding: str = option("rotate", CAPTIONED.help)
     attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
     size: int = option(32, "Height and width in training, pixels.")
     test_size: int = option(48, "The larger size to test and sample at.")
@@ -80,7 +80,6 @@ class DiffusionTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], CAPTIONED.encodings)
         choose("--attention", [self.attention], CAPTIONED.attentions)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
@@ -89,6 +88,7 @@ class DiffusionTraining(Training):
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {self.patch}, got {getattr(self, name)}"
                 )
+        self.check_encoding(DiT, model_arguments(self))
 
 
 def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
@@ -99,11 +99,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining) -> DiT:
-    encoder = TextEncoder(config.text_dim, config.text_depth, config.heads)
-    try:
-        return DiT(text_encoder=encoder, **model_arguments(config))
-    except ValueError as error:
-        raise typer.BadParameter(f"--encoding {config.encoding} --dim {config.dim}: {error}") from error
+    return DiT(text_encoder=TextEncoder(config.text_dim, config.text_depth, config.heads), **model_arguments(config))
 
 
 class Pairs:

@@ -38,7 +38,7 @@ from ...common.folder import write
 from ...common.options import choose
 from ..config import Schedule, Training, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
-from ..encodings import ENCODINGS, TEXT, Backbone
+from ..encodings import TEXT, Backbone
 from ..loop import Trainer
 from ..work import Work, train
 
@@ -91,7 +91,7 @@ class LmTraining(Training):
     validate_every: int = option(250, "Steps between two validations; 0: none.", free=True, least=0, off=True)
     save_every: int = option(250, "Steps.", free=True, least=1)
     data: Path = field(metadata=describe("A text file, or a folder of .txt and .md files.", free=True))
-    encoding: str = option("rotate", f"One of: {', '.join(TEXT.encodings)}.")
+    encoding: str = option("rotate", TEXT.help)
     attention: str = option("softmax", f"One of: {', '.join(TEXT.attentions)}.")
     size: str = option("small", "tiny (27,000 parameters) or small (9.5 million).")
     length: int = option(512, "Bytes in a window.", least=1)
@@ -101,22 +101,26 @@ class LmTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], TEXT.encodings)
         choose("--attention", [self.attention], TEXT.attentions)
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
         parse_lengths(self.lengths)
+        self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
 
     @property
     def scalings(self) -> list[str]:
         return [name for name in (part.strip() for part in self.scaling.split(",")) if name]
 
     @property
-    def model(self) -> LmConfig:
-        chosen = ENCODINGS[self.encoding]
+    def model_arguments(self) -> dict[str, Any]:
+        chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
-        given["phase"] = "phase" in given  # on the keys, as the model has it
-        return LmConfig(**SIZES[self.size], **TEXT.attentions[self.attention], **given)
+        given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
+        return {**SIZES[self.size], **TEXT.attentions[self.attention], **given}
+
+    @property
+    def model(self) -> LmConfig:
+        return LmConfig(**self.model_arguments)
 
     def schedule(self) -> Schedule:
         warmup = min(self.warmup, self.steps // 10)
