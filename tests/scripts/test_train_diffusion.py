@@ -284,7 +284,7 @@ def test_command_line(folder, tmp_path):
         assert not out.exists()
 
 
-@pytest.mark.parametrize("encoding", CAPTIONED.encodings)
+@pytest.mark.parametrize("encoding", [*CAPTIONED.encodings, "flux1", "qwen_image", "hidream:split=2,1,1,base=300"])
 @pytest.mark.parametrize("attention", CAPTIONED.attentions)
 def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
     chosen = config(folder, tmp_path, encoding=encoding, attention=attention, dim=64)
