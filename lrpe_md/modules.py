@@ -28,6 +28,8 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 class CosineMd(SeriesModule):
     """:func:`lrpe_md.cosine` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, 2D).
 
+    ``axis_order`` decides which axis the first block of channels belongs to; see :class:`RotateMd` for whose is which.
+
     Args:
         head_dim: D.
         num_axes: K, the length of the grid's shape.
@@ -86,6 +88,22 @@ class CosineMd(SeriesModule):
 
 class RotateMd(SeriesModule):
     """:func:`lrpe_md.rotate` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, D).
+
+    Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
+    your other code need theirs:
+
+    | convention of | ``pairs`` | ``axis_order`` |
+    | --- | --- | --- |
+    | the defaults here | "half" | "minor_first" |
+    | the LRPE document | | "minor_first" |
+    | Llama, Qwen and most text models of transformers | "half" | |
+    | RoFormer, GPT-J, the LLaMA release of Meta | "interleaved" | |
+    | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX | "interleaved" | "major_first" |
+    | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first" |
+    | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
+
+    "minor_first" gives the first block of channels to the last axis of the grid's shape, the columns, "major_first" to
+    its first axis. :class:`PresetMd` sets both, and the base, as the model of its name has them.
 
     Args as for :class:`CosineMd`, and
 

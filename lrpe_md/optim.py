@@ -38,8 +38,8 @@ def parameter_groups(
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:
             raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
-    named = getattr(model, "no_weight_decay", None)
-    excluded = set(named()) if callable(named) else set()
+    named: Any = getattr(model, "no_weight_decay", set)
+    excluded = set(named())
     frequencies = {
         id(parameter)
         for module in model.modules()

@@ -93,15 +93,14 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if scale == 1 or (text is None and negative is None):
         known = None if text is None else model.encode_text(text)
         return lambda z, t: model(z, t, known)
-    away: Text | None = None if negative is None else model.encode_text(negative)
-    wanted: Text = model.empty_text(away.batch_size) if text is None and away else model.encode_text(text)
+    wanted: Text = model.encode_text(negative if text is None else text)
     batch = wanted.batch_size
-    if away is None:
-        away = model.empty_text(batch, text)
-    elif away.batch_size == 1:
-        away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
-    elif away.batch_size != batch:
+    away: Text = model.empty_text(batch, text) if negative is None else model.encode_text(negative)
+    if text is None:
+        wanted = model.empty_text(batch)
+    if away.batch_size not in (1, batch):
         raise ValueError(f"negative: expected 1 or {batch} texts, as many as text, got {away.batch_size}")
+    away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
