@@ -370,8 +370,6 @@ class PresetMd(FrequencyModule):
             )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable
-        if learnable and scheme.learned:
-            learnable = "raw"  # the original's parameter
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
         if scheme.map == "rotate":
@@ -381,6 +379,8 @@ class PresetMd(FrequencyModule):
         self.rotary_dim = preset.rotary_dim
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
+        if learnable and self.axial and scheme.learned:
+            learnable = "raw"  # the original's parameter
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,

@@ -44,7 +44,8 @@ SCHEMES: dict[str, Scheme] = {
         """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned by layer and head.
 
         Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
-        parameter (2, depth, H, C) is omega of layer i by ``freqs[:, i].flip(0).permute(1, 2, 0)``: it is (x, y).
+        parameter (2, depth, H, C) is (x, y): "omega" in the state_dict of layer i is
+        ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
         64, Dense(2, f.random_plane, base=10.0), tokens=SKIP, learned=True,
     ),
@@ -54,8 +55,9 @@ SCHEMES: dict[str, Scheme] = {
         Cell centres in [-1, 1], each axis by its own size; option ``by="shorter"`` or ``"longer"``. Periods
         100^(i/n), so ω = 2π / period. One class token and four registers are not rotated. Trained with a random
         rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them. To match
-        published weights, take ω from rounded periods: ``made = preset("dinov3")``, then ``PresetMd(replace(made,
-        omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double()))``, with dataclasses' ``replace``.
+        published weights, round them likewise: with ``made = preset("dinov3")`` and
+        ``periods = (2 * math.pi / made.omega).bfloat16().double()`` take
+        ``PresetMd(dataclasses.replace(made, omega=2 * math.pi / periods))``.
         """,
         64, Axial((1, 1), 100.0, series=f.periods),
         pairs="half", grid=f.cells, tokens=SKIP, augment={"rescale": 2.0},
@@ -158,8 +160,8 @@ SCHEMES: dict[str, Scheme] = {
         """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies learned by head, shared by all layers.
 
         t counts frames; h and w are centred and scaled so that the area is 192², option ``area``. Text is not rotated.
-        The parameter (3, H, C) of a checkpoint is omega by ``pos_frequencies.permute(1, 2, 0)``; diffusers starts
-        from zeros, this preset from random directions.
+        The parameter (3, H, C) of a checkpoint is "omega" in the state_dict by ``pos_frequencies.permute(1, 2, 0)``;
+        diffusers starts from zeros, this preset from random directions.
         """,
         128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
