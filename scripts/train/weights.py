@@ -40,6 +40,7 @@ def start_from(model: LrpeVisionTransformer, path: Path) -> str:
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
+            own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
     # A head has as many rows as there are classes: those of another number mean others.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [

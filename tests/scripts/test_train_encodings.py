@@ -13,6 +13,7 @@ import typer
 from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.train.app import app as train
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
+from lrpe_md.scripts.train.loop import digest_of
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
 from typer.testing import CliRunner
 
@@ -149,6 +150,25 @@ def test_ablate_compares_presets_options_and_registered_schemes(tmp_path, regist
         "none-softmax-0",
     }
     assert "rotate:base=30,split=1,1" in (out / "table.md").read_text()
+
+
+@pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-silu-phase"])
+def test_an_interrupted_run_of_another_parametrisation_is_refused(tmp_path, encoding):
+    """Its optimiser's averages are those of other numbers."""
+    tiny: dict[str, Any] = {
+        "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
+    }  # fmt: skip
+    chosen = replace(config("digits", encoding, **tiny), out=tmp_path / "run")
+    digits.run(chosen)
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path)
+    name = next(name for name in state["model"] if name.startswith("encoding."))
+    value = state["model"].pop(name)
+    state["model"][name.replace("log_theta", "theta")] = value[None]
+    del state["digest"]
+    torch.save({**state, "digest": digest_of(state)}, path)
+    with pytest.raises(typer.BadParameter, match=r"does not fit this model .*encoding\."):
+        digits.run(chosen)
 
 
 def test_a_registered_scheme_trains_and_resumes(tmp_path, registered):
