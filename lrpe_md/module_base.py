@@ -38,7 +38,7 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _log_magnitude(theta: Tensor) -> Tensor:
-    """log |θ|, and 0 where θ is 0."""
+    """Return log |θ|, and 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
 
 
@@ -162,7 +162,7 @@ class FrequencyModule(nn.Module):
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
 
     def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
-        """A buffer, in the state_dict only where the signs are not the initial ones."""
+        """Keep signs in a buffer, in the state_dict only where they are not the initial ones."""
         self._buffers.pop("sign", None)
         self._non_persistent_buffers_set.discard("sign")
         if sign is not None:
@@ -245,7 +245,7 @@ class FrequencyModule(nn.Module):
         """
         theta, log, sign = (f"{prefix}{name}" for name in ("theta", "log_theta", "sign"))
         if "log_theta" in self._parameters and theta in state_dict and log not in state_dict:
-            values = state_dict.pop(theta)
+            values = state_dict.pop(theta).to(self.dtype)
             state_dict[log] = _log_magnitude(values)
             found = (values.full_tensor() if hasattr(values, "placements") else values).sign().cpu().flatten()
             usual = self._initial_sign("cpu")
@@ -290,7 +290,7 @@ class FrequencyModule(nn.Module):
         return self._learned() if ratio is None else self._learned() * ratio
 
     def get_phase(self) -> Tensor | None:
-        """The phase (H, C), or (P, H, C) of groups, as it is learned; None: there is none."""
+        """Return the phase (H, C), or (P, H, C) of groups, as it is learned; None: there is none."""
         return None if self.phase is None else self.phase.reshape(self.shapes["phase"])
 
     def _learned(self) -> Tensor:
@@ -300,7 +300,7 @@ class FrequencyModule(nn.Module):
         return self.omega if "omega" in self._buffers else self._lay()
 
     def _theta(self) -> Tensor:
-        """The learned theta, in its shape."""
+        """Return the learned theta in its shape."""
         log, sign = self._parameters.get("log_theta"), self._buffers.get("sign")
         if log is None:
             return self.get_parameter("theta").reshape(self.shapes["theta"])

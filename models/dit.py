@@ -69,10 +69,10 @@ class DiT(nn.Module):
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
             an RMSNorm behind the attention.
         keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
-        text_encoder: what turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text`, and says what
-            no condition is: one of :mod:`lrpe_md.models.text`, for captions, class labels or features made beforehand,
-            or your own, as described there. None: no condition.
-        text_width, pooled_width: channels of features made beforehand, instead of a text_encoder: short for
+        text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
+            defines the empty condition. Take one of :mod:`lrpe_md.models.text`, for captions, class labels or
+            precomputed features, or write your own as described there. None: an unconditional model.
+        text_width, pooled_width: channels of precomputed features, in place of a text_encoder; short for
             :class:`lrpe_md.models.text.TextFeatures`.
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
@@ -253,10 +253,10 @@ class DiT(nn.Module):
         return encoded if encoded.mask is None else encoded._replace(mask=encoded.mask.bool())
 
     def empty_text(self, batch: int, like: Any = None) -> Text:
-        """Return no condition for so many samples, as the text_encoder says.
+        """Return empty conditions for a batch, as the text_encoder defines them.
 
         Args:
-            like: the text that it stands beside. If the encoder does not say what empty is, a
+            like: the text that they replace. If the encoder has no method ``empty``, a
                 :class:`lrpe_md.models.text.Text` is emptied by zeros.
 
         Raises:
@@ -268,9 +268,8 @@ class DiT(nn.Module):
         if isinstance(like, Text):
             return like.zeros(batch)
         raise TypeError(
-            "text_encoder: expected a method empty(batch) that returns the inputs, or the Text, of samples without a "
-            f"condition, got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for "
-            "guidance"
+            "text_encoder: expected a method empty(batch) that returns the inputs, or the Text, of empty conditions, "
+            f"got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for guidance"
         )
 
     def forward(
@@ -280,9 +279,9 @@ class DiT(nn.Module):
 
         Args:
             text: what the text_encoder takes, as tokens (B, L) or labels (B,), or what :meth:`encode_text` made of it;
-                None: no condition.
+                None: the empty condition.
             r: (B,), the end of the interval of a mean velocity; default: t.
-            drop: (B,) bool, True for samples whose condition is taken away, as guidance needs it in training.
+            drop: (B,) bool, True for samples whose condition is emptied. Guidance needs a tenth of them in training.
         """
         shape = self._grid_shape(x, t)
         c = self.time(t)
@@ -318,7 +317,7 @@ class DiT(nn.Module):
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
     def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
-        """Return what the samples are conditioned on, those of ``drop`` on nothing."""
+        """Return the condition of each sample, emptied where ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
                 raise ValueError("drop: expected None, the model has no text_encoder; make it with one")

@@ -39,14 +39,14 @@ def flow_matching_loss(
         text: what the model takes as text.
         t: (B,), from 0 (image) to 1 (noise).
         noise: ε, like x.
-        drop: (B,) bool, samples whose text the model takes away, as guidance needs it: a tenth of them is usual.
+        drop: (B,) bool, True for samples whose text is emptied. Guidance needs a tenth of them in training.
     """
     z = torch.lerp(x, noise, _like(t, x))
     return _mean_square(model(z, t, text, **_dropped(drop)), noise - x)
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Name drop to models that take it only where it is given."""
+    """Return drop as a keyword argument, or none: other models do not take it."""
     return {} if drop is None else {"drop": drop}
 
 
@@ -79,13 +79,13 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
-        text: what the model takes as text, B samples; None: no condition.
+        text: what the model takes as text, B samples; None: the empty condition.
         scale: 1 is the conditional model itself, at half the cost.
-        negative: text that stands in place of no condition, of B samples or of one. Default: what the model's
-            text_encoder says is empty.
+        negative: text to steer away from, of B samples or of one. Default: the empty condition of the model's
+            text_encoder.
 
     Raises:
-        TypeError: a text_encoder that does not say what empty is, and no negative.
+        TypeError: a text_encoder without a method ``empty``, and no negative.
         ValueError: negative texts of another number.
 
     Source: Ho and Salimans, classifier-free guidance (arXiv 2207.12598).

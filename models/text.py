@@ -1,17 +1,17 @@
-"""What a diffusion model is conditioned on: captions, class labels, or features made beforehand.
+"""Conditions of a diffusion model: captions, class labels, or precomputed features.
 
-An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text`, and says what no condition is:
+An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and defines the empty condition:
 
     class Labels(nn.Module):
         width = 64                                   # channels of the features; 0: it gives none
         pooled_width = 64                            # and of the pooled ones; default: width
 
-        def forward(self, labels): ...               # → Text, one for each of B samples
-        def empty(self, batch): ...                  # inputs of forward, or a Text, for samples without a condition
-        def drop(self, labels, where): ...           # optional: the inputs, those emptied where (B,) is True
+        def forward(self, labels): ...               # returns a Text of B samples
+        def empty(self, batch): ...                  # returns inputs of forward, or a Text, of empty conditions
+        def drop(self, labels, where): ...           # optional: returns the inputs, emptied where (B,) is True
 
-Those that are here: :class:`TextEncoder` (bytes, trained with the model), :class:`LabelEncoder` (classes),
-:class:`PretrainedEncoder` (T5, CLIP and others of transformers), :class:`TextFeatures` (features made beforehand).
+Use :class:`TextEncoder` for bytes (trained with the model), :class:`LabelEncoder` for classes,
+:class:`PretrainedEncoder` for T5, CLIP and others of transformers, and :class:`TextFeatures` for precomputed features.
 
 Shapes: B batch, L tokens of text, C width.
 """
@@ -41,7 +41,7 @@ NUM_TOKENS = 2 + 256
 
 
 class Text(NamedTuple):
-    """What a model is conditioned on, for B samples.
+    """Condition of B samples.
 
     Args:
         features: tokens (B, L, C) that patches attend to; None: there are none.
@@ -59,7 +59,7 @@ class Text(NamedTuple):
         return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
-        """Return no condition for features made beforehand: one token of zeros (SD3, arXiv 2403.03206)."""
+        """Return the empty condition of precomputed features: one token of zeros (SD3, arXiv 2403.03206)."""
         features = None if self.features is None else self.features.new_zeros(batch, 1, self.features.shape[2])
         return Text(features, None, None if self.pooled is None else self.pooled.new_zeros(batch, self.pooled.shape[1]))
 
@@ -86,7 +86,7 @@ def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
 
 
 def _padded_alike(first: Text, second: Text) -> tuple[Text, Text]:
-    """Pad the shorter to the length of the other. Both have a mask then, or neither needs one."""
+    """Pad the shorter one to the length of the other; afterwards both have a mask or neither does."""
     if first.features is None or second.features is None:
         return first, second
     length = max(first.features.shape[1], second.features.shape[1])
@@ -172,7 +172,7 @@ class LabelEncoder(nn.Module):
     """Class labels (B,) → :class:`Text` with pooled features alone, which steer the blocks (DiT, arXiv 2212.09748).
 
     Args:
-        num_classes: labels are 0 to num_classes - 1. One more row of the table stands for no class.
+        num_classes: labels are 0 to num_classes - 1. The table has one more row, for the empty condition.
         width: P, of the pooled features.
     """
 
@@ -196,21 +196,21 @@ class LabelEncoder(nn.Module):
         return Text(None, None, self.embed(labels))
 
     def empty(self, batch: int) -> Tensor:
-        """Return the label that stands for no class, (B,)."""
+        """Return the label of the empty condition, (B,)."""
         return torch.full((batch,), self.num_classes, device=self.embed.weight.device)
 
     def drop(self, labels: Tensor, where: Tensor) -> Tensor:
-        """Return the labels (B,), with no class where ``where`` (B,) is True."""
+        """Return the labels (B,), emptied where ``where`` (B,) is True."""
         return torch.where(where, self.num_classes, labels)
 
 
 class TextFeatures(nn.Module):
-    """Features made beforehand, by T5 or CLIP for one: a :class:`Text` → the same.
+    """Precomputed features, of T5 or CLIP for example: a :class:`Text` → the same.
 
     Args:
         width: C; 0: only pooled features.
         pooled_width: P; 0: no pooled features.
-        empty: the :class:`Text` of one empty caption, by the encoder that makes the others; it is saved with the model.
+        empty: the :class:`Text` of one empty caption, from the encoder that made the others; saved with the model.
             Default: one token of zeros, and zeros as pooled features.
     """
 
@@ -234,7 +234,7 @@ class TextFeatures(nn.Module):
         """Return the features as they are."""
         if not isinstance(text, Text):
             raise TypeError(
-                "text: expected features made beforehand, as lrpe_md.models.text.Text(features, mask, pooled), got "
+                "text: expected precomputed features, as lrpe_md.models.text.Text(features, mask, pooled), got "
                 f"{type(text).__name__}"
             )
         return text
@@ -248,7 +248,7 @@ class TextFeatures(nn.Module):
 class PretrainedEncoder(nn.Module):
     """Captions → :class:`Text` by a text model of transformers, as T5EncoderModel or CLIPTextModel. It stays frozen.
 
-    Its weights become part of the model and of its checkpoints. For a large encoder make the features beforehand:
+    Its weights become part of the model and of its checkpoints. For a large encoder precompute the features:
     ``PretrainedEncoder(model, tokenizer)(captions)`` gives what :class:`TextFeatures` takes.
 
     Args:

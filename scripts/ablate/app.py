@@ -3,6 +3,7 @@
     make ablate                                                            digits, from a fresh checkout
     python -m scripts.ablate run digits                                    8 encodings × softmax and linear attention ×
                                                                            3 seeds, 5 minutes on two CPU cores
+    python -m scripts.ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
     python -m scripts.ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4

@@ -370,7 +370,7 @@ def pretrained(kind):
     return PretrainedEncoder(transformers.CLIPTextModel(config), tokenizer)
 
 
-def beforehand(length, batch=2, pooled=8):
+def precomputed(length, batch=2, pooled=8):
     generator = torch.Generator().manual_seed(length)
     mask = torch.ones(batch, length, dtype=torch.int64)
     mask[1:, length - 1] = 0
@@ -383,14 +383,14 @@ CONDITIONS = {
     "labels": lambda: ({"text_encoder": LabelEncoder(10, 24)}, torch.tensor([0, 3]), torch.tensor([7])),
     "t5": lambda: ({"text_encoder": pretrained("t5")}, [RED, DOG], ["a dog"]),
     "clip": lambda: ({"text_encoder": pretrained("clip")}, [RED, DOG], ["a dog"]),
-    "features": lambda: ({"text_width": 16, "pooled_width": 8}, beforehand(5), beforehand(3, 1)),
-    "features alone": lambda: ({"text_width": 16}, beforehand(5, pooled=0), beforehand(3, 1, pooled=0)),
+    "features": lambda: ({"text_width": 16, "pooled_width": 8}, precomputed(5), precomputed(3, 1)),
+    "features alone": lambda: ({"text_width": 16}, precomputed(5, pooled=0), precomputed(3, 1, pooled=0)),
     "pooled alone": lambda: (
-        {"pooled_width": 8}, beforehand(5)._replace(features=None, mask=None), Text(None, None, torch.ones(1, 8)),
+        {"pooled_width": 8}, precomputed(5)._replace(features=None, mask=None), Text(None, None, torch.ones(1, 8)),
     ),
     "features with their empty": lambda: (
-        {"text_encoder": TextFeatures(16, 8, Text(torch.ones(1, 2, 16), None, torch.ones(1, 8)))}, beforehand(5),
-        beforehand(3, 1),
+        {"text_encoder": TextFeatures(16, 8, Text(torch.ones(1, 2, 16), None, torch.ones(1, 8)))}, precomputed(5),
+        precomputed(3, 1),
     ),
 }  # fmt: skip
 
@@ -448,7 +448,7 @@ def test_conditions_in_one_compiled_graph(name):
 
 
 def test_texts_of_different_lengths():
-    long, short = beforehand(5), beforehand(3)._replace(mask=None)
+    long, short = precomputed(5), precomputed(3)._replace(mask=None)
     both = join_texts(long, short)
     assert both.features.shape == (4, 5, 16)
     assert both.mask.sum(1).tolist() == [5, 4, 3, 3]
@@ -462,11 +462,11 @@ def test_texts_of_different_lengths():
 
 @torch.no_grad()
 def test_an_encoder_that_does_not_say_what_empty_is():
-    """A clear error; features made beforehand are emptied by zeros, and a negative needs no empty."""
+    """A clear error; precomputed features are emptied by zeros, and a negative needs no empty."""
     model = dit(text=False, encoding="rotate", text_encoder=Foreign())
     x, t, _ = inputs()
     labels = torch.tensor([[1], [2]])
-    missing = r"text_encoder: expected a method empty\(batch\).* got Foreign without one; add it"
+    missing = r"text_encoder: expected a method empty\(batch\).*got Foreign without one; add it"
     for call in (
         lambda: model(x, t), lambda: guided(model, labels, 2.0), lambda: model(x, t, labels, drop=t > 2),
     ):  # fmt: skip
@@ -502,10 +502,10 @@ def test_texts_that_do_not_fit():
     for message, call in (
         (r"text: expected features of 16 channels, .*got 3; .*text_width=", lambda: model(x, t, narrow)),
         (r"text: expected pooled of 8 channels, .*got None", lambda: model(x, t, text._replace(pooled=None))),
-        (r"text: expected features made beforehand, as .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
+        (r"text: expected precomputed features, as .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
         (r"drop: expected bool \(2,\), got torch.int64", lambda: model(x, t, text, drop=torch.ones(2).long())),
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
-        (r"negative: expected 1 or 2 texts", lambda: guided(model, text, 2.0, beforehand(2, 3))),
+        (r"negative: expected 1 or 2 texts", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected the Text of one", lambda: TextFeatures(16, 8, text)),
         (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
         (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
