@@ -49,7 +49,10 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder; an unfinished one goes on. [runs/ablate-TASK]")] = None,
     encoding: Annotated[
         list[str] | None,
-        typer.Option("--encoding", "-e", help="NAME or NAME:KEY=VALUE,.. of `train`, or ATTENTION/NAME; repeatable."),
+        typer.Option(
+            "--encoding", "-e",
+            help="Compare this encoding: NAME or NAME:KEY=VALUE,.. as in `train`, or ATTENTION/NAME. Repeatable.",
+        ),
     ] = None,
     attention: Annotated[list[str] | None, typer.Option(help="Only softmax or only linear; may be repeated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Trainings of each, seeds 0, 1, .. [3; full: 5]")] = None,
