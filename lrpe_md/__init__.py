@@ -17,6 +17,7 @@ from .modules import Rotate1d as Rotate1d
 from .modules import RotateMd as RotateMd
 from .modules_linear import LinearAttention as LinearAttention
 from .norm import Norm as Norm
+from .optim import parameter_groups as parameter_groups
 from .pairs import convert_pairs as convert_pairs
 from .positions.augment import AugmentPositions as AugmentPositions
 from .positions.coordinates import Coordinates as Coordinates
@@ -62,17 +63,31 @@ _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))
 
-_DOCUMENT = "lrpe_cosine_md", "lrpe_rotate_1d", "lrpe_rotate_md"
-_INTEGRATIONS = "adapt", "adapt_rotary"
-_PICTURES = ("show",)
+_INTEGRATIONS = ("adapt", "adapt_rotary")
+_DOCUMENT = (
+    "lrpe_cosine_md", "lrpe_cosine_md_bwd_triton", "lrpe_cosine_md_cache_bwd_triton",
+    "lrpe_cosine_md_cache_fwd_triton", "lrpe_cosine_md_cache_triton", "lrpe_cosine_md_fwd_triton",
+    "lrpe_cosine_md_torch", "lrpe_cosine_md_triton", "lrpe_rotate_1d", "lrpe_rotate_1d_bwd_triton",
+    "lrpe_rotate_1d_fwd_triton", "lrpe_rotate_1d_torch", "lrpe_rotate_1d_triton", "lrpe_rotate_md",
+)  # fmt: skip
+# Names that are imported when they are first used: most programs don't need them.
+_LAZY = {
+    "show": ".presets.picture",
+    **dict.fromkeys(_INTEGRATIONS, ".integrations"),
+    **dict.fromkeys(_DOCUMENT, ".document"),
+}
+_EAGER = {name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)}
+# Without adapt, so that a star import does not need timm.
+__all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")} - {"adapt"})  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily: the names of the LRPE document, and modules that need other libraries."""
-    if name in _INTEGRATIONS:
-        return getattr(importlib.import_module(".integrations", __name__), name)
-    if name in _PICTURES:
-        return getattr(importlib.import_module(".presets.picture", __name__), name)
-    if name.startswith(_DOCUMENT):
-        return getattr(importlib.import_module(".document", __name__), name)
+    """Import a name when it is first used: the LRPE document's names, and modules that need other libraries."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return all names, those not imported yet included."""
+    return sorted({*globals(), *_LAZY})

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "as_integer",
-    "can_read",
-    "check_at_least",
-    "check_dense",
-    "check_offsets",
-    "fleeting",
-    "is_real",
-    "split_pair",
-]
+    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting", "is_finite_number",
+    "is_real", "split_pair", "suggest",
+]  # fmt: skip
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
@@ -70,6 +67,17 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
         f"cu_seqlens: expected offsets that begin at 0, never fall and end at {'' if to_the_end else 'most at '}"
         f"{num_tokens}, the number of tokens, got [{shown}]; pass 0 and then the cumulative sum of the lengths"
     )
+
+
+def suggest(name: Any, known: Iterable[str]) -> str:
+    """Return " (did you mean 'rotate'?)", to follow a wrong name in an error, or "" if no known name is close."""
+    close = get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is a Python number that is finite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_dense(name: str, value: Any, form: str) -> None:

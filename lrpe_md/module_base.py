@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checks import as_integer, is_real
+from .checks import as_integer, can_read, is_real
 from .engine.linear_call import Description
-from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl
+from .engine.tables import NO_POSITIONS
+from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl, remedy
 from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
 from .frequencies.dense import mixed_omega
@@ -21,9 +22,10 @@ from .functional import cosine, rotate
 from .norm import Norm
 from .positions.grid import Grid
 
-__all__ = ["Frequencies", "FrequencyModule", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
+__all__ = ["Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
+Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
 
 
@@ -35,6 +37,11 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
         together(list(targets), list(values), non_blocking=True)
 
 
+def _log_magnitude(theta: Tensor) -> Tensor:
+    """Return log |θ|, and 0 where θ is 0."""
+    return torch.where(theta == 0, 1.0, theta.abs()).log()
+
+
 def check_unwritten(out: Any) -> None:
     """Refuse ``out``, which linear attention doesn't have."""
     if out is not None:
@@ -42,11 +49,20 @@ def check_unwritten(out: Any) -> None:
 
 
 class FrequencyModule(nn.Module):
-    """Owns theta (one axis a channel) or omega (dense), and the phase: parameters where learned, buffers elsewhere.
+    """Base class of the encodings: owns the frequencies, as a buffer or a parameter, and the phase, a parameter.
 
-    They keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
+    What is learned is a parameter with one dimension, marked ``_no_weight_decay``, so that trainers that decay or
+    orthogonalise (Muon) every matrix leave it alone; :func:`lrpe_md.parameter_groups` gives frequencies a learning
+    rate of their own. :meth:`get_omega` and :meth:`get_phase` return both in their shapes.
+
+    * ``log_theta``: the logarithm of θ, where each channel has one axis. A step of the optimiser then changes every
+      frequency by the same share of it, the slow ones included, and none changes its sign.
+    * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns it so.
+    * ``omega``: ω itself, where channels have directions.
+
+    All of these keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
     when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
-    that of the model without an encoding.
+    that of the model without an encoding. A state_dict from before version 0.3, with θ or shaped tensors, loads.
 
     FSDP2's mixed precision would cast learned frequencies: call ``fully_shard(model.rope)`` before
     ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype. FSDP1's casts
@@ -56,7 +72,7 @@ class FrequencyModule(nn.Module):
 
     map: str
     head_dim: int
-    theta: Tensor
+    log_theta: Tensor
     omega: Tensor
     ratio: Tensor
     amplitude: Tensor
@@ -78,7 +94,7 @@ class FrequencyModule(nn.Module):
         num_heads: int,
         *,
         axial: bool,
-        learnable: bool,
+        learnable: Learnable,
         phase: Phase,
         act: Act,
         dim: int | None,
@@ -98,6 +114,8 @@ class FrequencyModule(nn.Module):
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        if learnable not in (True, False, "raw"):
+            raise ValueError(f"learnable: expected True, False or 'raw' (theta, not its logarithm), got {learnable!r}")
         if phase not in (True, False, "k"):
             raise ValueError(f"phase: expected True, False or 'k' (on the keys alone), got {phase!r}")
         if phase_groups < 1 or (phase_groups > 1 and not phase):
@@ -108,14 +126,17 @@ class FrequencyModule(nn.Module):
         self.act: Act = act
         self.dim = dim
         self.impl: Impl = impl
-        # What has one axis a channel learns theta, so that the zeros of omega stay zero.
-        name = "theta" if learnable and axial else "omega"
-        initial = self._initial(name, device)
-        if learnable:
-            self.register_parameter(name, nn.Parameter(initial))
-        else:
-            self.register_buffer(name, initial, persistent=False)
-        self.phase = nn.Parameter(self._initial("phase", device)) if phase else None
+        self.shapes: dict[str, torch.Size] = {}  # of the parameters, which have one dimension
+        if not learnable:
+            self.register_buffer("omega", self._initial("omega", device), persistent=False)
+        else:  # one axis a channel learns theta, so that the zeros of omega stay zero
+            self._learn("omega" if not axial else "theta" if learnable == "raw" else "log_theta", device)
+        self.register_parameter("phase", None)
+        if phase:
+            self._learn("phase", device)
+        if "log_theta" in self._parameters:
+            self._set_sign(self._initial_sign(device), persistent=False)
+        self._mark()
         # What the buffer is made of again where a module made on the meta device materialises.
         self.gain = None
         if amplitude is not None:
@@ -124,11 +145,38 @@ class FrequencyModule(nn.Module):
                 raise ValueError(f"amplitude: expected a number or ({num_channels},), got {tuple(self.gain.shape)}")
             self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
+    def _learn(self, name: str, device: torch.device | str | None) -> None:
+        values = self._initial(name, device)
+        self.shapes[name] = values.shape
+        self.register_parameter(name, nn.Parameter(values.flatten()))
+
+    def _mark(self) -> None:
+        """Mark the parameters, new ones too, for trainers that ask for it."""
+        for parameter in self.parameters(recurse=False):
+            parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _initial_sign(self, device: torch.device | str | None) -> Tensor | None:
+        """Return the signs of theta if not all are positive, else None."""
+        with torch.device("cpu"):
+            theta = self._initial_frequencies("theta")
+        return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
+
+    def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
+        """Keep signs in a buffer, in the state_dict only where they are not the initial ones."""
+        self._buffers.pop("sign", None)
+        self._non_persistent_buffers_set.discard("sign")
+        if sign is not None:
+            self.register_buffer("sign", sign, persistent=persistent)
+
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         """A new tensor on ``device``, default torch's."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
+            elif name == "log_theta":
+                values = _log_magnitude(self._initial_frequencies("theta"))
+            elif name == "sign":
+                values = self._initial_frequencies("theta").sign()
             elif name in ("amplitude", "trained_amplitude"):
                 gain = torch.ones((), dtype=torch.float64) if self.gain is None else self.gain
                 values = gain.expand(1, self.num_channels)
@@ -160,7 +208,7 @@ class FrequencyModule(nn.Module):
             self._reset(name, tensor)
 
     def _reset(self, name: str, tensor: Tensor) -> None:
-        values = self._initial(name, "cpu").to(tensor.device)
+        values = self._initial(name, "cpu").reshape(tensor.shape).to(tensor.device)
         if hasattr(tensor, "placements"):  # a DTensor: FSDP2's shards
             from torch.distributed.tensor import distribute_tensor
 
@@ -182,10 +230,44 @@ class FrequencyModule(nn.Module):
         for name, tensor in self._owned().items():
             if name in was_meta and not tensor.is_meta:
                 self._reset(name, tensor)
+        self._mark()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters lose it
+
+    @torch.no_grad()
+    def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Rewrite, in place, what another version or parametrisation saved of this module into what it loads.
+
+        prefix: of its keys, as "encoding.".
+        """
+        theta, log, sign = (f"{prefix}{name}" for name in ("theta", "log_theta", "sign"))
+        if "log_theta" in self._parameters and theta in state_dict and log not in state_dict:
+            values = state_dict.pop(theta).to(self.dtype)
+            state_dict[log] = _log_magnitude(values)
+            found = (values.full_tensor() if hasattr(values, "placements") else values).sign().cpu().flatten()
+            usual = self._initial_sign("cpu")
+            usual = torch.ones_like(found) if usual is None else usual.to(found.dtype).flatten()
+            if can_read(found) and found.shape == self.log_theta.shape and not torch.equal(found, usual):
+                state_dict[sign] = found.reshape(self.shapes["log_theta"])
+        elif "theta" in self._parameters and log in state_dict:
+            values, signs = state_dict.pop(log).exp(), state_dict.pop(sign, None)
+            signs = self._initial_sign(values.device) if signs is None else signs
+            state_dict[theta] = values if signs is None else values * signs.reshape(values.shape)
+        for name, shape in self.shapes.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and value.shape == shape:
+                state_dict[prefix + name] = value.flatten()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.upgrade_state_dict(state_dict, prefix)
+        if f"{prefix}log_theta" in state_dict and "log_theta" in self._parameters:
+            sign, device = state_dict.get(f"{prefix}sign"), self.get_parameter("log_theta").device
+            own = self._initial_sign(device) if sign is None else sign.to(device, self.dtype)
+            self._set_sign(own, persistent=sign is not None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dtype != self._dtype(name):  # assign=True takes what the state_dict has
                 setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
@@ -193,6 +275,7 @@ class FrequencyModule(nn.Module):
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
+        self._mark()
 
     def no_weight_decay(self) -> set[str]:
         """Frequencies and phases are not weights: a model that says so to its optimiser can ask here."""
@@ -206,8 +289,23 @@ class FrequencyModule(nn.Module):
         ratio = self._buffers.get("ratio")
         return self._learned() if ratio is None else self._learned() * ratio
 
+    def get_phase(self) -> Tensor | None:
+        """Return the phase (H, C), or (P, H, C) of groups, as it is learned; None: there is none."""
+        return None if self.phase is None else self.phase.reshape(self.shapes["phase"])
+
     def _learned(self) -> Tensor:
-        return self._lay() if "theta" in self._parameters else self.omega
+        omega = self._parameters.get("omega")
+        if omega is not None:
+            return omega.reshape(self.shapes["omega"])
+        return self.omega if "omega" in self._buffers else self._lay()
+
+    def _theta(self) -> Tensor:
+        """Return the learned theta in its shape."""
+        log, sign = self._parameters.get("log_theta"), self._buffers.get("sign")
+        if log is None:
+            return self.get_parameter("theta").reshape(self.shapes["theta"])
+        theta = log.exp().reshape(self.shapes["log_theta"])
+        return theta if sign is None else theta * sign
 
     def _lay(self) -> Tensor:
         """omega from theta."""
@@ -311,7 +409,7 @@ class FrequencyModule(nn.Module):
     def forward(
         self,
         *xs: Tensor,
-        positions: Positions | Packed | tuple[Positions, Positions],
+        positions: Positions | Packed | tuple[Positions, Positions] | None = None,
         qkv: Tensor | None = None,
         num_key_heads: int | None = None,
         inverse: bool = False,
@@ -340,6 +438,8 @@ class FrequencyModule(nn.Module):
         if attend is not None:
             check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
+        if positions is None:
+            raise TypeError(NO_POSITIONS)
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
@@ -362,7 +462,7 @@ class FrequencyModule(nn.Module):
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
         """Say what does not fit in the words of the module, whose frequencies nobody passed."""
-        own = next(iter(self._owned().values()))
+        own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
                 return
@@ -373,13 +473,13 @@ class FrequencyModule(nn.Module):
             if x.shape[1] % self.num_heads:
                 raise ValueError(
                     f"{name}: expected a multiple of the module's num_heads, {self.num_heads} (the heads of k), got "
-                    f"{x.shape[1]} ({tuple(x.shape)})"
+                    f"{x.shape[1]} ({tuple(x.shape)}){remedy(x, wheres[0])}"
                 ) from None
             if x.device != own.device:
                 raise ValueError(
                     f"{name}: expected it on the module's device {own.device}, got {x.device}; move one of them"
                 ) from None
-        for where in positions if type(positions) is tuple else (positions,):
+        for where in wheres:
             if isinstance(where, Tensor):
                 found = where.shape[-1] if where.ndim > 1 else self.num_axes
             else:
@@ -387,6 +487,7 @@ class FrequencyModule(nn.Module):
             if found != self.num_axes:
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                    + remedy(xs[0], where)
                 ) from None
 
     def describe(self) -> Description:
@@ -399,7 +500,7 @@ class FrequencyModule(nn.Module):
 
     def _own_phase(self) -> Any:
         """The phase, on the keys alone as a pair."""
-        phase = self.phase
+        phase = self.get_phase()
         if phase is None:
             return None
         if self.phase_range is not None:
@@ -425,7 +526,7 @@ class FrequencyModule(nn.Module):
 
     def extra_repr(self) -> str:
         text = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
-        text += ", learnable=True" if self.learnable else ""
+        text += f", learnable={self.learnable!r}" if self.learnable else ""
         if self.phase is not None:
             text += f", phase={'k' if self.keys_alone else True!r}"
         return text + (f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else "")
@@ -477,7 +578,7 @@ class SeriesModule(FrequencyModule):
         return axial_omega(theta, self.num_channels, self.num_axes, axis_order=self.axis_order)
 
     def _lay(self) -> Tensor:
-        return self._laid(self.theta)
+        return self._laid(self._theta())
 
     def extra_repr(self) -> str:
         text = f"num_axes={self.num_axes}, "

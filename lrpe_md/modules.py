@@ -13,7 +13,7 @@ from .checks import check_at_least, check_dense
 from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
 from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Phase, SeriesModule, check_unwritten
+from .module_base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_unwritten
 from .norm import Norm
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
@@ -28,6 +28,8 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 class CosineMd(SeriesModule):
     """:func:`lrpe_md.cosine` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, 2D).
 
+    ``axis_order`` decides which axis the first block of channels belongs to; see :class:`RotateMd` for whose is which.
+
     Args:
         head_dim: D.
         num_axes: K, the length of the grid's shape.
@@ -35,7 +37,8 @@ class CosineMd(SeriesModule):
         frequencies: "axial" (a block of channels an axis), "mixed" (dense, random directions by head), or a function
             (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), whose base and axis_order are its own.
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
-        learnable: train theta (axial) or omega (others); otherwise they are a buffer, built once.
+        learnable: train theta, as its logarithm (axial), or omega (others); "raw": theta itself. Otherwise they are a
+            buffer, built once.
         axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
         phase: learn a phase (num_heads, D), starting at zero, on q and k, or with "k" on the keys alone (PoPE).
@@ -57,7 +60,7 @@ class CosineMd(SeriesModule):
         base: float = 10000.0,
         frequencies: Frequencies = "axial",
         num_heads: int = 1,
-        learnable: bool = False,
+        learnable: Learnable = False,
         axis_order: AxisOrder = "minor_first",
         rotary_dim: int | slice | None = None,
         act: Act = "none",
@@ -86,6 +89,22 @@ class CosineMd(SeriesModule):
 class RotateMd(SeriesModule):
     """:func:`lrpe_md.rotate` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, D).
 
+    Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
+    your other code need theirs:
+
+    | convention of | ``pairs`` | ``axis_order`` |
+    | --- | --- | --- |
+    | the defaults here | "half" | "minor_first" |
+    | the LRPE document | | "minor_first" |
+    | Llama, Qwen and most text models of transformers | "half" | |
+    | RoFormer, GPT-J, the LLaMA release of Meta | "interleaved" | |
+    | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX | "interleaved" | "major_first" |
+    | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first" |
+    | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
+
+    "minor_first" gives the first block of channels to the last axis of the grid's shape, the columns, "major_first" to
+    its first axis. :class:`PresetMd` sets both, and the base, as the model of its name has them.
+
     Args as for :class:`CosineMd`, and
 
     Args:
@@ -104,7 +123,7 @@ class RotateMd(SeriesModule):
         base: float = 10000.0,
         frequencies: Frequencies = "axial",
         num_heads: int = 1,
-        learnable: bool = False,
+        learnable: Learnable = False,
         axis_order: AxisOrder = "minor_first",
         pairs: Pairs = "half",
         rotary_dim: int | slice | None = None,
@@ -208,18 +227,19 @@ class Rotate1d(RotateMd):
             except RuntimeError:
                 expected = tuple(gain.shape)
                 raise ValueError(f"amplitude: expected {expected}, got {tuple(amplitude.shape)}") from None
-        learned = self._parameters.get("theta")
-        if learned is None and omega.shape[0] not in (1, self.omega.shape[0]):
+        name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
+        if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
             raise ValueError(
                 f"theta: expected frequencies of {self.omega.shape[0]} heads, as the module was built with, got "
                 f"{tuple(theta.shape)}"
             )
-        if learned is not None:
-            if theta.shape != learned.shape and omega.shape[0] == 1 and learned.shape == (1, self.num_channels):
+        if shape is not None:
+            if theta.shape != shape and omega.shape[0] == 1 and shape == (1, self.num_channels):
                 theta = theta[None]
-            if theta.shape != learned.shape:
-                raise ValueError(f"theta: expected {tuple(learned.shape)}, as learned, got {tuple(theta.shape)}")
-            learned.copy_(theta)
+            if theta.shape != shape:
+                raise ValueError(f"theta: expected {tuple(shape)}, as learned, got {tuple(theta.shape)}")
+            state = {"theta": theta.to(self.get_parameter(name))}
+            self.load_state_dict(state, strict=False)
         else:
             for name in ("omega", "trained_omega"):
                 if name in self._buffers:
@@ -311,7 +331,8 @@ class PresetMd(FrequencyModule):
             where the scheme has one. Or its name or a :class:`lrpe_md.Scheme`, made for ``head_dim`` and ``num_heads``.
         head_dim, num_heads: of a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
         learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
-            default: where the scheme does.
+            default: where the scheme does. Its logarithm is what is learned, unless the original learns it itself, or
+            with "raw".
         act, phase: instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: of frequencies and phase; default: float64 for what is fixed, float32 for what is learned.
@@ -327,7 +348,7 @@ class PresetMd(FrequencyModule):
         *,
         head_dim: int | None = None,
         num_heads: int | None = None,
-        learnable: bool | None = None,
+        learnable: Learnable | None = None,
         act: Act | None = None,
         dim: int | None = None,
         phase: Phase | None = None,
@@ -358,6 +379,8 @@ class PresetMd(FrequencyModule):
         self.rotary_dim = preset.rotary_dim
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
+        if learnable and self.axial and scheme.learned:
+            learnable = "raw"  # the original's parameter
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
@@ -374,7 +397,7 @@ class PresetMd(FrequencyModule):
         return omega.sum(-1) if name == "theta" else omega
 
     def _lay(self) -> Tensor:
-        return self.theta[..., None] * self.axes
+        return self._theta()[..., None] * self.axes
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """:meth:`Preset.positions`, a table on the module's device: once a forward, not once a layer."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_dense, split_pair
-from .engine.validate import Pairs, Positions, check_pairs, rotary_slice
+from .engine.validate import Pairs, Positions, check_pairs, remedy, rotary_slice
 from .positions.coordinates import Coordinates
 from .positions.grid import Grid
 from .reference import join_pairs
@@ -98,7 +98,9 @@ def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
     if positions.num_axes != 1:
         raise ValueError(f"positions: expected one axis, got {positions.num_axes}")
     if positions.num_tokens != x.shape[2]:
-        raise ValueError(f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}")
+        raise ValueError(
+            f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}{remedy(x, positions)}"
+        )
     rows = positions.explicit()
     distance = rows.coords[..., 0].double() - centre
     return distance if rows.rotated is None else torch.where(rows.rotated, distance, 0.0)

@@ -31,7 +31,7 @@ from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encodin
 from lrpe_md.presets.scheme import Preset, Scheme
 
 from .joint import JointBlock, TimeEmbedding, modulate, modulation
-from .text import START, Text
+from .text import Text, TextFeatures, replace_texts
 
 __all__ = ["DiT", "patchify", "unpatchify"]
 
@@ -69,7 +69,11 @@ class DiT(nn.Module):
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
             an RMSNorm behind the attention.
         keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
-        text_encoder: tokens (B, L) → :class:`lrpe_md.models.text.Text`, with its features' ``width``. None: no text.
+        text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
+            defines the empty condition. Take one of :mod:`lrpe_md.models.text`, for captions, class labels or
+            precomputed features, or write your own as described there. None: an unconditional model.
+        text_width, pooled_width: channels of precomputed features, in place of a text_encoder; short for
+            :class:`lrpe_md.models.text.TextFeatures`.
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
         image_after: axes on which the image is behind the text; None: it stands at the origin, or as the preset has it.
@@ -102,6 +106,8 @@ class DiT(nn.Module):
         normalizer: NormalizerName = "unrotated",
         keep_encoded: bool = True,
         text_encoder: Any = None,
+        text_width: int | None = None,
+        pooled_width: int = 0,
         text_positions: str | Tokens | None = None,
         image_after: Sequence[int] | None = None,
         interval: bool = False,
@@ -139,13 +145,22 @@ class DiT(nn.Module):
         self.sincos = CosineMd(embed_dim // 2, num_axes) if absolute == "sincos" else None
         self.time = TimeEmbedding(embed_dim)
         self.interval = TimeEmbedding(embed_dim) if interval else None
+        if text_width is not None or pooled_width:
+            if text_encoder is not None:
+                raise ValueError(
+                    "text_width, pooled_width: expected them without a text_encoder, which has its own, got "
+                    f"{text_width}, {pooled_width}; leave them out"
+                )
+            text_encoder = TextFeatures(text_width or 0, pooled_width)
         self.text_encoder = text_encoder
-        if text_encoder is not None:
-            self.text_embed = nn.Linear(text_encoder.width, embed_dim)
-            self.pooled_embed = nn.Linear(text_encoder.width, embed_dim)
+        self.text_width, self.pooled_width = _widths(text_encoder)
+        if self.text_width:
+            self.text_embed = nn.Linear(self.text_width, embed_dim)
+        if self.pooled_width:
+            self.pooled_embed = nn.Linear(self.pooled_width, embed_dim)
         self.blocks = nn.ModuleList(
             JointBlock(
-                embed_dim, num_heads, mlp_ratio, text=text_encoder is not None, last=i == depth - 1,
+                embed_dim, num_heads, mlp_ratio, text=self.text_width > 0, last=i == depth - 1,
                 attention=attention, normalizer=normalizer, keep_encoded=keep_encoded,
             )
             for i in range(depth)
@@ -207,18 +222,66 @@ class DiT(nn.Module):
         coords = placed.coords - padding[:, None, None] * behind
         return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
 
-    def encode_text(self, tokens: Tensor) -> Text:
-        """Tokens (B, L) once, for :meth:`forward` at many times."""
-        if self.text_encoder is None:
-            raise ValueError("text: the model has no text_encoder, expected None; make it with one")
-        return self.text_encoder(tokens)
-
-    def forward(self, x: Tensor, t: Tensor, text: Tensor | Text | None = None, r: Tensor | None = None) -> Tensor:
-        """The velocity at x (B, in_chans, [frames,] height, width) and t (B,), like x.
+    def encode_text(self, text: Any) -> Text:
+        """Encode the condition once, for :meth:`forward` at many times.
 
         Args:
-            text: tokens (B, L), or what :meth:`encode_text` made of them; None: empty captions.
+            text: what the text_encoder takes, or a :class:`lrpe_md.models.text.Text`, which is checked and returned.
+
+        Raises:
+            ValueError, TypeError: no text_encoder, or features that are not of its widths.
+        """
+        if self.text_encoder is None:
+            raise ValueError(
+                "text: expected None, the model has no text_encoder; make it with one, or with text_width="
+            )
+        encoded = text if isinstance(text, Text) else self.text_encoder(text)
+        if not isinstance(encoded, Text):
+            raise TypeError(
+                "text_encoder: expected it to return a lrpe_md.models.text.Text(features, mask, pooled), got "
+                f"{type(encoded).__name__}; for a model of transformers use PretrainedEncoder"
+            )
+        for name, value, width in (
+            ("features", encoded.features, self.text_width), ("pooled", encoded.pooled, self.pooled_width),
+        ):  # fmt: skip
+            found = 0 if value is None else value.shape[-1]
+            if found != width:
+                raise ValueError(
+                    f"text: expected {name} of {width} channels, as the text_encoder says, got {found or None}; make "
+                    "the model with text_width= and pooled_width= of your features"
+                )
+        return encoded if encoded.mask is None else encoded._replace(mask=encoded.mask.bool())
+
+    def empty_text(self, batch: int, like: Any = None) -> Text:
+        """Return empty conditions for a batch, as the text_encoder defines them.
+
+        Args:
+            like: the text that they replace. If the encoder has no method ``empty``, a
+                :class:`lrpe_md.models.text.Text` is emptied by zeros.
+
+        Raises:
+            TypeError: an encoder without a method ``empty``.
+        """
+        empty = getattr(self.text_encoder, "empty", None)
+        if empty is not None or self.text_encoder is None:
+            return self.encode_text(None if empty is None else empty(batch))
+        if isinstance(like, Text):
+            return like.zeros(batch)
+        raise TypeError(
+            "text_encoder: expected a method empty(batch) that returns the inputs, or the Text, of empty conditions, "
+            f"got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for guidance"
+        )
+
+    def forward(
+        self, x: Tensor, t: Tensor, text: Any = None, r: Tensor | None = None, drop: Tensor | None = None
+    ) -> Tensor:
+        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), like x.
+
+        Args:
+            text: what the text_encoder takes, as tokens (B, L) or labels (B,), or what :meth:`encode_text` made of it;
+                None: the empty condition.
             r: (B,), the end of the interval of a mean velocity; default: t.
+            drop: (B,) bool, True for samples whose condition is emptied. Guidance needs a tenth of them in training.
         """
         shape = self._grid_shape(x, t)
         c = self.time(t)
@@ -232,16 +295,11 @@ class DiT(nn.Module):
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
             tokens = tokens + self.sincos(ones, positions=grid)[0]
 
-        features, mask = None, None
-        if text is None and self.text_encoder is not None:
-            text = torch.full((x.shape[0], 1), START, device=x.device)
-        if text is not None:
-            encoded = text if isinstance(text, Text) else self.encode_text(text)
-            found = encoded.features.shape[0]
-            if found != x.shape[0]:
-                raise ValueError(f"text: expected one for each of {x.shape[0]} samples, got {found}")
-            features, mask = self.text_embed(encoded.features).to(x.dtype), encoded.mask
-            c = c + self.pooled_embed(encoded.pooled)
+        features, mask, pooled = self._condition(text, drop, x.shape[0])
+        if features is not None:
+            features = self.text_embed(features.to(self.text_embed.weight.dtype)).to(x.dtype)
+        if pooled is not None:
+            c = c + self.pooled_embed(pooled.to(self.pooled_embed.weight.dtype))
         length = 0 if features is None else features.shape[1]
         positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)
         if mask is not None:
@@ -258,6 +316,24 @@ class DiT(nn.Module):
         shift, scale = self.modulation(c).chunk(2, dim=-1)
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
+    def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
+        """Return the condition of each sample, emptied where ``drop`` is True."""
+        if self.text_encoder is None and text is None:
+            if drop is not None:
+                raise ValueError("drop: expected None, the model has no text_encoder; make it with one")
+            return Text(None)
+        if text is None:
+            return self.empty_text(batch)
+        if drop is not None and (drop.dtype != torch.bool or drop.shape != (batch,)):
+            raise ValueError(f"drop: expected bool ({batch},), got {drop.dtype} {tuple(drop.shape)}")
+        drop_inputs = getattr(self.text_encoder, "drop", None)
+        if drop is not None and drop_inputs is not None and not isinstance(text, Text):
+            text, drop = drop_inputs(text, drop), None
+        encoded = self.encode_text(text)
+        if encoded.batch_size != batch:
+            raise ValueError(f"text: expected one for each of {batch} samples, got {encoded.batch_size}")
+        return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
+
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
         """Of the patches."""
         if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
@@ -270,6 +346,21 @@ class DiT(nn.Module):
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes in multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))
+
+
+def _widths(encoder: Any) -> tuple[int, int]:
+    """Return the channels of an encoder's features and pooled features."""
+    if encoder is None:
+        return 0, 0
+    width = getattr(encoder, "width", None)
+    pooled = getattr(encoder, "pooled_width", width)
+    if not isinstance(width, int) or not isinstance(pooled, int) or width < 0 or pooled < 0:
+        raise TypeError(
+            "text_encoder: expected attributes width and pooled_width, the channels of its features (pooled_width is "
+            f"width unless given), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a model of "
+            "transformers use lrpe_md.models.text.PretrainedEncoder"
+        )
+    return width, pooled
 
 
 def _zero(module: nn.Module) -> None:

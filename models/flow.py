@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .text import Text, drop_text
+from .text import Text, join_texts
 
 __all__ = ["draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample", "time_grid"]
 
@@ -29,20 +29,30 @@ def draw_times(batch: int, *, generator: torch.Generator | None = None, device: 
     return torch.randn(batch, generator=generator, device=device).sigmoid()
 
 
-def flow_matching_loss(model: Any, x: Tensor, text: Any, t: Tensor, noise: Tensor) -> Tensor:
-    """Mean square of v - (ε - x) by sample: (B,), in float32 at least.
+def flow_matching_loss(
+    model: Any, x: Tensor, text: Any, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
+) -> Tensor:
+    """Return the mean square of v - (ε - x) by sample: (B,), in float32 at least.
 
     Args:
         x: images (B, C, ..).
         text: what the model takes as text.
         t: (B,), from 0 (image) to 1 (noise).
         noise: ε, like x.
+        drop: (B,) bool, True for samples whose text is emptied. Guidance needs a tenth of them in training.
     """
     z = torch.lerp(x, noise, _like(t, x))
-    return _mean_square(model(z, t, text), noise - x)
+    return _mean_square(model(z, t, text, **_dropped(drop)), noise - x)
 
 
-def mean_flow_loss(model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
+    """Return drop as a keyword argument, or none: other models do not take it."""
+    return {} if drop is None else {"drop": drop}
+
+
+def mean_flow_loss(
+    model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
+) -> Tensor:
     """MeanFlow: the model ``model(z, t, text, r)`` learns the mean velocity u from t down to r: (B,).
 
     u satisfies u = v - (t - r) du/dt; du/dt comes from a forward-mode derivative along (v, 1), taken as constant. One
@@ -51,7 +61,7 @@ def mean_flow_loss(model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise
     Source: Geng et al., arXiv 2505.13447 (without guidance and adaptive weights).
     """
     z, v = torch.lerp(x, noise, _like(t, x)), noise - x
-    u, du, *_ = jvp(lambda z, t: model(z, t, text, r), (z, t), (v, torch.ones_like(t)))
+    u, du, *_ = jvp(lambda z, t: model(z, t, text, r, **_dropped(drop)), (z, t), (v, torch.ones_like(t)))
     return _mean_square(u, v - _like(t - r, x) * du.detach())
 
 
@@ -64,20 +74,34 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
     return (found.to(dtype) - wanted.to(dtype)).square().flatten(1).mean(1)
 
 
-def guided(model: Any, text: Tensor | None, scale: float = 1.0) -> Velocity:
-    """(z, t) → v of the empty caption + scale · (v of the text - v of the empty caption), text encoded once.
+def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
+    """Return (z, t) → v without the text + scale · (v with the text - v without it), the text encoded once.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
-        text: tokens (B, L), or None for empty captions.
+        text: what the model takes as text, B samples; None: the empty condition.
         scale: 1 is the conditional model itself, at half the cost.
+        negative: text to steer away from, of B samples or of one. Default: the empty condition of the model's
+            text_encoder.
+
+    Raises:
+        TypeError: a text_encoder without a method ``empty``, and no negative.
+        ValueError: negative texts of another number.
 
     Source: Ho and Salimans, classifier-free guidance (arXiv 2207.12598).
     """
-    if text is None or scale == 1:
+    if scale == 1 or (text is None and negative is None):
         known = None if text is None else model.encode_text(text)
         return lambda z, t: model(z, t, known)
-    both: Text = model.encode_text(torch.cat([text, drop_text(text)]))
+    wanted: Text = model.encode_text(negative if text is None else text)
+    batch = wanted.batch_size
+    away: Text = model.empty_text(batch, text) if negative is None else model.encode_text(negative)
+    if text is None:
+        wanted = model.empty_text(batch)
+    if away.batch_size not in (1, batch):
+        raise ValueError(f"negative: expected 1 or {batch} texts, as many as text, got {away.batch_size}")
+    away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
+    both = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
         with_text, without = model(torch.cat([z, z]), torch.cat([t, t]), both).chunk(2)
@@ -119,12 +143,17 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
 def sample(
     model: Any,
     noise: Tensor,
-    text: Tensor | None = None,
+    text: Any = None,
     *,
     scale: float = 1.0,
+    negative: Any = None,
     steps: int = 50,
     method: Method = "euler",
     shift: float = 1.0,
 ) -> Tensor:
-    """Images from noise (B, C, ..), of any size that the model's patches divide; for the rest see above."""
-    return integrate(guided(model, text, scale), noise, time_grid(steps, shift), method)
+    """Return images from noise (B, C, ..), of any size that the model's patches divide.
+
+    The text, scale and negative are those of :func:`guided`, the steps and the shift those of :func:`time_grid`, and
+    the method that of :func:`integrate`.
+    """
+    return integrate(guided(model, text, scale, negative), noise, time_grid(steps, shift), method)

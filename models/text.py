@@ -1,4 +1,17 @@
-"""Captions as bytes, and a small encoder of them, trained with its model: nothing to download.
+"""Conditions of a diffusion model: captions, class labels, or precomputed features.
+
+An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and defines the empty condition:
+
+    class Labels(nn.Module):
+        width = 64                                   # channels of the features; 0: it gives none
+        pooled_width = 64                            # and of the pooled ones; default: width
+
+        def forward(self, labels): ...               # returns a Text of B samples
+        def empty(self, batch): ...                  # returns inputs of forward, or a Text, of empty conditions
+        def drop(self, labels, where): ...           # optional: returns the inputs, emptied where (B,) is True
+
+Use :class:`TextEncoder` for bytes (trained with the model), :class:`LabelEncoder` for classes,
+:class:`PretrainedEncoder` for T5, CLIP and others of transformers, and :class:`TextFeatures` for precomputed features.
 
 Shapes: B batch, L tokens of text, C width.
 """
@@ -6,7 +19,7 @@ Shapes: B batch, L tokens of text, C width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers.norm import RmsNorm
@@ -14,24 +27,83 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from lrpe_md import Grid, RotateMd
+from lrpe_md.checks import can_read, check_at_least
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.timm import LrpeAttention
 
-__all__ = ["PAD", "START", "Text", "TextEncoder", "drop_text", "tokenize"]
+__all__ = [
+    "PAD", "START", "LabelEncoder", "PretrainedEncoder", "Text", "TextEncoder", "TextFeatures", "join_texts",
+    "replace_texts", "tokenize",
+]  # fmt: skip
 
 PAD, START = 0, 1
 NUM_TOKENS = 2 + 256
 
 
 class Text(NamedTuple):
-    """What a model is told about a text.
+    """Condition of B samples.
 
-    features (B, L, C), mask (B, L) with False for padding, or None where there is none, pooled (B, C).
+    Args:
+        features: tokens (B, L, C) that patches attend to; None: there are none.
+        mask: (B, L), False or 0 for padding; None: there is none.
+        pooled: (B, P), added to the time embedding; None: there is none.
     """
 
-    features: Tensor
-    mask: Tensor | None
-    pooled: Tensor
+    features: Tensor | None
+    mask: Tensor | None = None
+    pooled: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
+
+    def zeros(self, batch: int) -> Text:
+        """Return the empty condition of precomputed features: one token of zeros (SD3, arXiv 2403.03206)."""
+        features = None if self.features is None else self.features.new_zeros(batch, 1, self.features.shape[2])
+        return Text(features, None, None if self.pooled is None else self.pooled.new_zeros(batch, self.pooled.shape[1]))
+
+
+def join_texts(first: Text, second: Text) -> Text:
+    """Return the samples of both in one batch, padded to one length."""
+    (a, mask, p), (b, other, r) = _padded_alike(first, second)
+    return Text(
+        None if a is None or b is None else torch.cat([a, b]),
+        None if mask is None or other is None else torch.cat([mask, other]),
+        None if p is None or r is None else torch.cat([p, r]),
+    )
+
+
+def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
+    """Return the samples of ``other``, B or 1 of them, where ``where`` (B,) is True, else those of ``text``."""
+    (a, mask, p), (b, other_mask, r) = _padded_alike(text, other)
+    rows = where[:, None]
+    return Text(
+        None if a is None or b is None else torch.where(rows[..., None], b.to(a.dtype), a),
+        None if mask is None or other_mask is None else torch.where(rows, other_mask, mask),
+        None if p is None or r is None else torch.where(rows, r.to(p.dtype), p),
+    )
+
+
+def _padded_alike(first: Text, second: Text) -> tuple[Text, Text]:
+    """Pad the shorter one to the length of the other; afterwards both have a mask or neither does."""
+    if first.features is None or second.features is None:
+        return first, second
+    length = max(first.features.shape[1], second.features.shape[1])
+    same = first.features.shape[1] == second.features.shape[1]
+    if same and first.mask is None and second.mask is None:
+        return first, second
+    return _padded(first, length), _padded(second, length)
+
+
+def _padded(text: Text, length: int) -> Text:
+    features: Any = text.features
+    missing = length - features.shape[1]
+    mask = text.mask
+    if mask is None:
+        mask = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
+    pad = nn.functional.pad
+    return Text(pad(features, (0, 0, 0, missing)), pad(mask.bool(), (0, missing), value=False), text.pooled)
 
 
 def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device | str = "cpu") -> Tensor:
@@ -49,16 +121,10 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
 
 
-def drop_text(tokens: Tensor, where: Tensor | bool = True) -> Tensor:
-    """Empty captions instead of those ``where`` (B,) says, padded to the same length: (B, L)."""
-    where = torch.as_tensor(where, device=tokens.device).expand(tokens.shape[0])
-    return torch.where(where[:, None] & (tokens != START), PAD, tokens)
-
-
 class TextEncoder(nn.Module):
     """Tokens (B, L) of :func:`tokenize` → :class:`Text` of the same length: a transformer with RoPE on one axis.
 
-    What is padded does not change what the others become. ``pooled`` is the START token.
+    Padding does not change the other tokens. ``pooled`` is the START token, which an empty caption consists of.
 
     Args:
         width: C.
@@ -92,3 +158,135 @@ class TextEncoder(nn.Module):
             x = block(x, attn_mask=context)
         x = self.norm(x)
         return Text(x, mask, x[:, 0])
+
+    def empty(self, batch: int) -> Tensor:
+        """Return the tokens of empty captions, (B, 1)."""
+        return torch.full((batch, 1), START, device=self.embed.weight.device)
+
+    def drop(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """Return the tokens (B, L), with empty captions where ``where`` (B,) is True, padded to the same length."""
+        return torch.where(where[:, None] & (tokens != START), PAD, tokens)
+
+
+class LabelEncoder(nn.Module):
+    """Class labels (B,) → :class:`Text` with pooled features alone, which steer the blocks (DiT, arXiv 2212.09748).
+
+    Args:
+        num_classes: labels are 0 to num_classes - 1. The table has one more row, for the empty condition.
+        width: P, of the pooled features.
+    """
+
+    def __init__(self, num_classes: int, width: int = 192) -> None:
+        super().__init__()
+        check_at_least(1, num_classes=num_classes, width=width)
+        self.num_classes, self.width, self.pooled_width = num_classes, 0, width
+        self.embed = nn.Embedding(num_classes + 1, width)
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, labels: Tensor) -> Text:
+        """Labels (B,) → pooled (B, P)."""
+        if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
+            got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise ValueError(f"text: expected integer class labels (B,), got {got}")
+        if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
+            raise ValueError(
+                f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for none, got "
+                f"{labels.min()} to {labels.max()}"
+            )
+        return Text(None, None, self.embed(labels))
+
+    def empty(self, batch: int) -> Tensor:
+        """Return the label of the empty condition, (B,)."""
+        return torch.full((batch,), self.num_classes, device=self.embed.weight.device)
+
+    def drop(self, labels: Tensor, where: Tensor) -> Tensor:
+        """Return the labels (B,), emptied where ``where`` (B,) is True."""
+        return torch.where(where, self.num_classes, labels)
+
+
+class TextFeatures(nn.Module):
+    """Precomputed features, of T5 or CLIP for example: a :class:`Text` → the same.
+
+    Args:
+        width: C; 0: only pooled features.
+        pooled_width: P; 0: no pooled features.
+        empty: the :class:`Text` of one empty caption, from the encoder that made the others; saved with the model.
+            Default: one token of zeros, and zeros as pooled features.
+    """
+
+    empty_features: Tensor | None
+    empty_mask: Tensor | None
+    empty_pooled: Tensor | None
+
+    def __init__(self, width: int, pooled_width: int = 0, empty: Text | None = None) -> None:
+        super().__init__()
+        check_at_least(0, width=width, pooled_width=pooled_width)
+        self.width, self.pooled_width = width, pooled_width
+        if empty is None:
+            pooled = torch.zeros(1, pooled_width) if pooled_width else None
+            empty = Text(torch.zeros(1, 1, width) if width else None, None, pooled)
+        if not isinstance(empty, Text) or empty.batch_size != 1:
+            raise ValueError(f"empty: expected the Text of one empty caption, got {type(empty).__name__}")
+        for name, value in empty._asdict().items():
+            self.register_buffer(f"empty_{name}", None if value is None else value.detach().clone())
+
+    def forward(self, text: Text) -> Text:
+        """Return the features as they are."""
+        if not isinstance(text, Text):
+            raise TypeError(
+                "text: expected precomputed features, as lrpe_md.models.text.Text(features, mask, pooled), got "
+                f"{type(text).__name__}"
+            )
+        return text
+
+    def empty(self, batch: int) -> Text:
+        """Return the features of empty captions."""
+        own = self.empty_features, self.empty_mask, self.empty_pooled
+        return Text(*(None if t is None else t.expand(batch, *t.shape[1:]) for t in own))
+
+
+class PretrainedEncoder(nn.Module):
+    """Captions → :class:`Text` by a text model of transformers, as T5EncoderModel or CLIPTextModel. It stays frozen.
+
+    Its weights become part of the model and of its checkpoints. For a large encoder precompute the features:
+    ``PretrainedEncoder(model, tokenizer)(captions)`` gives what :class:`TextFeatures` takes.
+
+    Args:
+        model: gives ``last_hidden_state``, and ``pooler_output`` if it has one.
+        tokenizer: that of the model.
+        max_length: tokens of a caption at most.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int = 77) -> None:
+        super().__init__()
+        check_at_least(1, max_length=max_length)
+        self.model, self.tokenizer, self.max_length = model.requires_grad_(False).eval(), tokenizer, max_length
+        features, _, pooled = self(self.empty(1))
+        self.width = features.shape[-1]
+        self.pooled_width = 0 if pooled is None else pooled.shape[-1]
+
+    def train(self, mode: bool = True) -> PretrainedEncoder:
+        """Keep the text model in evaluation mode."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    @torch.no_grad()
+    def forward(self, captions: Sequence[str]) -> Text:
+        """B captions → features (B, L, C), mask (B, L), pooled (B, P) if the model has it; without a gradient."""
+        if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
+            raise TypeError(f"text: expected a sequence of captions, got {captions!r}")
+        tokens = self.tokenizer(
+            list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
+        )
+        tokens = {name: value.to(next(self.model.parameters()).device) for name, value in tokens.items()}
+        out = self.model(**tokens)
+        return Text(out.last_hidden_state, tokens["attention_mask"].bool(), getattr(out, "pooler_output", None))
+
+    def empty(self, batch: int) -> list[str]:
+        """Return empty captions."""
+        return [""] * batch
+
+    def drop(self, captions: Sequence[str], where: Tensor) -> list[str]:
+        """Return the captions, with empty ones where ``where`` (B,) is True."""
+        return ["" if out else caption for caption, out in zip(captions, where.tolist(), strict=True)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lrpe_md.models.dit import DiT
 from lrpe_md.models.flow import draw_times, flow_matching_loss, sample
-from lrpe_md.models.text import TextEncoder, drop_text, tokenize
+from lrpe_md.models.text import TextEncoder, tokenize
 from PIL import Image
 from torch import Tensor
 
@@ -59,9 +59,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(args.steps):
         chosen = torch.randint(len(images), (args.batch,), device=device)
-        text = drop_text(tokens[chosen], torch.rand(args.batch, device=device) < 0.1)  # guidance needs empty prompts
         x, noise = images[chosen], torch.randn(args.batch, 3, args.size, args.size, device=device)
-        loss = flow_matching_loss(model, x, text, draw_times(args.batch, device=device), noise).mean()
+        t, drop = draw_times(args.batch, device=device), torch.rand(args.batch, device=device) < 0.1  # for guidance
+        loss = flow_matching_loss(model, x, tokens[chosen], t, noise, drop=drop).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

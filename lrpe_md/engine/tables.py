@@ -30,14 +30,24 @@ class GivenTables(NamedTuple):
         return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
+NO_POSITIONS = (
+    "positions: expected a Grid, Coordinates or a tensor (N, K), got None; for H x W patches pass "
+    "positions=Grid((H, W))"
+)
+
+
 def take_tables(
     tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
 ) -> GivenTables:
     """Return the tables of a public call, or raise where they don't go with its other arguments."""
     if tables is None:
-        missing = "omega" if omega is None else "positions" if positions is None else None
-        if missing is not None:
-            raise TypeError(f"{missing}: expected omega and positions, or tables=(cos, sin), got None")
+        if omega is None:
+            raise TypeError(
+                "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(..) and "
+                "positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
+            )
+        if positions is None:
+            raise TypeError(f"{NO_POSITIONS}, or tables=(cos, sin) instead of omega and positions")
         raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
@@ -84,6 +94,8 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
         raise ValueError(
             f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
             f"({tuple(given.cos_sin.shape)})"
+            + "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
+            * (xs[0].shape[1] == prefix + num_rows)
         )
     return given.lay_out(num_tokens)
 

@@ -20,7 +20,7 @@ from .tables import GivenTables, check_tables
 
 __all__ = [
     "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
-    "check_pairs", "check_unused", "locate", "rotary_slice", "validate",
+    "check_pairs", "check_unused", "locate", "remedy", "rotary_slice", "validate",
 ]  # fmt: skip
 
 IMPLS, ORDERS = get_args(Impl), get_args(Order)
@@ -234,6 +234,17 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
     return start, stop - start
 
 
+def remedy(x: Tensor, positions: Any) -> str:
+    """Return what to do, for the end of an error about positions of other tokens, if the shapes show it; else ""."""
+    coords = positions.coords if isinstance(positions, Coordinates) else positions
+    if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
+        return "; for position ids (B, N), coordinates on one axis, pass positions[..., None]"
+    num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
+    if x.shape[1] == getattr(positions, "num_tokens", num_tokens):
+        return "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
+    return ""
+
+
 class Place(NamedTuple):
     """Positions as a layout and tables."""
 
@@ -257,7 +268,7 @@ def locate(positions: Any, x: Tensor) -> Place:
     if positions.num_tokens != num_tokens:
         raise ValueError(
             f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + coords "
-            f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}"
+            f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}{remedy(x, positions)}"
         )
     if coords.ndim == 3 and coords.shape[0] != x.shape[0]:
         raise ValueError(f"positions: expected coords (B, N, K) with B = {x.shape[0]}, got {tuple(coords.shape)}")
@@ -274,6 +285,7 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
             f"positions: expected {num_tokens} tokens (x's N), got prefix {grid.prefix} + grid "
             f"{' x '.join(map(str, grid.shape))} + suffix {grid.suffix} = {grid.total}"
             + ("" if grid.whole else f", of which the shard has {grid.num_tokens}")
+            + remedy(x, grid)
         )
     origin = grid.origin_row
     if origin is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense
+from ..checks import check_at_least, check_dense, is_finite_number
 
 __all__ = ["apply_scaling", "geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta"]
 
@@ -72,10 +72,7 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     scaled, amplitude = found
     if scaled.shape != theta.shape:
         raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
-    if isinstance(amplitude, Tensor):
-        fits = amplitude.shape in ((), theta.shape[-1:])
-    else:
-        fits = isinstance(amplitude, (int, float)) and not isinstance(amplitude, bool) and math.isfinite(amplitude)
+    fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
         raise ValueError(f"scaling: expected an amplitude that is a finite number or ({theta.shape[-1]},), got {got}")

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..checks import suggest
 from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
@@ -21,7 +22,7 @@ from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
-from ..presets.registry import list_presets, preset
+from ..presets.registry import RESERVED, list_presets, preset
 from ..presets.scheme import Axial, Preset, Scaling, Scheme
 from ..reference import activate
 
@@ -102,8 +103,9 @@ def build_encoding(
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
-            f"encoding: expected 'cosine', 'rotate', 'mixed', 'none', one of the presets {list_presets()}, None, a "
-            f"Preset, a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
+            "encoding: expected 'cosine', 'rotate', 'mixed', 'none', a name of lrpe_md.list_presets(), None, a Preset, "
+            f"a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
+            f"{suggest(encoding, [*RESERVED, *list_presets()])}"
         )
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
@@ -314,7 +316,7 @@ class EncodingStack:
 
 
 def _by_head(module: FrequencyModule) -> bool:
-    phase = module.phase
+    phase = module.get_phase()
     return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
 
 

@@ -96,7 +96,10 @@ class Coordinates(Rules):
             raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
         check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
-            raise ValueError(f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}")
+            raise ValueError(
+                f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}"
+                + "; for positions (N,) on one axis pass coords[:, None]" * (self.coords.ndim == 1)
+            )
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):

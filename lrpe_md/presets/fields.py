@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..checks import is_finite_number
 
 __all__ = ["check_axes", "check_fields"]
 
@@ -46,7 +47,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is Literal:
         return any(type(value) is type(each) and value == each for each in args)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return is_finite_number(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if kind is Callable:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import preset
+from .registry import find_scheme, preset
 from .scheme import Preset, Scheme
 
 __all__ = ["show"]
@@ -50,9 +50,12 @@ def show(
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
-    made = scheme if isinstance(scheme, Preset) else preset(scheme, head_dim, num_heads)
-    if isinstance(scheme, Preset) and (head_dim is not None or num_heads is not None):
+    if not isinstance(scheme, Preset):
+        made = preset(scheme, head_dim, num_heads or find_scheme(scheme)[1].num_heads)
+    elif head_dim is not None or num_heads is not None:
         raise ValueError(f"head_dim, num_heads: expected None with a preset that is made, got {head_dim}, {num_heads}")
+    else:
+        made = scheme
     heads = made.omega.shape[0]
     if not 0 <= head < max(heads, made.num_heads):
         raise ValueError(f"head: expected 0 to {max(heads, made.num_heads) - 1}, got {head}")

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from ..checks import suggest
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
 from . import functions as f
@@ -43,7 +44,8 @@ SCHEMES: dict[str, Scheme] = {
         """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned by layer and head.
 
         Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
-        parameter (2, depth, H, C) is omega of layer i by ``freqs[:, i].flip(0).permute(1, 2, 0)``: it is (x, y).
+        parameter (2, depth, H, C) is (x, y): "omega" in the state_dict of layer i is
+        ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
         64, Dense(2, f.random_plane, base=10.0), tokens=SKIP, learned=True,
     ),
@@ -52,7 +54,10 @@ SCHEMES: dict[str, Scheme] = {
 
         Cell centres in [-1, 1], each axis by its own size; option ``by="shorter"`` or ``"longer"``. Periods
         100^(i/n), so ω = 2π / period. One class token and four registers are not rotated. Trained with a random
-        rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them.
+        rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them. To match
+        published weights, round them likewise: with ``made = preset("dinov3")`` and
+        ``periods = (2 * math.pi / made.omega).bfloat16().double()`` take
+        ``PresetMd(dataclasses.replace(made, omega=2 * math.pi / periods))``.
         """,
         64, Axial((1, 1), 100.0, series=f.periods),
         pairs="half", grid=f.cells, tokens=SKIP, augment={"rescale": 2.0},
@@ -155,8 +160,8 @@ SCHEMES: dict[str, Scheme] = {
         """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies learned by head, shared by all layers.
 
         t counts frames; h and w are centred and scaled so that the area is 192², option ``area``. Text is not rotated.
-        The parameter (3, H, C) of a checkpoint is omega by ``pos_frequencies.permute(1, 2, 0)``; diffusers starts
-        from zeros, this preset from random directions.
+        The parameter (3, H, C) of a checkpoint is "omega" in the state_dict by ``pos_frequencies.permute(1, 2, 0)``;
+        diffusers starts from zeros, this preset from random directions.
         """,
         128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
@@ -481,7 +486,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
         raise ValueError(f"name: expected one that is not published or an encoding's, got {name!r}")
     if name in REGISTERED and not overwrite:
         raise ValueError(f"name: expected one that is not registered, or overwrite=True, got {name!r}")
-    preset(scheme)
+    make_preset(name, scheme, scheme.head_dim, scheme.num_heads)
     REGISTERED[name] = scheme
 
 
@@ -492,7 +497,9 @@ def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
         return next(names, "this scheme"), scheme
     known = {**SCHEMES, **REGISTERED} if isinstance(scheme, str) else {}
     if scheme not in known:
-        raise ValueError(f"name: expected one of {list_presets()}, or a lrpe_md.Scheme, got {scheme!r}")
+        raise ValueError(
+            f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {scheme!r}{suggest(scheme, known)}"
+        )
     return scheme, known[scheme]
 
 
@@ -512,8 +519,8 @@ def preset(
     Args:
         scheme: one of :func:`list_presets`, or a :class:`Scheme`.
         head_dim: D; default: the original's.
-        num_heads: key heads, for schemes where heads differ, or whose frequencies or phase are learned by head; others
-            share ω. Default: the original's where heads differ, else 1.
+        num_heads: key heads. Needed where each head has frequencies or a phase of its own and the scheme names no
+            number: rope_vit_mixed, mochi, transnormer, pope. Default: the original's, or 1 where heads share ω.
         base, split, scaling: instead of the scheme's own: the base of the series, the axes' shares of the channels,
             and an edit for longer sequences or larger grids, e.g. ``partial(yarn_scaling, factor=4,
             original_length=32768)`` for all axes or one an axis.
@@ -522,11 +529,11 @@ def preset(
 
     Raises:
         ValueError: an unknown name, a head_dim that the scheme can't share among its axes, an argument that it does
-            not take.
+            not take, no num_heads where heads differ.
     """
     name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim
-    num_heads = scheme.num_heads if num_heads is None else num_heads
+    given, num_heads = num_heads, scheme.num_heads if num_heads is None else num_heads
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
     frequencies = scheme.frequencies
@@ -540,4 +547,10 @@ def preset(
     changes.pop("seed", None)
     if split is not None and len(split) != frequencies.num_axes:
         raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
-    return make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
+    made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
+    if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
+        raise ValueError(
+            f"num_heads: expected the number of key heads, since each head of {name} has "
+            f"{'a phase' if made.phase else 'frequencies'} of its own, got None; pass num_heads=, or 1 to share one"
+        )
+    return made

@@ -212,7 +212,7 @@ class Scheme:
         pairs: "half", "interleaved", or "blocks": half and half within the block of each axis.
         rotary: the part of a head that is rotated, (0, 0.25) the first quarter of its channels; None: all.
         order: of the two halves that the cosine map puts out.
-        num_heads: of the original, where heads differ from each other.
+        num_heads: of the original, where heads differ from each other. 1: :func:`preset` asks for it if they do.
         grid: (shape, **options) → positions of an image or a video; its parameters are the options that there are.
         row_major: tokens come row by row; False: a table has them in another order.
         reference: default of ``positions(.., reference=..)``.

@@ -3,6 +3,7 @@
     make ablate                                                            digits, from a fresh checkout
     python -m scripts.ablate run digits                                    8 encodings × softmax and linear attention ×
                                                                            3 seeds, 5 minutes on two CPU cores
+    python -m scripts.ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
     python -m scripts.ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
@@ -28,6 +29,8 @@ import joblib
 import typer
 from rich.console import Console
 
+from lrpe_md.presets.registry import REGISTERED
+
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard
 from ..common.markdown import PAGES
@@ -49,7 +52,11 @@ def run(
         Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
     ] = None,
     encoding: Annotated[
-        list[str] | None, typer.Option("--encoding", "-e", help="ENCODING or ATTENTION/ENCODING to train; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--encoding", "-e",
+            help="Encoding to train: NAME or NAME:KEY=VALUE,.. as in `train`, or ATTENTION/NAME; repeatable.",
+        ),
     ] = None,
     attention: Annotated[
         list[str] | None, typer.Option(help="Attention to train: softmax or linear; repeatable.")
@@ -83,7 +90,7 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # raises on invalid options before anything is written
+    for job in todo.values():  # each encoding is tried on the model before the first is trained
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -121,7 +128,8 @@ def select_encodings(
     known = task.config.backbone.attentions
     pairs = [each.rpartition("/") for each in encoding or []]
     choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
-    choose("--encoding", [name for *_, name in pairs], task.encodings)
+    for *_, name in pairs:
+        task.config.backbone.find(name)
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     kinds = choose(
         "--attention", attention or ([kind for kind, *_ in pairs] if with_attention else task.compared), known
@@ -156,7 +164,10 @@ def train_all(
 ) -> Iterator[dict[str, Any]]:
     """Yield results, each as soon as it is saved."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
-    yield from pool(joblib.delayed(train)(comparison, file, job, workers == 1, turn) for file, job in jobs.items())
+    schemes = {} if workers == 1 else dict(REGISTERED)
+    yield from pool(
+        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes) for file, job in jobs.items()
+    )
 
 
 @app.command()

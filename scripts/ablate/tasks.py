@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +16,8 @@ from typing import Any, get_origin, get_type_hints
 import pandas as pd
 import torch
 import typer
+
+from lrpe_md import Scheme, register_scheme
 
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
@@ -246,7 +249,7 @@ class Comparison:
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
         """Map each result file to its encoding, attention and seed, grouped by seed."""
         return {
-            out / "runs" / f"{name}-{attention}-{seed}.json": (name, attention, seed)
+            out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)
             for attention, names in self.encodings.items()
             for name in names
@@ -254,9 +257,19 @@ class Comparison:
 
 
 def train(
-    comparison: Comparison, file: Path, job: tuple[str, str, int], progress: bool = True, turn: Path | None = None
+    comparison: Comparison,
+    file: Path,
+    job: tuple[str, str, int],
+    progress: bool = True,
+    turn: Path | None = None,
+    schemes: dict[str, Scheme] | None = None,
 ) -> dict[str, Any]:
-    """Run one training, resuming from a checkpoint if there is one; delete the checkpoint once the result is saved."""
+    """Run one training, resuming from a checkpoint if there is one; delete the checkpoint once the result is saved.
+
+    schemes: registered schemes, for a process of its own.
+    """
+    for name, scheme in (schemes or {}).items():
+        register_scheme(name, scheme, overwrite=True)
     task = TASKS[comparison.task]
     folder = file.parent.parent / "trainings" / file.stem
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted

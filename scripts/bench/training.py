@@ -68,6 +68,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.devices import choose_device
 from ..common.options import choose, positive
 from ..common.provenance import measured_on
+from ..train.encodings import split_list, split_options
 from .hosted import HOSTED, Hosted, import_checkout
 from .measure import device_events
 from .workloads import MODELS as OURS
@@ -265,7 +266,7 @@ def compare(
 
     rows = []
     for name in trainees:
-        baseline = workload.baselines[name]
+        baseline = workload.baselines[split_options(name)[0]]
         ratio = ms[name] / ms[baseline]
         rows.append({
             "mode": mode, "encoding": name, "baseline": baseline, "batch": batch,
@@ -284,10 +285,11 @@ def compare(
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
     """Return the wanted encodings that this model has, and their baselines."""
-    names = {name for name in wanted or workload.default if name in workload.baselines}
+    known = workload.baselines
+    names = {name for name in wanted or workload.default if split_options(name)[0] in known}
     for _ in range(2):  # timm-axial, timm-none, none
-        names |= {workload.baselines[name] for name in names}
-    return [name for name in workload.baselines if name in names]
+        names |= {known[split_options(name)[0]] for name in names}
+    return sorted(names, key=lambda name: (list(known).index(split_options(name)[0]), name))
 
 
 def append(path: Path, rows: pd.DataFrame) -> None:
@@ -306,7 +308,9 @@ def main(
         str, typer.Option("--models", "--model", help=f"Models: {', '.join(MODELS)}.")
     ] = "vit_b,vit_s,video",
     modes: Annotated[str, typer.Option(help=f"Modes: {', '.join(MODES)}.")] = "eager,compiled",
-    encodings: Annotated[str | None, typer.Option(help="Encodings. (default: depends on the model)")] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="Encodings, NAME or NAME:KEY=VALUE,... (default: depends on the model)")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of rounds; every model takes one step per round.")] = 60,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. (default: depends on the model)")] = None,
     limit: Annotated[
@@ -329,13 +333,14 @@ def main(
 
     ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
     ViTs only: linear-axial, linear-cosine.
-    image, video_model, dit: the encodings of their train scripts.
+    image, video_model, dit: the encodings of their train scripts, presets included.
     Other libraries' models: stock, adapted, adapted-other.
 
     The baselines of the encodings that you choose are added.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
-    wanted = None if encodings is None else choose("--encodings", encodings.split(","), sorted(known))
+    wanted = None if encodings is None else split_list(encodings)
+    choose("--encodings", [split_options(name)[0] for name in wanted or ()], sorted(known))
     choose("--backend", [backend], ("auto", *BACKENDS))
     on = choose_device(device)
     if profiling and on.type != "cuda":

@@ -172,7 +172,7 @@ class Backbone:
 
     @property
     def baselines(self) -> dict[str, str]:
-        return dict.fromkeys(self.training.backbone.encodings, "none")
+        return dict.fromkeys(self.training.backbone.names, "none")
 
     @property
     def batch(self) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from lrpe_md.checks import suggest
+
 __all__ = ["LIMIT", "SEEDS", "choose", "finite", "positive"]
 
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
@@ -35,5 +37,7 @@ def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{option}: unknown {name!r}; choose from: {'; '.join(known)}")
+            raise typer.BadParameter(
+                f"{option}: unknown {name!r}{suggest(name, known)}; choose from: {'; '.join(known)}"
+            )
     return names

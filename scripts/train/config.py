@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
+import torch
 import typer
 from accelerate import PartialState
 from timm.optim import list_optimizers  # pyright: ignore[reportPrivateImportUsage]
@@ -143,6 +144,23 @@ class Training:
     def schedule_of(self, steps: int) -> Schedule:
         """The same, stretched to another number of steps."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).schedule()
+
+    def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
+        """Refuse an encoding that the model can't have, before anything is read or written.
+
+        Args:
+            build, arguments: make the model, of which one block is built, on the meta device.
+
+        Raises:
+            typer.BadParameter: with what the model says.
+        """
+        named = [name for name in ("encoding", "attention", "dim", "heads") if hasattr(self, name)]
+        try:
+            with torch.device("meta"):
+                build(**{**arguments, "depth": 1})
+        except (TypeError, ValueError) as error:
+            given = " ".join(f"--{name} {getattr(self, name)}" for name in named)
+            raise typer.BadParameter(f"{given}: {error}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Of timm's ``create_optimizer_v2``, beside optimiser, rate and decay."""

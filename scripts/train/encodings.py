@@ -1,9 +1,20 @@
-"""The encodings that are compared, one table for all tasks, and which of them a task's model can have."""
+"""Encodings by name, one table for all tasks: those that are compared, and every preset and registered scheme."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import ast
+import re
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
+
+import typer
+
+from lrpe_md import CosineMd, PresetMd, RotateMd, list_presets
+from lrpe_md.checks import suggest
+from lrpe_md.integrations.encoding import CHANGES
+
+from ..common.options import choose
 
 
 @dataclass(frozen=True)
@@ -41,9 +52,6 @@ ENCODINGS: dict[str, Encoding] = {
     "rotate-mixed": _entry("mixed", "axes"),
     "rotate-text-axis": _entry("rotate", "caption", model={"text_positions": "axis", "image_after": [0]}),
     "rotate-text-diagonal": _entry("rotate", "caption", model={"text_positions": "diagonal"}),
-    "wan": _entry("wan", "time"),
-    "flux1": _entry("flux1", "caption"),
-    "qwen_image": _entry("qwen_image", "caption"),
     "cosine": _entry("cosine", act="none"),
     "cosine-split": _entry("cosine", "time", act="none", split=[2, 3, 3]),
     "cosine-relu": _entry("cosine", act="relu"),
@@ -58,6 +66,39 @@ ENCODINGS: dict[str, Encoding] = {
 }
 
 
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Split "rotate:base=100,split=2,3,3" into the name and its options: numbers, lists, True, False, None or text.
+
+    Raises:
+        typer.BadParameter: options without a name, or that are not KEY=VALUE.
+    """
+    name, colon, rest = text.partition(":")
+    options = {}
+    for part in re.split(r",(?=[A-Za-z_]+=)", rest) if colon else ():
+        key, equals, value = part.partition("=")
+        if not (name and key.isidentifier() and equals and value):
+            raise typer.BadParameter(f"--encoding: expected NAME:KEY=VALUE,KEY=VALUE, got {text!r}")
+        try:
+            options[key] = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value, value))
+        except (SyntaxError, ValueError):
+            options[key] = value
+    return name, options
+
+
+def split_list(text: str) -> list[str]:
+    """Split encodings with commas between them, whose options have commas, too."""
+    return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
+
+
+def known_options(encoding: str | None) -> set[str]:
+    """Return the options that an encoding takes after its name, as ``encoding_kwargs`` of the backbones."""
+    if encoding is None:
+        return {"act", "dim"}
+    module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
+    own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
+    return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
+
+
 @dataclass(frozen=True)
 class Backbone:
     """What the model of a task can do.
@@ -67,19 +108,53 @@ class Backbone:
             "table" (a learned absolute table), "sincos" (an absolute one that is computed).
         base: of the frequencies where an encoding names none.
         attentions: arguments of the model by attention.
+        options: those of encodings that the model passes on; None: all.
     """
 
     can: frozenset[str]
     base: float
     attentions: dict[str, dict[str, Any]]
+    options: frozenset[str] | None = None
 
     @property
     def encodings(self) -> list[str]:
+        """The encodings of the table that the model can have."""
         return [name for name, each in ENCODINGS.items() if each.needs <= self.can]
 
+    @property
+    def names(self) -> list[str]:
+        """All names: those of the table, the presets and the registered schemes. Not every model takes every preset."""
+        return list(dict.fromkeys([*self.encodings, *list_presets()]))
+
+    @property
+    def help(self) -> str:
+        """The help of --encoding."""
+        return (
+            f"One of: {', '.join(self.encodings)}; or any preset or registered scheme. Options follow the name, as "
+            "rotate:base=100,axis_order=major_first."
+        )
+
+    def find(self, text: str, option: str = "--encoding") -> Encoding:
+        """Return the encoding of NAME or NAME:KEY=VALUE,.., with its options.
+
+        Raises:
+            typer.BadParameter: an unknown name or option.
+        """
+        name, options = split_options(text)
+        choose(option, [name], self.names)
+        chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
+        known = known_options(chosen.encoding)
+        known = known if self.options is None else known & self.options
+        for key in options.keys() - known:
+            raise typer.BadParameter(
+                f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it takes "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
+        return replace(chosen, arguments={**chosen.arguments, **options})
+
     def arguments(self, encoding: str, attention: str) -> dict[str, Any]:
-        """Of the model."""
-        chosen = ENCODINGS[encoding]
+        """Return arguments of the model."""
+        chosen = self.find(encoding)
         given = {"base": self.base} if chosen.encoding in ("rotate", "cosine") else {}
         return {
             "encoding": chosen.encoding, "encoding_kwargs": {**given, **chosen.arguments}, **chosen.model,
@@ -101,4 +176,9 @@ CAPTIONED = Backbone(
     100.0,
     {"softmax": {"attention": "softmax"}, "linear": _WITHOUT_DENOMINATOR},
 )
-TEXT = Backbone(frozenset(), 10000.0, {name: {"attention": name} for name in ("softmax", "linear")})
+TEXT = Backbone(
+    frozenset(),
+    10000.0,
+    {name: {"attention": name} for name in ("softmax", "linear")},
+    frozenset({"base", "act", "learnable", "phase"}),
+)

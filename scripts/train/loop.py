@@ -369,7 +369,11 @@ class Trainer:
 
     def _take(self, state: dict[str, Any]) -> None:
         for part in ("model", *(["average"] if self.average is not None else [])):
-            differ = sorted(set(state[part]) ^ set(self.raw.state_dict()))  # torch passes over what is missing
+            there, here = (
+                {f"{name} {tuple(value.shape)}" for name, value in tensors.items()}
+                for tensors in (state[part], self.raw.state_dict())
+            )
+            differ = sorted(there ^ here)  # torch passes over what is missing
             if differ:
                 raise KeyError(f"{part}: {', '.join(differ[:3])} in one alone")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)

@@ -38,6 +38,7 @@ class Sheet:
         images: of each prompt, each with a noise of its own, which is the same for all prompts.
         positions: "rescaled" or "extrapolated".
         out: the PNG.
+        negative: prompt that the guidance steers away from; None: the empty caption.
     """
 
     size: str | None
@@ -46,6 +47,7 @@ class Sheet:
     images: int
     positions: str
     out: Path
+    negative: str | None = None
 
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
@@ -135,13 +137,15 @@ def draw(
     noise = noise.repeat(len(prompts), 1, 1, 1)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings["precision"])
     cast = precision is not None and device.type == "cuda"
+    negative = None if sheet.negative is None else tokenize([sheet.negative], settings["text_length"], device)
     batches = list(zip(noise.split(BATCH), tokens.split(BATCH), strict=True))
     found = []
     for z, text in track(batches, "images", console=Console(stderr=True)):
         with torch.autocast("cuda", precision) if cast else nullcontext():
             found.append(
                 sample(
-                    model, z.to(device), text.to(device), scale=sheet.scale, steps=sheet.steps, method="heun",
+                    model, z.to(device), text.to(device), scale=sheet.scale, negative=negative, steps=sheet.steps,
+                    method="heun",
                     shift=math.sqrt(height * width) / trained,
                 ).float().cpu()
             )  # fmt: skip
@@ -154,7 +158,7 @@ def sample_images(
     """Draw prompts by the model of a checkpoint: a row for each, and a column for each noise, as a PNG."""
     settings, console = state["settings"], Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     size = sheet.height_and_width(settings["size"], settings["patch"])
-    check_prompts(prompts, settings["text_length"], run, console)
+    check_prompts([*prompts, *([sheet.negative] if sheet.negative else [])], settings["text_length"], run, console)
     check_out(sheet.out)
     model = load_model(state)
     drawn = draw(model, settings, prompts, draw_noise(sheet, size, model.in_chans, seed), sheet, device)

@@ -21,7 +21,15 @@ TEXT, IMAGES = "lm", "diffusion"
 # The options that only one kind of run takes, with what they are where they are not given.
 OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
-    IMAGES: {"size": None, "scale": 3.0, "steps": 50, "images": 4, "positions": "rescaled", "out": Path("sheet.png")},
+    IMAGES: {
+        "size": None,
+        "scale": 3.0,
+        "negative": None,
+        "steps": 50,
+        "images": 4,
+        "positions": "rescaled",
+        "out": Path("sheet.png"),
+    },
 }
 
 
@@ -75,6 +83,9 @@ def main(
     scale: Annotated[
         float | None, typer.Option(min=0, callback=finite, help="Images: guidance by the prompt, 3; 1: none.")
     ] = None,
+    negative: Annotated[
+        str | None, typer.Option(help="Images: a prompt to steer away from. Default: the empty caption.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: steps of Heun's method, 50.")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images of each prompt, 4.")] = None,
     positions: Annotated[
@@ -88,7 +99,7 @@ def main(
         task,
         {
             "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-            "scale": scale, "steps": steps, "images": images, "positions": positions, "out": out,
+            "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
         },
     )  # fmt: skip
     if task == TEXT:

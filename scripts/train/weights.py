@@ -14,6 +14,7 @@ from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[rep
 from torch import Tensor
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
+from lrpe_md.module_base import FrequencyModule
 
 from .loop import digest_of, first_line, read_checkpoint
 
@@ -36,6 +37,10 @@ def start_from(model: LrpeVisionTransformer, path: Path) -> str:
     digest = digest_of(found)
     own = model.state_dict()
     found = _fit(found, model)
+    for name, module in model.named_modules():
+        if isinstance(module, FrequencyModule):
+            module.upgrade_state_dict(found, f"{name}.")
+            own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
     # A head has as many rows as there are classes: those of another number mean others.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [

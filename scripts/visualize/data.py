@@ -18,7 +18,7 @@ from lrpe_md import Coordinates, Grid, Tokens, axial_omega, geometric_theta, pre
 from lrpe_md.frequencies import mixed_omega
 from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.presets import Preset
-from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme
+from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme, find_scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")
@@ -68,7 +68,8 @@ def published(
 ) -> Subject:
     """Return the subject of one of :func:`lrpe_md.list_presets`; None selects the preset's default."""
     seeded = "seed" in SCHEMES[name].frequencies.takes if name in SCHEMES else False
-    made = preset(name, head_dim, num_heads, base=base, seed=seed if seeded else None)
+    heads = num_heads or find_scheme(name)[1].num_heads
+    made = preset(name, head_dim, heads, base=base, seed=seed if seeded else None)
     own = made.scheme.frequencies if base is None else replace(made.scheme.frequencies, base=base)
     if isinstance(own, Dense) or own.num_axes == 1 or own.by_head or not isinstance(own.axis_map, str):
         return Subject(made, {NO_ORDER: own}, seed)

@@ -34,7 +34,7 @@ def draw(names: list[str], path: Path) -> None:
     figure, axes = plt.subplots(ROWS, COLUMNS, figsize=(11, 7.4), layout="constrained")
     image: Any = None
     for axis, name in zip(axes.flat, names, strict=False):
-        scores = over_grid(preset(name))
+        scores = over_grid(preset(name, num_heads=find_scheme(name)[1].num_heads))
         axis.set_title(name, fontsize=9)
         if scores.ndim == 1:
             axis.plot(scores)

@@ -401,7 +401,7 @@ def sequence_parallel(mesh, impl):
             module = kind(8, *axes, num_heads=2, learnable=True, dtype=torch.float64, device=mesh.device_type)
             ys = module(q[:, :, local], k[:, :, local], **where)
             torch.autograd.backward(ys, [g[:, :, local] for g in grads])
-            found.append((ys, module.theta.grad))
+            found.append((ys, module.log_theta.grad))
         (ys, dtheta), (local_ys, local_dtheta) = found
         for y, local_y in zip(ys, local_ys, strict=True):
             close(str(part), local_y, y[:, :, start : start + length])
@@ -441,9 +441,9 @@ def fsdp2(mesh, impl):
     right = torch.cat([one.rope(linear(sample), positions=GRID) for sample in x.bfloat16().split(1)])
     torch.testing.assert_close(y, right[rank : rank + 1], rtol=0, atol=0)
     (right * weight).sum().div(2).backward()
-    theta = block.rope.theta
+    theta = block.rope.log_theta
     assert theta.dtype == theta.grad.dtype == torch.float32
-    torch.testing.assert_close(theta.grad.full_tensor(), one.rope.theta.grad)
+    torch.testing.assert_close(theta.grad.full_tensor(), one.rope.log_theta.grad)
 
     together = build()
     fully_shard(together, mesh=mesh, mp_policy=half)

@@ -370,8 +370,8 @@ def test_functional_call_of_a_module(device):
             functional_call(module, params, (x,), {"positions": Grid((3, 4))}).square().mul(x.repeat(1, 1, 1, 2)).sum()
         )
 
-    found = grad(loss)({"theta": module.theta.detach()})["theta"]
-    (expected,) = torch.autograd.grad(loss({"theta": module.theta}), module.theta)
+    found = grad(loss)({"log_theta": module.log_theta.detach()})["log_theta"]
+    (expected,) = torch.autograd.grad(loss({"log_theta": module.log_theta}), module.log_theta)
     torch.testing.assert_close(found, expected)
     assert found.abs().sum() > 0
 

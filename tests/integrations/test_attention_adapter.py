@@ -338,7 +338,7 @@ def test_copies_and_files():
         other.checkpointing = False
         assert_same_bits(run(other, inputs), expected)
         with torch.no_grad():
-            other.encoding.theta.zero_()
+            other.encoding.log_theta.zero_()
         assert not torch.equal(other(*inputs), expected[0][0])
         assert torch.equal(model(*inputs), expected[0][0])
         restore_attention(other)
@@ -509,10 +509,10 @@ def test_learned_frequencies_are_trained():
     style = STYLES["dit"]
     model, _ = style.pair("rotate", learnable=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = model.encoding.theta.detach().clone()
+    before = model.encoding.log_theta.detach().clone()
     run(model, style.inputs((8, 12)))
     optimizer.step()
-    assert (model.encoding.theta != before).all()
+    assert (model.encoding.log_theta != before).all()
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -129,8 +129,8 @@ def test_layers_of_their_own_learn_apart_and_differ_where_they_are_random():
     stack: Any = built("rotate", frequencies="mixed", sharing="layer")
     assert not torch.equal(stack[0].omega, stack[1].omega)
     learned: Any = built("cosine", learnable=True, sharing="layer", heads="own")
-    assert learned[0].theta is not learned[1].theta
-    assert learned[0].theta.shape == (4, 12)
+    assert learned[0].log_theta is not learned[1].log_theta
+    assert learned[0].log_theta.numel() == 4 * 12
 
 
 def test_no_encoding_and_one_of_the_users():
@@ -167,18 +167,18 @@ def lm(**kwargs: Any) -> CausalLm:
 
 
 NAMES = [
-    (lambda: vit(**LEARNED), {"encoding.theta"}),
+    (lambda: vit(**LEARNED), {"encoding.log_theta"}),
     (lambda: vit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
     (
         lambda: vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True}),
-        {f"encoding.{i}.{name}" for i in range(2) for name in ("theta", "phase")},
+        {f"encoding.{i}.{name}" for i in range(2) for name in ("log_theta", "phase")},
     ),
     (lambda: vit(encoding="rotate"), set()),
-    (lambda: video(**LEARNED), {"encoding.theta"}),
+    (lambda: video(**LEARNED), {"encoding.log_theta"}),
     (lambda: video(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
-    (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.theta"}),
+    (lambda: dit(**LEARNED, text_encoder=TextEncoder(32, 1, 2)), {"encoding.log_theta"}),
     (lambda: dit(encoding="mixed"), {"encoding.0.omega", "encoding.1.omega"}),
-    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.theta" for i in range(2)}),
+    (lambda: lm(learnable=True), {f"blocks.{i}.attn.encoding.log_theta" for i in range(2)}),
     (lambda: lm(encoding="cosine", phase=True), {f"blocks.{i}.attn.encoding.phase" for i in range(2)}),
     (lambda: lm(encoding="none"), set()),
 ]

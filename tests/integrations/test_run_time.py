@@ -533,7 +533,7 @@ def test_frequencies_go_on_learning_while_they_are_scaled():
     module = RotateMd(16, 2, learnable=True)
     set_scaling(module, partial(linear_scaling, factor=2.0))
     with torch.no_grad():
-        module.theta.mul_(3)
+        module.log_theta.add_(1)
     torch.testing.assert_close(module.get_omega(), module._learned() / 2)
     set_scaling(module, None)
     torch.testing.assert_close(module.get_omega(), module._learned())

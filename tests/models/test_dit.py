@@ -25,7 +25,18 @@ from lrpe_md.models.flow import (
     sample,
     time_grid,
 )
-from lrpe_md.models.text import PAD, START, TextEncoder, drop_text, tokenize
+from lrpe_md.models.text import (
+    PAD,
+    START,
+    LabelEncoder,
+    PretrainedEncoder,
+    Text,
+    TextEncoder,
+    TextFeatures,
+    join_texts,
+    replace_texts,
+    tokenize,
+)
 
 RED, DOG = "red", "a green dog"
 ENCODINGS = {
@@ -112,7 +123,8 @@ def test_any_size_frames_text_or_none(name):
     for frames, height, width in ((1, 4, 4), (3, 8, 6)):
         x, t, text = inputs(frames, height, width)
         assert model(x, t, text).shape == x.shape
-        torch.testing.assert_close(model(x[:1], t[:1]), model(x, t, drop_text(text))[:1], rtol=1e-4, atol=1e-5)
+        without = model(x, t, text, drop=torch.tensor([True, True]))
+        torch.testing.assert_close(model(x[:1], t[:1]), without[:1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(model(x, t), model(x, t, tokenize(["", ""])), rtol=0, atol=0)
     plain = dit(num_axes=3, text=False, **ENCODINGS[name])
     assert plain(x, t).shape == x.shape
@@ -287,7 +299,7 @@ BAD = {
     "odd size": (r"x: expected sizes in multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
     "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (r"text: expected one for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
-    "text without encoder": (r"text: the model has no text_encoder", lambda: dit(text=False)(*inputs())),
+    "text without encoder": (r"text: expected None, the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
     "interval": (r"r: .*interval=True", lambda: dit()(*inputs(), torch.rand(2))),
     "method": (r"method: .*'rk4'", lambda: integrate(lambda z, t: z, torch.ones(1), time_grid(1), "rk4")),
@@ -311,7 +323,7 @@ def test_tokens():
     tokens = tokenize(["ab", "é", ""], max_length=3)
     assert tokens.tolist() == [[START, 2 + 97, 2 + 98], [START, 2 + 0xC3, 2 + 0xA9], [START, PAD, PAD]]
     assert tokenize([DOG], max_length=3).shape == (1, 3)
-    dropped = drop_text(tokens, torch.tensor([True, False, False]))
+    dropped = TextEncoder(16, 1, 2).drop(tokens, torch.tensor([True, False, False]))
     assert dropped.tolist() == [[START, PAD, PAD], *tokens.tolist()[1:]]
     with pytest.raises(TypeError, match=r"captions: .*'red'"):
         tokenize(RED)
@@ -321,6 +333,191 @@ def test_the_encoder_sees_the_order_of_bytes():
     encoder = TextEncoder(16, depth=1, num_heads=2).eval()
     pooled = encoder(tokenize(["ab", "ba"])).pooled
     assert (pooled[0] - pooled[1]).abs().max() > 1e-6
+
+
+# --- conditions other than bytes ---------------------------------------------------------------------------
+
+
+class Foreign(nn.Module):
+    """What somebody writes who has not read our documentation."""
+
+    width = 16
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+
+    def forward(self, labels):
+        e = self.table(labels)
+        return Text(e, None, e[:, 0])
+
+
+def pretrained(kind):
+    """A tiny T5 or CLIP with random weights, and a tokenizer of words."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "red": 2, "green": 3, "dog": 4, "a": 5}, unk_token="<s>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<s>")
+    torch.manual_seed(3)
+    if kind == "t5":
+        config = transformers.T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        return PretrainedEncoder(transformers.T5EncoderModel(config), tokenizer)
+    config = transformers.CLIPTextConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
+    )
+    return PretrainedEncoder(transformers.CLIPTextModel(config), tokenizer)
+
+
+def precomputed(length, batch=2, pooled=8):
+    generator = torch.Generator().manual_seed(length)
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    mask[1:, length - 1] = 0
+    features = torch.randn(batch, length, 16, generator=generator)
+    return Text(features, mask, torch.randn(batch, pooled, generator=generator) if pooled else None)
+
+
+CONDITIONS = {
+    "bytes": lambda: ({"text_encoder": TextEncoder(16, 1, 2)}, tokenize([RED, DOG]), tokenize(["blurry"])),
+    "labels": lambda: ({"text_encoder": LabelEncoder(10, 24)}, torch.tensor([0, 3]), torch.tensor([7])),
+    "t5": lambda: ({"text_encoder": pretrained("t5")}, [RED, DOG], ["a dog"]),
+    "clip": lambda: ({"text_encoder": pretrained("clip")}, [RED, DOG], ["a dog"]),
+    "features": lambda: ({"text_width": 16, "pooled_width": 8}, precomputed(5), precomputed(3, 1)),
+    "features alone": lambda: ({"text_width": 16}, precomputed(5, pooled=0), precomputed(3, 1, pooled=0)),
+    "pooled alone": lambda: (
+        {"pooled_width": 8}, precomputed(5)._replace(features=None, mask=None), Text(None, None, torch.ones(1, 8)),
+    ),
+    "features with their empty": lambda: (
+        {"text_encoder": TextFeatures(16, 8, Text(torch.ones(1, 2, 16), None, torch.ones(1, 8)))}, precomputed(5),
+        precomputed(3, 1),
+    ),
+}  # fmt: skip
+
+
+def conditioned(name, **kwargs):
+    own, text, negative = CONDITIONS[name]()
+    model = dit(text=False, encoding="rotate", **{**own, **kwargs})
+    return model, *inputs()[:2], text, negative
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+@torch.no_grad()
+def test_every_condition_says_what_empty_is(name):
+    """The same in guidance, in forward(text=None) and in the dropout of training; a negative text in its place."""
+    model, x, t, text, negative = conditioned(name)
+    y, without = model(x, t, text), model(x, t)
+    assert (y - without).abs().amax((1, 2, 3)).min() > 1e-3
+    one_each = torch.tensor([False, True])
+    for given in (text, model.encode_text(text)):
+        torch.testing.assert_close(model(x, t, given, drop=one_each)[1], without[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(x, t, given, drop=one_each)[0], y[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(guided(model, given, 3.0)(x, t), without + 3 * (y - without), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(guided(model, given)(x, t), y, rtol=1e-4, atol=1e-5)
+    away = torch.cat([model(x[i : i + 1], t[i : i + 1], negative) for i in range(2)])
+    torch.testing.assert_close(guided(model, text, 3.0, negative)(x, t), away + 3 * (y - away), rtol=1e-3, atol=1e-4)
+    only = guided(model, None, 3.0, model.encode_text(negative))(x[:1], t[:1])
+    torch.testing.assert_close(only, away[:1] + 3 * (without - away)[:1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_every_condition_trains(name):
+    model, x, t, text, _ = conditioned(name)
+    model.train()
+    loss = flow_matching_loss(model, x, text, t, torch.randn_like(x), drop=torch.tensor([False, True])).mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    if isinstance(model.text_encoder, PretrainedEncoder):
+        assert not model.text_encoder.model.training
+        assert not any(p.requires_grad for p in model.text_encoder.model.parameters())
+    _, _, _, again, _ = conditioned(name)
+    other = dit(text=False, encoding="rotate", **CONDITIONS[name]()[0])
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(x, t, again), model.eval()(x, t, text))
+
+
+@pytest.mark.parametrize("name", ["labels", "features"])
+def test_conditions_in_one_compiled_graph(name):
+    model, x, t, text, _ = conditioned(name, depth=1)
+    counter = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    drop = torch.tensor([True, False])
+    torch.testing.assert_close(compiled(x, t, text, drop=drop), model(x, t, text, drop=drop))
+    assert counter.frame_count == 1
+
+
+def test_texts_of_different_lengths():
+    long, short = precomputed(5), precomputed(3)._replace(mask=None)
+    both = join_texts(long, short)
+    assert both.features.shape == (4, 5, 16)
+    assert both.mask.sum(1).tolist() == [5, 4, 3, 3]
+    mixed = replace_texts(short, long, torch.tensor([False, True]))
+    assert mixed.mask.tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False]]
+    assert torch.equal(mixed.pooled, torch.stack([short.pooled[0], long.pooled[1]]))
+    plain = Text(torch.ones(1, 2, 4))
+    assert join_texts(plain, plain).mask is None
+    assert (plain.batch_size, plain.zeros(3).features.shape) == (1, (3, 1, 4))
+
+
+@torch.no_grad()
+def test_an_encoder_that_does_not_say_what_empty_is():
+    """A clear error; precomputed features are emptied by zeros, and a negative needs no empty."""
+    model = dit(text=False, encoding="rotate", text_encoder=Foreign())
+    x, t, _ = inputs()
+    labels = torch.tensor([[1], [2]])
+    missing = r"text_encoder: expected a method empty\(batch\).*got Foreign without one; add it"
+    for call in (
+        lambda: model(x, t), lambda: guided(model, labels, 2.0), lambda: model(x, t, labels, drop=t > 2),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=missing):
+            call()
+    y, other = model(x, t, labels), model(x, t, labels + 1)
+    torch.testing.assert_close(guided(model, labels, 2.0, labels + 1)(x, t), 2 * y - other, rtol=1e-3, atol=1e-4)
+    encoded = model.encode_text(labels)
+    without = model(x, t, encoded.zeros(2))
+    torch.testing.assert_close(guided(model, encoded, 2.0)(x, t), 2 * y - without, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(x, t, encoded, drop=torch.tensor([True, True])), without)
+
+
+WRONG_CONDITIONS = {
+    "no width": (
+        r"text_encoder: expected attributes width .* use .*PretrainedEncoder",
+        {"text_encoder": nn.Linear(1, 1)},
+    ),
+    "two widths": (r"text_width, pooled_width: .*leave them out", {"text_encoder": Foreign(), "text_width": 3}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONDITIONS)
+def test_encoders_that_do_not_fit(name):
+    message, kwargs = WRONG_CONDITIONS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        dit(text=False, **kwargs)
+
+
+def test_texts_that_do_not_fit():
+    model, x, t, text, _ = conditioned("features")
+    narrow, labels = Text(torch.ones(2, 1, 3)), LabelEncoder(3)
+    for message, call in (
+        (r"text: expected features of 16 channels, .*got 3; .*text_width=", lambda: model(x, t, narrow)),
+        (r"text: expected pooled of 8 channels, .*got None", lambda: model(x, t, text._replace(pooled=None))),
+        (r"text: expected precomputed features, as .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
+        (r"drop: expected bool \(2,\), got torch.int64", lambda: model(x, t, text, drop=torch.ones(2).long())),
+        (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
+        (r"negative: expected 1 or 2 texts", lambda: guided(model, text, 2.0, precomputed(2, 3))),
+        (r"empty: expected the Text of one", lambda: TextFeatures(16, 8, text)),
+        (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
+        (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
+        (r"text: expected a sequence of captions, got 'red'", lambda: pretrained("t5")(RED)),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    wrong = dit(text=False, text_encoder=Foreign())
+    wrong.text_encoder.forward = lambda labels: torch.ones(2, 1, 16)
+    with pytest.raises(TypeError, match=r"text_encoder: expected it to return a .*Text\(.*, got Tensor"):
+        wrong(x, t, torch.tensor([1, 2]))
 
 
 # --- flow matching ---------------------------------------------------------------------------------------

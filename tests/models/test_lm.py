@@ -113,7 +113,7 @@ def test_scores_match_the_formula(encoding: str) -> None:
 
     q, k = q[0], k[0].repeat_interleave(2, dim=0)
     omega, amplitude = scaling(theta)
-    apart = (positions - positions.T)[..., None] * omega - module.phase.repeat_interleave(2, 0)[:, None, None]
+    apart = (positions - positions.T)[..., None] * omega - module.get_phase().repeat_interleave(2, 0)[:, None, None]
     if config.encoding == "cosine":
         q, k = nn.functional.softplus(q), nn.functional.softplus(k)
         expected = amplitude**2 * torch.einsum("hnc,hmc,hnmc->hnm", q, k, apart.cos())
@@ -210,7 +210,7 @@ def test_steps_and_scalings_do_not_recompile(attention: str) -> None:
 def test_frequencies_keep_their_dtype_and_materialise() -> None:
     model = build("rotate-learned").to(torch.bfloat16)
     encoding = model.blocks[0].attn.encoding
-    assert encoding.theta.dtype == torch.float32
+    assert encoding.log_theta.dtype == torch.float32
     assert encoding.ratio.dtype == encoding.amplitude.dtype == torch.float32
     assert model(some_tokens()).dtype == torch.bfloat16
     with torch.device("meta"):
@@ -219,7 +219,7 @@ def test_frequencies_keep_their_dtype_and_materialise() -> None:
     encoding = empty.blocks[1].attn.encoding
     assert (encoding.ratio == 1).all()
     assert (encoding.amplitude == 1).all()
-    assert torch.equal(encoding.theta, CausalLm(empty.config).blocks[1].attn.encoding.theta)
+    assert torch.equal(encoding.log_theta, CausalLm(empty.config).blocks[1].attn.encoding.log_theta)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
@@ -237,7 +237,7 @@ def test_zero_frequency_stays_zero() -> None:
     model = build("rotate-learned")
     encoding: Any = model.blocks[0].attn.encoding
     with torch.no_grad():
-        encoding.theta[..., -1] = 0
+        encoding.log_theta[-1] = -math.inf
     for scaling in (SCALINGS["yarn"], None):
         model.rescale(scaling)
         assert encoding.ratio.isfinite().all()
@@ -247,7 +247,7 @@ def test_zero_frequency_stays_zero() -> None:
 def test_parameters_are_tied_and_named() -> None:
     model = CausalLm(replace(TINY, encoding="cosine", phase=True, learnable=True))
     assert sum(p.numel() for p in model.parameters() if TINY.vocab_size in p.shape) == TINY.vocab_size * TINY.dim
-    expected = {f"blocks.{i}.attn.encoding.{name}" for i in range(2) for name in ("theta", "phase")}
+    expected = {f"blocks.{i}.attn.encoding.{name}" for i in range(2) for name in ("log_theta", "phase")}
     assert model.no_weight_decay() == expected
     assert expected <= set(dict(model.named_parameters()))
     logits = model(some_tokens())

@@ -221,18 +221,18 @@ def test_learned_frequencies():
     assert names <= model.no_weight_decay()
     assert {"cls_token", "pos_embed"} <= model.no_weight_decay()
     omegas = [model.get_parameter(name) for name in sorted(names)]
-    assert omegas[0].shape == (2, 8, 2)
+    assert model.encoding[0].get_omega().shape == (2, 8, 2)
     assert not torch.equal(omegas[0], omegas[1])  # each layer has a separate seed
     model(image()).square().sum().backward()
     assert all(omega.grad is not None and omega.grad.abs().max() > 0 for omega in omegas)
 
     shared = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True, "phase": True})
-    assert {"encoding.1.theta", "encoding.1.phase"} <= shared.no_weight_decay()
+    assert {"encoding.1.log_theta", "encoding.1.phase"} <= shared.no_weight_decay()
     shared(image()).square().sum().backward()
-    assert all(layer.phase.shape[0] == 2 for layer in shared.encoding)  # one per head and layer
+    assert all(layer.get_phase().shape[0] == 2 for layer in shared.encoding)  # one per head and layer
     mixed = lrpe_vit(encoding="cosine", encoding_kwargs={"frequencies": "mixed", "phase": "k"})
     assert not torch.equal(mixed.encoding[0].omega, mixed.encoding[1].omega)
-    assert all(layer.theta.grad.abs().max() > 0 for layer in shared.encoding)
+    assert all(layer.log_theta.grad.abs().max() > 0 for layer in shared.encoding)
 
     from timm.optim import create_optimizer_v2
 
@@ -284,7 +284,7 @@ def test_layer_groups():
     assert groups["encoding.1.omega"] == groups["blocks.1.attn.qkv.weight"] != groups["encoding.0.omega"]
     model = lrpe_vit(encoding="cosine", encoding_kwargs={"learnable": True})
     groups = group_parameters(model, model.group_matcher(), reverse=True)
-    assert groups["encoding.theta"] == groups["patch_embed.proj.weight"]
+    assert groups["encoding.log_theta"] == groups["patch_embed.proj.weight"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -745,7 +745,7 @@ def test_preset_options():
     assert [type(e).__name__ for e in model.encoding] == ["PresetMd"] * 2
     assert [e.act for e in model.encoding] == ["relu"] * 2
     expected = preset("eva02", 16, 2, base=10.0, split=(1, 3)).omega
-    assert torch.equal(model.encoding[1].get_omega().detach(), expected.float())
+    torch.testing.assert_close(model.encoding[1].get_omega().detach(), expected.float(), rtol=1e-6, atol=0)
     linear = lrpe_vit(encoding="eva02", attention="linear")
     assert linear.encoding.act == "relu"
     assert linear(image()).isfinite().all()

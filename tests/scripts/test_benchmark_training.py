@@ -395,3 +395,14 @@ def test_the_vits_have_linear_attention(name, kind):
     assert type(model.encoding).__name__ == kind
     workload.loss(model, *workload.inputs(model, 2, torch.device("cpu"))).backward()
     assert workload.baselines[name] == "none"
+
+
+def test_presets_and_options_of_a_backbone():
+    dit = workloads.MODELS["dit"]
+    assert script.with_baselines(dit, ["wan:base=50", "cosine:act=relu", "axial"]) == [
+        "none", "cosine:act=relu", "wan:base=50",
+    ]  # fmt: skip
+    assert script.with_baselines(VIT, ["wan"]) == []
+    (module,) = (each for name, each in dit.build("wan:base=50").named_modules() if name == "encoding")
+    assert module.preset.omega.max() == 1
+    assert module.preset.omega[0, 1].max() == pytest.approx(50 ** (-1 / 12))

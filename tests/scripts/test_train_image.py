@@ -511,6 +511,25 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
     torch.testing.assert_close(model.patch_embed.proj.weight.sum(1, keepdim=True), kernel)
 
 
+@pytest.mark.parametrize("encoding", ["rotate-learnable", "rotate-mixed"])
+def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, encoding, capsys):
+    """Theta and omega in their shapes, and theta itself, some below 0."""
+    first = build_model(encoding=encoding)
+    weights = random_weights(first)
+    name = next(name for name in weights if name.startswith("encoding."))
+    module = first.encoding if encoding == "rotate-learnable" else first.encoding[0]
+    (shape,) = module.shapes.values()
+    old = torch.linspace(-0.5, 2, shape.numel()).reshape(shape)
+    del weights[name]
+    weights[name.replace("log_theta", "theta")] = old
+    torch.save(weights, tmp_path / "w.pt")
+    model = build_model(encoding=encoding)
+    start_from(model, tmp_path / "w.pt")
+    assert "left out" not in capsys.readouterr().err
+    found = model.encoding._theta() if encoding == "rotate-learnable" else model.encoding[0].get_omega()
+    torch.testing.assert_close(found, old, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -137,14 +137,14 @@ def test_resumed_run_equals_uninterrupted_run(encoding: str, file: Path, tmp_pat
 
 
 def test_learned_frequencies_and_phases_move(file: Path, tmp_path: Path) -> None:
-    for encoding, name in (("rotate-learnable", "theta"), ("cosine-softplus-phase", "phase")):
+    for encoding, name in (("rotate-learnable", "log_theta"), ("cosine-softplus-phase", "phase")):
         settings = config(file, tmp_path / encoding, encoding)
         train_lm.run(settings)
         after = torch.load(settings.out / "checkpoint.pt")["model"]
         before = dict(CausalLm(settings.model).named_parameters())
         found = {key: after[key] for key in before if "encoding" in key}
         assert list(found) == [f"blocks.0.attn.encoding.{name}"]
-        (key, moved), rate = *found.items(), settings.lr * (settings.frequency_lr if name == "theta" else 1)
+        (key, moved), rate = *found.items(), settings.lr * (settings.frequency_lr if name == "log_theta" else 1)
         change = (moved - before[key]).abs()
         assert (change > 0.1 * rate).any()
         assert (change < 1.5 * settings.steps * rate).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +74,37 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
     assert invoke(*common, "--size", "24x8", "--images", 3, "--out", out).exit_code == 0
     with Image.open(out) as taller:
         assert taller.size[0] / taller.size[1] < 0.8 * width / height
+
+
+def test_a_negative_prompt(trained, tmp_path):
+    """It steers away from the prompt of this name, and from nothing where guidance is off."""
+    state = read_checkpoint(trained / "checkpoint.pt")
+
+    def images(scale, negative):
+        sheet = replace(SHEET, scale=scale, negative=negative)
+        return draw(load_model(state), state["settings"], ["red tile"], draw_noise(sheet, (8, 8), 3, 0), sheet, CPU)
+
+    torch.testing.assert_close(images(3.0, ""), images(3.0, None))
+    assert not torch.allclose(images(3.0, "blue tile"), images(3.0, None))
+    torch.testing.assert_close(images(3.0, "red tile"), images(1.0, None), rtol=1e-3, atol=1e-3)
+    assert torch.equal(images(1.0, "blue tile"), images(1.0, None))
+    done = invoke(
+        trained,
+        "--prompt",
+        "red tile",
+        "--negative",
+        "pink tile",
+        "--steps",
+        1,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "s.png",
+    )
+    assert done.exit_code == 0, done.output
+    assert "No caption of the training had 'pink'" in done.output
+    refused = invoke(trained, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
+    assert "expected at most" in refused.output
 
 
 def test_large_images_keep_their_pixels(tmp_path):

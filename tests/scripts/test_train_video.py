@@ -252,7 +252,7 @@ def test_model_without_temporal_positions_is_at_chance(footage, tmp_path, encodi
 @needs_decoder
 @pytest.mark.parametrize("attention", VIDEOS.attentions)
 def test_every_encoding_can_be_built(attention, tmp_path):
-    for encoding in VIDEOS.encodings:
+    for encoding in [*VIDEOS.encodings, "wan", "rotate:split=1,1,2,base=50"]:
         for qk_norm, kind in ((False, nn.Identity), (True, nn.LayerNorm)):
             config = VideoTraining(
                 data=[], out=tmp_path, encoding=encoding, attention=attention, depth=1, qk_norm=qk_norm

@@ -15,8 +15,8 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lrpe_md import cosine, list_presets, preset, rotate
-from lrpe_md.presets.registry import Dense
+from lrpe_md import cosine, list_presets, rotate
+from lrpe_md.presets.registry import SCHEMES, Dense
 
 TINY = {1: (9,), 2: (4, 6), 3: (3, 4, 6)}
 
@@ -110,7 +110,7 @@ def test_ticks_are_whole_and_on_the_grid():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or preset(n).scheme.tokens]
+    ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or SCHEMES[n].tokens]
 )
 def test_similarity_matches_encoded_tokens(name: str, text: int):
     """Encode equal content in all pairs with the library, and compare q·k."""
@@ -375,7 +375,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
-    (["-p", "wann"], "--preset: unknown 'wann'; choose from: eva02"),
+    (["-p", "wann"], r"--preset: unknown 'wann' \(did you mean 'wan'\?\); choose from: eva02"),
     (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lrpe_md
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, axial_omega, cosine, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, axial_omega, cosine, rotate
 from lrpe_md.engine import dispatch, launch
 
 x = torch.randn(2, 4, 12, 8)
@@ -68,9 +68,46 @@ BAD = {
         lambda: cosine(x, x, omega=omega, positions=(grid, grid, grid)),
     ),
     "no omega": (
-        TypeError, r"omega: expected omega and positions, or tables", lambda: cosine(x, omega=None, positions=grid),
+        TypeError, r"omega: expected frequencies .*, got None", lambda: cosine(x, omega=None, positions=grid),
     ),
     "no x": (TypeError, r"x: expected a tensor.*NoneType", lambda: cosine(None, omega=omega, positions=grid)),
+    "position ids (B, N)": (
+        ValueError, r"positions: .*12 tokens.*position ids \(B, N\).*pass positions\[..., None\]",
+        lambda: rotate(x, omega=torch.rand(1, 4, 1), positions=torch.arange(12).expand(2, 12)),
+    ),
+    "position ids (B, N) of a module": (
+        ValueError, r"positions: .*num_axes, 1, got 12 axes.*pass positions\[..., None\]",
+        lambda: Rotate1d(8)(x, positions=torch.arange(12).expand(2, 12)),
+    ),
+    "as many samples as tokens": (
+        ValueError, r"num_axes, 1, got 4 axes.*pass positions\[..., None\]",
+        lambda: Rotate1d(8)(torch.randn(4, 1, 4, 8), positions=torch.arange(4).expand(4, 4)),
+    ),
+    "positions (N,)": (
+        ValueError, r"coords: .*got shape \(12,\); .*pass coords\[:, None\]",
+        lambda: Rotate1d(8)(x, positions=torch.arange(12)),
+    ),
+    "tokens before heads": (
+        ValueError, r"positions: expected 4 tokens .* = 12; x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
+        lambda: cosine(x.transpose(1, 2), omega=omega, positions=grid),
+    ),
+    "tokens before heads, coordinates": (
+        ValueError, r"positions: expected 4 tokens .* = 12; x looks like \(B, N, H, D\)",
+        lambda: cosine(x.transpose(1, 2), omega=omega, positions=grid.coordinates()),
+    ),
+    "tokens before heads in a module": (
+        ValueError, r"q: expected a multiple of the module's num_heads, 8.*pass x.transpose\(1, 2\)",
+        lambda: RotateMd(8, num_heads=8)(*2 * [torch.randn(2, 12, 8, 8)], positions=grid),
+    ),
+    "tokens before heads, tables": (
+        ValueError, r"tables: expected at most 4 tokens .*pass x.transpose\(1, 2\)",
+        lambda: rotate(x.transpose(1, 2), tables=(torch.rand(12, 4), torch.rand(12, 4))),
+    ),
+    "positions forgotten": (TypeError, r"positions: .*got None; .*pass positions=Grid", lambda: rotate(x, omega=pairs)),
+    "positions of a module forgotten": (
+        TypeError, r"positions: .*got None; .*pass positions=Grid\(\(H, W\)\)", lambda: RotateMd(8)(x, x),
+    ),
+    "positions of a preset forgotten": (TypeError, r"positions: .*got None", lambda: PresetMd("eva02", head_dim=8)(x)),
     "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),
     "heads of k in a pair": (
         ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),

@@ -113,9 +113,13 @@ TABLES = COS, COS
 
 
 BAD = {
-    "neither": (TypeError, r"omega: expected omega and positions, or tables=\(cos, sin\), got None", {}),
-    "no positions": (TypeError, r"positions: expected omega and positions, or tables", {"omega": OMEGA}),
-    "no omega": (TypeError, r"omega: expected omega and positions, or tables", {"positions": Grid((3, 4))}),
+    "neither": (TypeError, r"omega: expected frequencies .*, got None; .* or tables=\(cos, sin\)", {}),
+    "no positions": (
+        TypeError,
+        r"positions: expected a Grid, .*, got None; .*, or tables=\(cos, sin\)",
+        {"omega": OMEGA},
+    ),
+    "no omega": (TypeError, r"omega: expected frequencies .*, got None", {"positions": Grid((3, 4))}),
     "omega, too": (ValueError, r"omega: expected None with tables", {"tables": TABLES, "omega": OMEGA}),
     "positions, too": (
         ValueError,

@@ -40,7 +40,7 @@ ENCODINGS = {
     "softmax and cosine of some channels": lambda: CosineMd(8, 2, act="softmax", dim=-1, rotary_dim=3),
     "rotate": lambda: RotateMd(8, 2, act="relu", pairs="interleaved", rotary_dim=4, amplitude=1.5, learnable=True),
     "mixed": lambda: RotateMd(8, 2, act="sigmoid", frequencies="mixed", base=10.0, num_heads=2, learnable=True),
-    "preset": lambda: PresetMd("pope", head_dim=8),
+    "preset": lambda: PresetMd("pope", head_dim=8, num_heads=1),
     "text": lambda: Rotate1d(8, act="relu"),
     "scaled": lambda: Rotate1d(8, act="relu", learnable=True),
     "sequence": lambda: CosineMd(8, 2, act="softmax", dim=-2),
@@ -192,7 +192,7 @@ def test_unsuitable_normalizers_are_refused():
 
 def test_module_interface():
     module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True))
-    assert [name for name, _ in module.named_parameters()] == ["encoding.theta"]
+    assert [name for name, _ in module.named_parameters()] == ["encoding.log_theta"]
     assert "CosineMd" in repr(module)
     assert "normalizer='unrotated', eps=1e-06" in repr(module)
     again = copy.deepcopy(module)
@@ -200,7 +200,7 @@ def test_module_interface():
     q, k, v = qkv(torch.float32)
     assert torch.equal(again(q, k, v, GRID), module(q, k, v, GRID))
     half = module.to(torch.bfloat16)
-    assert half.encoding.theta.dtype == torch.float32
+    assert half.encoding.log_theta.dtype == torch.float32
     assert half(q.bfloat16(), k.bfloat16(), v.bfloat16(), GRID).dtype == torch.bfloat16
 
 

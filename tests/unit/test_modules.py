@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, rotate
+from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, parameter_groups, rotate
 
 
 def own_omega(channels, heads, seed):
@@ -45,7 +45,7 @@ def test_module_equals_the_function(cls, kwargs):
     module, function = cls(8, 2, act="silu", **kwargs), cosine if cls is CosineMd else rotate
     q, k = torch.randn(2, 8, 13, 8), torch.randn(2, 4, 13, 8)
     found = module(q, k, positions=GRID)
-    expected = function(q, k, omega=module.get_omega(), phase=module.phase, positions=GRID, act="silu")
+    expected = function(q, k, omega=module.get_omega(), phase=module.get_phase(), positions=GRID, act="silu")
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(module(q, positions=GRID), found[0])
@@ -115,7 +115,7 @@ def test_learned_parameters(cls, kwargs):
     names = {name for name, _ in module.named_parameters()}
     expected = {"phase"} if kwargs.get("phase") else set()
     if kwargs.get("learnable"):
-        expected.add("omega" if "frequencies" in kwargs else "theta")
+        expected.add("omega" if "frequencies" in kwargs else "log_theta")
     assert names == expected == module.no_weight_decay()
     if names:
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -124,8 +124,135 @@ def test_learned_parameters(cls, kwargs):
         (module(x, positions=GRID) * torch.randn(2, 4, 13, 16 if cls is CosineMd else 8)).sum().backward()
         optimizer.step()
         assert all(not torch.equal(p, before[name]) for name, p in module.named_parameters())
-        if kwargs.get("learnable") and "theta" in names:  # an axial omega stays axial
+        if kwargs.get("learnable") and "log_theta" in names:  # an axial scheme stays axial
             assert torch.equal(module.get_omega() != 0, cls(8, 2, **kwargs).get_omega() != 0)
+
+
+# --- in other people's trainers ----------------------------------------------------------------------------
+
+
+LEARNING = [kind for kind in KINDS if kind.get("learnable") or kind.get("phase")] + [{"learnable": "raw"}]
+
+
+def flips(module, steps=100):
+    """Shares of the frequencies that changed their sign, and that moved by more than a factor of 2, under Adam."""
+    torch.manual_seed(0)
+    start = module.get_omega().detach().clone()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
+    for _ in range(steps):
+        q, k = module(torch.randn(2, 4, 16, 32), torch.randn(2, 4, 16, 32), positions=Grid((4, 4)))
+        loss = ((q @ k.mT / 8).softmax(-1) @ torch.randn(2, 4, 16, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ratio = module.get_omega().detach()[start != 0] / start[start != 0]
+    return (ratio < 0).float().mean(), ((ratio < 0.5) | (ratio > 2)).float().mean()
+
+
+def test_adam_keeps_the_order_of_frequencies(cls):
+    """At a usual learning rate, from gradients that are noise. What learns theta itself loses it."""
+    assert flips(cls(32, 2, num_heads=4, learnable=True)) == (0, 0)
+    flipped, moved = flips(cls(32, 2, num_heads=4, learnable="raw"))
+    assert flipped > 0
+    assert moved > 0.4
+
+
+@pytest.mark.parametrize("kind", LEARNING)
+def test_trainers_that_treat_matrices_differently_leave_it_alone(cls, kind):
+    """One dimension, whatever a trainer does to matrices; and the mark, also of copies and materialised modules."""
+    with torch.device("meta"):
+        late = cls(8, 2, **kind)
+    assigned = copy.deepcopy(late)
+    module = cls(8, 2, **kind)
+    assigned.load_state_dict(module.state_dict(), assign=True)
+    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), late.to_empty(device="cpu"), assigned
+    for each in (module, *copies, copy.deepcopy(module).bfloat16()):
+        assert [p.ndim for p in each.parameters()] == [1] * len(list(module.parameters()))
+        assert all(p._no_weight_decay for p in each.parameters())
+    model = nn.Sequential(nn.Linear(8, 8), module)
+    timm_optim = pytest.importorskip("timm.optim")
+    decayed = timm_optim.param_groups_weight_decay(model, 0.1)
+    (decayed,) = ([id(p) for p in group["params"]] for group in decayed if group["weight_decay"])
+    assert decayed == [id(model[0].weight)]
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for optimizer in (
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1),
+        timm_optim.create_optimizer_v2(model, "muon", lr=1e-4, weight_decay=0.1),
+    ):
+        x = model[0](torch.randn(2, 4, 13, 8))
+        module(x, positions=GRID).square().mul(torch.rand(())).sum().backward()
+        optimizer.step()
+    for name, p in module.named_parameters():  # AdamW's step, not that of an orthogonal matrix
+        assert (p - before[name]).abs().max() < 2e-4
+
+
+def test_parameter_groups(cls):
+    module = cls(8, 2, learnable=True, phase=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), module, nn.Linear(8, 8, bias=False).requires_grad_(False))
+    decay, keep, frequencies = parameter_groups(model, 1e-3, weight_decay=0.1, frequency_lr=1e-2)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in (decay, keep, frequencies)] == [
+        ("decay", 1e-3, 0.1), ("no_decay", 1e-3, 0.0), ("frequencies", 1e-2, 0.0),
+    ]  # fmt: skip
+    assert decay["params"] == [model[0].weight]
+    assert [id(p) for p in frequencies["params"]] == [id(module.log_theta)]
+    assert {id(p) for p in keep["params"]} == {id(p) for p in (model[0].bias, *model[1].parameters(), module.phase)}
+    torch.optim.AdamW([decay, keep, frequencies])
+    assert [g["name"] for g in parameter_groups(nn.Linear(8, 8, bias=False), 1e-3)] == ["decay"]
+    assert parameter_groups(model, 1e-3)[2]["lr"] == 1e-3
+    model[0].weight._no_weight_decay = True
+    model.no_weight_decay = lambda: {"1.weight"}
+    assert [g["name"] for g in parameter_groups(model, 1e-3)] == ["no_decay", "frequencies"]
+    for name in ("lr", "weight_decay", "frequency_lr"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a finite number of at least 0, got -1"):
+            parameter_groups(model, **{"lr": 1.0, name: -1})
+
+
+# --- state_dicts of other parametrisations -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learnable", [True, "raw"])
+@pytest.mark.parametrize("signs", [1, -1], ids=["positive", "some below 0, one 0"])
+def test_state_dicts_of_other_parametrisations(cls, learnable, signs):
+    """Theta, shaped, as before version 0.3; logarithms where theta is learned; and back, signs and zeros included."""
+    module = cls(8, 2, num_heads=4, learnable=learnable, phase=True)
+    num_theta, num_phase = (4, 2) if cls is CosineMd else (2, 1), 8 if cls is CosineMd else 4
+    theta = torch.linspace(0.1, 2, 4 * num_theta[0]).reshape(4, -1)
+    if signs < 0:
+        theta[1], theta[2, 0] = -theta[1], 0
+    old = {"theta": theta, "phase": torch.linspace(-1, 1, 4 * num_phase).reshape(4, num_phase)}
+    module.load_state_dict(old)
+    torch.testing.assert_close(module._theta(), theta, rtol=1e-6, atol=0)
+    assert torch.equal(module.get_phase(), old["phase"])
+    for other in (learnable, True if learnable == "raw" else "raw"):
+        again = cls(8, 2, num_heads=4, learnable=other, phase=True)
+        again.load_state_dict(module.state_dict())
+        torch.testing.assert_close(again.get_omega(), module.get_omega(), rtol=1e-6, atol=0)
+        for copied in (copy.deepcopy(again), copy.deepcopy(again).bfloat16()):
+            assert torch.equal(copied.get_omega(), again.get_omega())
+    omega = module.get_omega()
+    (grad,) = torch.autograd.grad(omega.sum(), next(iter(module.parameters())))
+    assert (grad.reshape(theta.shape) != 0).equal(theta != 0) or learnable == "raw"
+    fresh = cls(8, 2, num_heads=4, learnable=learnable, phase=True)
+    module.load_state_dict(fresh.state_dict())  # all positive again
+    assert torch.equal(module.get_omega(), fresh.get_omega())
+    assert module.state_dict().keys() == fresh.state_dict().keys()
+    with pytest.raises(RuntimeError, match="size mismatch for"):
+        module.load_state_dict({**old, "theta": theta[:, 1:]})
+
+
+def test_shaped_directions_load(cls):
+    module = cls(8, 2, num_heads=4, frequencies="mixed", base=10.0, learnable=True)
+    omega = torch.rand(module.get_omega().shape)
+    module.load_state_dict({"omega": omega})
+    assert torch.equal(module.get_omega(), omega)
+    inside = nn.Sequential(cls(8, 2, num_heads=4, frequencies="mixed", base=10.0, learnable=True))
+    inside.load_state_dict({"0.omega": omega})
+    assert torch.equal(inside[0].get_omega(), omega)
+
+
+def test_how_frequencies_are_learned_is_checked(cls):
+    with pytest.raises(ValueError, match=r"learnable: expected True, False or 'raw' .*, got 'log'"):
+        cls(8, 2, learnable="log")
 
 
 def test_fixed_omega_is_built_once(cls):
@@ -155,7 +282,7 @@ def test_custom_frequencies(cls):
     assert "frequencies=own_omega" in repr(module)
     with torch.device("meta"):
         module = cls(8, 2, frequencies=own_omega, num_heads=4, learnable=True)
-    assert torch.equal(module.to_empty(device="cpu").omega, own_omega(channels, 4, 0).float())
+    assert torch.equal(module.to_empty(device="cpu").get_omega(), own_omega(channels, 4, 0).float())
     with pytest.raises(ValueError, match=rf"expected omega of shape \(1 or 4, {channels}, 3\), got"):
         cls(8, 3, frequencies=own_omega, num_heads=4)
     with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
@@ -199,10 +326,10 @@ def test_bfloat16_state_dict_assigned(cls):
 
 def test_gradients_survive_a_cast(cls):
     module = cls(8, 2, learnable=True)
-    module.theta.grad = torch.rand_like(module.theta)
-    before = module.theta.grad.clone()
+    module.log_theta.grad = torch.rand_like(module.log_theta)
+    before = module.log_theta.grad.clone()
     module.bfloat16()
-    assert torch.equal(module.theta.grad, before)
+    assert torch.equal(module.log_theta.grad, before)
 
 
 def test_fsdp2(cls, tmp_path):

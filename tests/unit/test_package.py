@@ -27,12 +27,14 @@ LAYERS = {  # file or folder: modules that it may import
     "functional_linear": {"engine", "norm"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
-    "presets": {"frequencies", "positions", "reference"},
+    "optim": {"checks", "module_base"},
+    "presets": {"checks", "frequencies", "positions", "reference"},
     "module_base": {"checks", "engine", "frequencies", "functional", "norm", "positions"},
     "modules_linear": {"engine", "functional_linear", "norm"},
     "modules": {"checks", "engine", "frequencies", "module_base", "norm", "positions", "presets", "xpos"},
     "xpos": {"checks", "engine", "positions", "reference"},
     "integrations": {
+        "checks",
         "engine",
         "frequencies",
         "functional",
@@ -192,9 +194,9 @@ from lrpe_md import Grid, CosineMd
 module = CosineMd(8, 2, learnable=True)
 x = torch.randn(1, 2, 12, 8)
 module(x, positions=Grid((3, 4))).square().sum().backward()
-assert module.theta.grad is not None
+assert module.log_theta.grad is not None
 try:
-    lrpe_md.lrpe_cosine_md_triton(x, module.theta[0], shape=(3, 4))
+    lrpe_md.lrpe_cosine_md_triton(x, module.log_theta.exp(), shape=(3, 4))
 except ValueError as e:
     print(e)
 """
@@ -208,15 +210,28 @@ def test_public_names():
     expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
     expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
     expected |= {"linear_attention", "LinearAttention", "Norm", "Before", "Scheme", "Axial", "Dense", "register_scheme"}
+    expected |= {"parameter_groups"}
     assert expected == public - modules - {"Any", "Path", "TYPE_CHECKING"}
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         document |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
-    lazy = {"adapt", "adapt_rotary"}
+    lazy = {"adapt", "adapt_rotary", "show"}
     for name in expected | document | lazy:
         assert getattr(lrpe_md, name).__doc__, name
+        assert name in dir(lrpe_md)
+    assert set(lrpe_md.__all__) == (expected | document | lazy) - {"adapt"}
     with pytest.raises(AttributeError):
         lrpe_md.lrpe_sine_md  # noqa: B018
+
+
+def test_a_star_import_needs_no_other_library():
+    code = """
+import sys
+sys.modules["timm"] = sys.modules["diffusers"] = sys.modules["transformers"] = sys.modules["matplotlib"] = None
+from lrpe_md import *
+print(rotate, show, adapt_rotary, lrpe_rotate_md)
+"""
+    assert "function rotate" in run(code)
 
 
 def _extras(names):

@@ -1,6 +1,7 @@
 """Presets as modules: learned parameters, casts, saving and materialising."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -50,7 +51,7 @@ def test_module_equals_the_function(made):
     xs, positions = on_grid(module)
     assert positions == made.positions(*SEGMENTS[made.num_axes])
     call = rotate if made.scheme.map == "rotate" else cosine
-    phase = None if module.phase is None else (None, module.phase)
+    phase = None if module.phase is None else (None, module.get_phase())
     expected = call(*xs, omega=made.omega.to(module.dtype), positions=positions, phase=phase, **made.options)
     for a, b in zip(module(*xs, positions=positions), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
@@ -66,7 +67,7 @@ def test_learned_parameters_and_dtypes(made):
     assert fixed is None or fixed.dtype == torch.float64
     assert set(module.state_dict()) == learned
     if made.scheme.phase:
-        assert module.phase.shape == made.phase == (2, made.head_dim)
+        assert module.get_phase().shape == made.phase == (2, made.head_dim)
 
 
 @pytest.mark.parametrize("name", list_presets())
@@ -75,9 +76,12 @@ def test_frequencies_train(name):
     module = PresetMd(preset(name, num_heads=HEADS[name]), learnable=True)
     xs, positions = on_grid(module)
     before, laid = {n: p.detach().clone() for n, p in module.named_parameters()}, module.get_omega().detach().clone()
-    assert torch.equal(laid, module.preset.omega.float())
+    if "log_theta" in before:
+        torch.testing.assert_close(laid, module.preset.omega.float(), rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(laid, module.preset.omega.float())
     generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     loss = sum((y * torch.randn(y.shape, generator=generator)).sum() for y in module(*xs, positions=positions))
     loss.backward()
     optimizer.step()
@@ -89,14 +93,44 @@ def test_frequencies_train(name):
         assert torch.equal(after != 0, laid != 0)
 
 
+def test_frequencies_of_zero_stay_in_every_parametrisation():
+    """HoPE has none for time."""
+    log, raw = (PresetMd("hope", learnable=kind) for kind in (True, "raw"))
+    raw.load_state_dict(log.state_dict())
+    torch.testing.assert_close(raw.get_omega(), raw.preset.omega.float(), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        raw.theta.mul_(1.5)
+    log.load_state_dict(raw.state_dict())
+    torch.testing.assert_close(log.get_omega(), 1.5 * raw.preset.omega.float(), rtol=1e-6, atol=0)
+    assert log.state_dict().keys() == {"log_theta"}
+
+
+def test_an_original_that_learns_theta_keeps_its_parameter():
+    """TransNormer's, as its checkpoints have it; else the logarithm, for whoever asks."""
+    assert set(PresetMd("transnormer", num_heads=2).state_dict()) == {"theta"}
+    assert set(PresetMd("transnormer", num_heads=2, learnable=True).state_dict()) == {"theta"}
+    assert set(PresetMd("wan", learnable=True).state_dict()) == {"log_theta"}
+    assert set(PresetMd("wan", learnable="raw").state_dict()) == {"theta"}
+
+
+def test_dinov3_matches_published_periods():
+    """As its docstring says: published weights hold the periods in bfloat16."""
+    made = preset("dinov3")
+    rounded = replace(made, omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double())
+    expected = (100 ** (torch.arange(16, dtype=torch.float64) / 16)).bfloat16().double()
+    found = PresetMd(rounded).get_omega()
+    torch.testing.assert_close(2 * math.pi / found.sum(-1)[0], expected.repeat(2))
+    assert torch.equal(found == 0, made.omega == 0)
+
+
 def test_learnable_defaults_to_the_scheme():
-    assert not list(PresetMd(preset("mochi"), learnable=False).parameters())
-    assert PresetMd(preset("mochi"), learnable=False).omega.dtype == torch.float64
-    assert PresetMd(preset("mochi"), dtype=torch.float64).omega.dtype == torch.float64
+    assert not list(PresetMd(preset("mochi", num_heads=2), learnable=False).parameters())
+    assert PresetMd(preset("mochi", num_heads=2), learnable=False).omega.dtype == torch.float64
+    assert PresetMd(preset("mochi", num_heads=2), dtype=torch.float64).omega.dtype == torch.float64
     assert PresetMd(preset("wan"), dtype=torch.float32).omega.dtype == torch.float32
-    assert PresetMd(preset("pope"), dtype=torch.float64).phase.dtype == torch.float64
-    assert PresetMd(preset("transnormer"), act="relu").act == "relu"
-    assert PresetMd(preset("transnormer")).act == "silu"
+    assert PresetMd(preset("pope", num_heads=2), dtype=torch.float64).phase.dtype == torch.float64
+    assert PresetMd(preset("transnormer", num_heads=2), act="relu").act == "relu"
+    assert PresetMd(preset("transnormer", num_heads=2)).act == "silu"
 
 
 def test_state_dict_copy_pickle(made):
@@ -156,10 +190,10 @@ def test_phase_is_clamped_and_only_on_the_keys():
     module = PresetMd(preset("pope", 8, num_heads=2))
     (q, k), positions = on_grid(module)
     with torch.no_grad():
-        module.phase.copy_(torch.linspace(-9, 3, 16).reshape(2, 8))
+        module.phase.copy_(torch.linspace(-9, 3, 16))
     made = module.preset
-    kept = module.phase.detach().clamp(-2 * torch.pi, 0)
-    assert not torch.equal(kept, module.phase)
+    kept = module.get_phase().detach().clamp(-2 * torch.pi, 0)
+    assert not torch.equal(kept, module.get_phase())
     expected = cosine(q, k, omega=made.omega, positions=positions, phase=(None, kept), **made.options)
     for a, b in zip(module(q, k, positions=positions), expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -167,7 +201,7 @@ def test_phase_is_clamped_and_only_on_the_keys():
     (found,) = torch.autograd.grad(module(q, k, positions=positions)[1].square()[..., :8].sum(), module.phase)
     kept.requires_grad_()
     y = cosine(k, omega=made.omega, positions=positions, phase=kept, **made.options)
-    torch.testing.assert_close(found, torch.autograd.grad(y.square()[..., :8].sum(), kept)[0])
+    torch.testing.assert_close(found, torch.autograd.grad(y.square()[..., :8].sum(), kept)[0].flatten())
     with pytest.raises(ValueError, match="xs: expected q and k, since the phase is on the keys alone, got 1"):
         module(k, positions=positions)
 

@@ -37,6 +37,7 @@ from lrpe_md import (
     AugmentPositions,
     Coordinates,
     Grid,
+    PresetMd,
     Tokens,
     compose,
     list_presets,
@@ -305,7 +306,7 @@ GRIDS = {
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_grid_needs_no_table(name):
-    positions = preset(name).positions(*GRIDS[name])
+    positions = for_heads(name).positions(*GRIDS[name])
     assert isinstance(positions, Grid)
     numbers = [s if isinstance(s, int) else math.prod(s) for s in GRIDS[name]]
     assert positions.num_tokens == sum(numbers)
@@ -444,7 +445,7 @@ def test_copies(name):
 
 def test_an_image_is_one_frame():
     for name in ("cogvideox", "mochi", "cosmos", "hunyuan_video", "wan", "flux1", "qwen_image", "qwen2_vl"):
-        p = preset(name)
+        p = for_heads(name)
         assert torch.equal(table(p.positions((4, 6))), table(p.positions((1, 4, 6))))
 
 
@@ -452,17 +453,24 @@ def test_changes():
     p = preset("flux1", 64, base=500.0, split=(2, 3, 3))
     assert (p.omega[0] != 0).sum(0).tolist() == [8, 12, 12]
     torch.testing.assert_close(p.omega[0, 1, 0].item(), 500 ** (-1 / 8))
-    assert preset("mochi", base=2.0).omega.norm(dim=-1).min() >= 0.49
+    assert preset("mochi", num_heads=2, base=2.0).omega.norm(dim=-1).min() >= 0.49
 
 
 BAD = {
-    "unknown name": (r"name: .*'eva02'.*got 'flux'", lambda: preset("flux")),
+    "unknown name": (r"name: .*got 'flux' \(did you mean 'flux2'", lambda: preset("flux")),
     "head_dim that can't be shared": (
         r"head_dim: flux1 can't have 60: .*multiple of 16, to be shared 2 : 7 : 7, got 30", lambda: preset("flux1", 60),
     ),
     "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
     "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
+    "heads of mochi not said": (
+        r"num_heads: .* each head of mochi has frequencies of its own, got None; pass num_heads=",
+        lambda: preset("mochi"),
+    ),
+    "heads of rope_vit_mixed": (r"num_heads: .*has frequencies of its own", lambda: preset("rope_vit_mixed", 48)),
+    "heads of transnormer": (r"num_heads: .*has frequencies of its own", lambda: preset("transnormer")),
+    "heads of pope": (r"num_heads: .*has a phase of its own", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
         r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
@@ -512,7 +520,10 @@ OPTIONS = {  # options of grids, with a value other than the default
     "videorope": {"stride": 3}, "hope": {"stride": 3}, "mm_rope": {"scale": (2, 3, 4)},
     "circle_rope": {"radius": 7, "alpha": 0.1, "mix": 0.4, "stride": 3},
 }  # fmt: skip
-SHAPES = {**{name: (2, 3, 5) for name in SCHEMES if preset(name).num_axes == 3}, "minimax_m3_vl": (2, 4, 6)}
+SHAPES = {
+    **{name: (2, 3, 5) for name, scheme in SCHEMES.items() if scheme.frequencies.num_axes == 3},
+    "minimax_m3_vl": (2, 4, 6),
+}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -548,7 +559,7 @@ def test_each_head_dim_is_laid_out_or_refused(name):
     refused, sizes = [], [*range(42), 128, 512]
     for head_dim in sizes:
         try:
-            p = preset(name, head_dim)
+            p = preset(name, head_dim, SCHEMES[name].num_heads)
         except ValueError as error:
             refused.append(str(error))
         else:
@@ -563,7 +574,7 @@ def test_each_head_dim_is_laid_out_or_refused(name):
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
 def test_sequence_parts_are_consecutive(name):
     """Parts of a sequence on one axis follow each other, however it is divided."""
-    p = preset(name)
+    p = for_heads(name)
     whole = torch.arange(10, dtype=torch.float64)[:, None]
     for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):
         assert torch.equal(table(p.positions(*segments)), whole)

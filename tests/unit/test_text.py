@@ -363,12 +363,11 @@ def test_module_with_custom_theta(shape, learnable):
     for y, e in zip(found, expected, strict=True):
         torch.testing.assert_close(y, e, rtol=0, atol=1e-6)
     names = {name for name, _ in module.named_parameters()}
-    assert names == ({"theta"} if learnable else set())
+    assert names == ({"log_theta"} if learnable else set())
     assert set(module.state_dict()) == names
     if learnable:
-        assert module.theta.shape == theta.shape
         found[0].square().mul(randn(*found[0].shape)).sum().backward()
-        assert (module.theta.grad != 0).all()
+        assert (module.log_theta.grad != 0).all()
     with torch.device("meta"):
         empty = Rotate1d(8, theta=theta, **options)
     for copied in (copy.deepcopy(module), empty.to_empty(device="cpu"), copy.deepcopy(module).bfloat16()):
@@ -380,10 +379,10 @@ def test_module_with_custom_theta(shape, learnable):
 
 def test_set_frequencies_of_a_learned_series():
     module = Rotate1d(8, learnable=True)
-    theta = module.theta
+    learned = module.log_theta
     module.set_frequencies(geometric_theta(4) / 3)
-    assert module.theta is theta
-    torch.testing.assert_close(theta[0].detach(), (geometric_theta(4) / 3).float())
+    assert module.log_theta is learned
+    torch.testing.assert_close(module.get_omega()[0, :, 0].detach(), (geometric_theta(4) / 3).float())
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ....models.dit import DiT
 from ....models.flow import draw_times, flow_matching_loss, sample
-from ....models.text import TextEncoder, drop_text, tokenize
+from ....models.text import TextEncoder, tokenize
 from ...common.devices import sent
 from ...common.folder import save_whole, write
 from ...common.options import choose
@@ -61,7 +61,7 @@ class DiffusionTraining(Training):
     limit: int = option(0, "Take so many pairs; 0: all.", least=0, off=True)
     parts: int = option(20, "One in so many captions is held out.", least=1)
     fold: int = option(0, "Which of them: 0 to parts - 1.")
-    encoding: str = option("rotate", f"One of: {', '.join(CAPTIONED.encodings)}.")
+    encoding: str = option("rotate", CAPTIONED.help)
     attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
     size: int = option(32, "Height and width in training, pixels.")
     test_size: int = option(48, "The larger size to test and sample at.")
@@ -80,7 +80,6 @@ class DiffusionTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], CAPTIONED.encodings)
         choose("--attention", [self.attention], CAPTIONED.attentions)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
@@ -89,6 +88,7 @@ class DiffusionTraining(Training):
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {self.patch}, got {getattr(self, name)}"
                 )
+        self.check_encoding(DiT, model_arguments(self))
 
 
 def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
@@ -99,11 +99,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining) -> DiT:
-    encoder = TextEncoder(config.text_dim, config.text_depth, config.heads)
-    try:
-        return DiT(text_encoder=encoder, **model_arguments(config))
-    except ValueError as error:
-        raise typer.BadParameter(f"--encoding {config.encoding} --dim {config.dim}: {error}") from error
+    return DiT(text_encoder=TextEncoder(config.text_dim, config.text_depth, config.heads), **model_arguments(config))
 
 
 class Pairs:
@@ -128,11 +124,10 @@ def _resized(images: Tensor, size: int) -> Tensor:
     return torch.cat([p.round().clamp(0, 255).byte() for p in parts])
 
 
-def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images and tokens, a share of these empty."""
-    x, tokens = pairs(pairs.train[sent(indices, pairs.device)], config.size)
-    dropped = sent(draws / 2**63 < config.drop_text, pairs.device)
-    return x, drop_text(tokens, dropped)
+def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, ...]:
+    """Return images, tokens, and which of the samples lose their caption."""
+    drop = sent(draws / 2**63 < config.drop_text, pairs.device)
+    return *pairs(pairs.train[sent(indices, pairs.device)], config.size), drop
 
 
 def patches(config: DiffusionTraining) -> int:
@@ -140,9 +135,10 @@ def patches(config: DiffusionTraining) -> int:
     return config.batch * (config.size // config.patch) ** 2
 
 
-def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    x, tokens = pair
-    return flow_matching_loss(model, x, tokens, draw_times(len(x), device=x.device), torch.randn_like(x)).mean()
+def loss(model: nn.Module, samples: tuple[Tensor, ...]) -> Tensor:
+    x, tokens, drop = samples
+    t = draw_times(len(x), device=x.device)
+    return flow_matching_loss(model, x, tokens, t, torch.randn_like(x), drop=drop).mean()
 
 
 @torch.no_grad()
@@ -219,7 +215,8 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         if config.sharding == "fsdp":
             from torch.distributed.fsdp import register_fsdp_forward_method
 
-            register_fsdp_forward_method(trainer.averaged, "encode_text")  # sampling calls it by itself
+            for name in ("encode_text", "empty_text"):  # sampling calls them by themselves
+                register_fsdp_forward_method(trainer.averaged, name)
         result = {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train), "tokens": patches(config),

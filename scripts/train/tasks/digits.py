@@ -88,14 +88,14 @@ class DigitsTraining(Training):
     ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
     data: str = option("digits", f"One of: {', '.join(SOURCES)}.")
     limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
-    encoding: str = option("rotate", f"One of: {', '.join(IMAGES.encodings)}.")
+    encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("--data", [self.data], SOURCES)
-        choose("--encoding", [self.encoding], IMAGES.encodings)
         choose("--attention", [self.attention], IMAGES.attentions)
+        self.check_encoding(lrpe_vit_tiny_patch16_224, model_arguments(self))
 
     @property
     def source(self) -> Source:

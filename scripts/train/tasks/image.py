@@ -79,7 +79,7 @@ class ImageTraining(Training):
         "", "Start from them, resampled: a checkpoint of timm's, or a run of ours (its folder).", free=True
     )
     limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
-    encoding: str = option("rotate", f"One of: {', '.join(IMAGES.encodings)}.")
+    encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
     size: int = option(28, "Height and width in training, pixels.")
     test_sizes: str = option("20,40,56,28x40", "Others to test at, pixels: sides, or HEIGHTxWIDTH.")
@@ -97,13 +97,13 @@ class ImageTraining(Training):
         super().__post_init__()
         if self.without and not self.label:
             raise typer.BadParameter(f"--without {self.without}: expected --label with it")
-        choose("--encoding", [self.encoding], IMAGES.encodings)
         choose("--attention", [self.attention], IMAGES.attentions)
         if self.size < 1 or self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
         if self.dim % self.heads:
             raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
         parse_sizes(self.test_sizes, self.patch)
+        self.check_encoding(lrpe_vit_tiny_patch16_224, shape_arguments(self))
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -111,21 +111,24 @@ class ImageTraining(Training):
         return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
-def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
+def shape_arguments(config: ImageTraining) -> dict[str, Any]:
+    """Return the arguments of the model that do not depend on the data."""
     return {
         "img_size": config.size, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
         "num_heads": config.heads, "qk_norm": config.qk_norm, "class_token": False, "global_pool": "avg",
-        "in_chans": data.train.images.shape[1], "num_classes": data.num_classes,
         **IMAGES.arguments(config.encoding, config.attention),
+    }  # fmt: skip
+
+
+def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
+    return {
+        **shape_arguments(config), "in_chans": data.train.images.shape[1], "num_classes": data.num_classes,
     }  # fmt: skip
 
 
 def build(config: ImageTraining, arguments: dict[str, Any]) -> LrpeVisionTransformer:
     # Not timm.create_model, which drops arguments that are None, encoding=None among them.
-    try:
-        return lrpe_vit_tiny_patch16_224(**arguments)
-    except ValueError as error:
-        raise typer.BadParameter(f"--dim {config.dim} --heads {config.heads}: {error}") from error
+    return lrpe_vit_tiny_patch16_224(**arguments)
 
 
 @lru_cache(maxsize=1)

@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_md import parameter_groups
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
 
 from ....models.lm import CausalLm, LmConfig, Scaling
@@ -37,7 +38,7 @@ from ...common.folder import write
 from ...common.options import choose
 from ..config import Schedule, Training, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
-from ..encodings import ENCODINGS, TEXT, Backbone
+from ..encodings import TEXT, Backbone
 from ..loop import Trainer
 from ..work import Work, train
 
@@ -82,7 +83,7 @@ class LmTraining(Training):
     steps: int = option(2000, "Steps of the optimiser.", least=1)
     batch: int = option(64, "Windows a step, over all processes and micro-batches.", least=1)
     lr: float = option(1e-3, "Learning rate after the warm-up; a cosine takes it to a tenth.", least=0)
-    frequency_lr: float = option(0.01, "Share of --lr that learned frequencies take.", least=0, off=True)
+    frequency_lr: float = option(1.0, "Learning rate of learned frequencies, as a share of --lr.", least=0, off=True)
     weight_decay: float = option(0.1, "Of matrices alone.", least=0, off=True)
     warmup: int = option(100, "Steps of the warm-up, at most a tenth of all.", least=0, off=True)
     ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
@@ -90,7 +91,7 @@ class LmTraining(Training):
     validate_every: int = option(250, "Steps between two validations; 0: none.", free=True, least=0, off=True)
     save_every: int = option(250, "Steps.", free=True, least=1)
     data: Path = field(metadata=describe("A text file, or a folder of .txt and .md files.", free=True))
-    encoding: str = option("rotate", f"One of: {', '.join(TEXT.encodings)}.")
+    encoding: str = option("rotate", TEXT.help)
     attention: str = option("softmax", f"One of: {', '.join(TEXT.attentions)}.")
     size: str = option("small", "tiny (27,000 parameters) or small (9.5 million).")
     length: int = option(512, "Bytes in a window.", least=1)
@@ -100,22 +101,26 @@ class LmTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--encoding", [self.encoding], TEXT.encodings)
         choose("--attention", [self.attention], TEXT.attentions)
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
         parse_lengths(self.lengths)
+        self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
 
     @property
     def scalings(self) -> list[str]:
         return [name for name in (part.strip() for part in self.scaling.split(",")) if name]
 
     @property
-    def model(self) -> LmConfig:
-        chosen = ENCODINGS[self.encoding]
+    def model_arguments(self) -> dict[str, Any]:
+        chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
-        given["phase"] = "phase" in given  # on the keys, as the model has it
-        return LmConfig(**SIZES[self.size], **TEXT.attentions[self.attention], **given)
+        given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
+        return {**SIZES[self.size], **TEXT.attentions[self.attention], **given}
+
+    @property
+    def model(self) -> LmConfig:
+        return LmConfig(**self.model_arguments)
 
     def schedule(self) -> Schedule:
         warmup = min(self.warmup, self.steps // 10)
@@ -124,27 +129,18 @@ class LmTraining(Training):
         )
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        return {"betas": (0.9, 0.95), "param_group_fn": partial(parameter_groups, config=self)}
+        return {"betas": (0.9, 0.95), "param_group_fn": partial(scaled_groups, config=self)}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def parameter_groups(model: Any, config: LmTraining) -> list[dict[str, Any]]:
-    """Matrices decay; norms, frequencies and phases don't; frequencies have a rate of their own: AdamW moves a
-    parameter by about lr a step whatever its size, and the slow frequencies are below 1e-3."""
-    kept, groups = model.no_weight_decay(), {"decay": [], "keep": [], "frequencies": []}
-    for name, parameter in model.named_parameters():
-        learned = name.endswith(("encoding.theta", "encoding.omega"))
-        kind = "frequencies" if learned else "keep" if name in kept or parameter.ndim < 2 else "decay"
-        groups[kind].append(parameter)
-    rates = {"frequencies": {"lr_scale": config.frequency_lr}}
-    decay = {"decay": config.weight_decay}
-    return [
-        {"params": params, "weight_decay": decay.get(kind, 0.0), **rates.get(kind, {})}
-        for kind, params in groups.items()
-        if params
-    ]
+def scaled_groups(model: nn.Module, config: LmTraining) -> list[dict[str, Any]]:
+    """Return the groups of :func:`lrpe_md.parameter_groups`, with rates as shares of the schedule's."""
+    groups = parameter_groups(model, 1.0, weight_decay=config.weight_decay, frequency_lr=config.frequency_lr)
+    for group in groups:
+        group["lr_scale"] = group.pop("lr")
+    return groups
 
 
 def batch(config: LmTraining, text: Tensor, indices: np.ndarray, draws: np.ndarray) -> Tensor:

@@ -55,7 +55,7 @@ class VideoTraining(Training):
     batch: int = option(32, "Clips a step, over all processes and micro-batches.", least=1)
     data: list[Path] = field(metadata=describe("Video file, or folder of them; may be repeated.", free=True))
     task: str = option("arrow", f"One of: {'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.")
-    encoding: str = option("rotate", f"One of: {', '.join(VIDEOS.encodings)}.")
+    encoding: str = option("rotate", VIDEOS.help)
     attention: str = option("softmax", f"One of: {', '.join(VIDEOS.attentions)}.")
     space_time: str = option("joint", "joint, or factorised: space, then time.")
     frames: int = option(8, "Of a clip.", least=1)
@@ -82,8 +82,8 @@ class VideoTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("task", TASKS), ("encoding", VIDEOS.encodings), ("attention", VIDEOS.attentions)):
-            choose(f"--{name}", [getattr(self, name)], known)
+        choose("--task", [self.task], TASKS)
+        choose("--attention", [self.attention], VIDEOS.attentions)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
@@ -95,6 +95,7 @@ class VideoTraining(Training):
         multiple = TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
+        self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
     @property
     def cache_folder(self) -> Path | None:

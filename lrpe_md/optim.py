@@ -1,0 +1,64 @@
+"""Parameter groups for optimisers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .checks import is_finite_number
+from .module_base import FrequencyModule
+
+__all__ = ["parameter_groups"]
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, weight_decay: float = 0.05, frequency_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameters of a model as groups for any ``torch.optim`` optimiser.
+
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.05, frequency_lr=1e-4))
+
+    Args:
+        model: parameters that need no gradient are left out.
+        lr: learning rate of all but the frequencies.
+        weight_decay: of tensors with two or more dimensions. Biases, norms, frequencies, phases, what a module
+            marks by ``_no_weight_decay`` and what ``model.no_weight_decay()`` names have none.
+        frequency_lr: learning rate of the frequencies that encodings of this library learn; default: ``lr``. Learned
+            as logarithms, a step of Adam changes each by about this share of it. Directions (``frequencies="mixed"``)
+            and ``learnable="raw"`` are changed by about this number, whatever their size.
+
+    Returns:
+        up to three groups with a "name": "decay", "no_decay" and "frequencies". Groups without parameters are left out.
+
+    Raises:
+        ValueError: a learning rate or a decay that is negative or not finite.
+    """
+    rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
+    for name, value in rates.items():
+        if not is_finite_number(value) or value < 0:
+            raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    named: Any = getattr(model, "no_weight_decay", set)
+    excluded = set(named())
+    frequencies = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, FrequencyModule)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name != "phase"
+    }
+    groups: dict[str, dict[str, Any]] = {
+        "decay": {"lr": lr, "weight_decay": weight_decay},
+        "no_decay": {"lr": lr, "weight_decay": 0.0},
+        "frequencies": {"lr": rates["frequency_lr"], "weight_decay": 0.0},
+    }
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        marked = name in excluded or getattr(parameter, "_no_weight_decay", False)
+        if id(parameter) in frequencies:
+            members["frequencies"].append(parameter)
+        else:
+            members["no_decay" if marked or parameter.ndim < 2 else "decay"].append(parameter)
+    return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]

@@ -1,0 +1,182 @@
+"""--encoding of the trainings: names of the table, presets, registered schemes, and options after the name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from lrpe_md.scripts.ablate.app import app as ablate
+from lrpe_md.scripts.train.app import app as train
+from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
+from lrpe_md.scripts.train.loop import digest_of
+from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
+from typer.testing import CliRunner
+
+from lrpe_md import Axial, PresetMd, RotateMd, Scheme, list_presets, register_scheme
+from lrpe_md.presets import registry
+
+OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
+CONFIGS: dict[str, Any] = {
+    "digits": (digits.DigitsTraining, {}),
+    "image": (image.ImageTraining, {"data": Path("data")}),
+    "video": (video.VideoTraining, {"data": [Path("data")]}),
+    "diffusion": (diffusion.DiffusionTraining, {"data": Path("data")}),
+    "lm": (lm.LmTraining, {"data": Path("data")}),
+}
+# One that takes each, of the numbers of axes that there are.
+PRESETS = {"digits": "dinov3", "image": "rope_vit_mixed", "video": "cogvideox", "diffusion": "hidream", "lm": "pope"}
+
+
+@pytest.fixture
+def registered():
+    register_scheme("ours", OWN)
+    yield "ours"
+    del registry.REGISTERED["ours"]
+
+
+def config(task: str, encoding: str, **more: Any) -> Any:
+    cls, given = CONFIGS[task]
+    return cls(out=Path("out"), encoding=encoding, **given, **more)
+
+
+def test_options_after_the_name():
+    assert split_options("rotate") == ("rotate", {})
+    assert split_options("rotate:base=1e2,split=2,3,3,phase=k,learnable=true,act=none") == (
+        "rotate", {"base": 100.0, "split": (2, 3, 3), "phase": "k", "learnable": True, "act": None},
+    )  # fmt: skip
+    assert split_list("none,rotate:base=3,split=2,3,3,act=relu,cosine,wan:base=7") == [
+        "none", "rotate:base=3,split=2,3,3,act=relu", "cosine", "wan:base=7",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", CONFIGS)
+def test_every_preset_is_taken_or_refused_with_the_models_reason(task):
+    taken = set()
+    for name in list_presets():
+        with suppress(typer.BadParameter):
+            config(task, name)
+            taken.add(name)
+            continue
+        with pytest.raises(typer.BadParameter, match=f"^--encoding {name} --attention softmax"):
+            config(task, name)
+    assert PRESETS[task] in taken
+    assert len(taken) > (5 if task == "lm" else 20)
+
+
+def test_options_reach_the_model():
+    model = digits.build(config("digits", "rotate:base=7,axis_order=major_first,learnable=raw"))
+    assert isinstance(model.encoding, RotateMd)
+    assert (model.encoding.base, model.encoding.axis_order, model.encoding.learnable) == (7, "major_first", "raw")
+    assert digits.build(config("digits", "rotate")).encoding.base == 100  # the task's own
+    wan = diffusion.build(config("diffusion", "wan:base=50"))
+    assert isinstance(wan.encoding, PresetMd)
+    assert wan.encoding.get_omega()[0, 1].max() == pytest.approx(50 ** (-1 / 12))
+    own = config("lm", "cosine-softplus-phase:base=500").model
+    assert (own.encoding, own.act, own.phase, own.base) == ("cosine", "softplus", True, 500)
+    assert config("lm", "pope").model.encoding == "pope"
+
+
+@pytest.mark.parametrize(
+    ("task", "encoding", "message"),
+    [
+        ("digits", "wann", r"--encoding: unknown 'wann' \(did you mean 'wan'\?\); known are: none; .*; eva02; .*"),
+        ("digits", "rotat:base=3", r"--encoding: unknown 'rotat' \(did you mean 'rotate'\?\)"),
+        ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it takes act, amplitude"),
+        ("digits", "none:base=3", r"none has no option 'base'; it takes act, dim"),
+        ("digits", "rotate:base", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:base'"),
+        ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
+        ("digits", "rotate:base=-1", r"^--encoding rotate:base=-1 --attention softmax: base: expected"),
+        ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
+        ("digits", "flux1", r"head_dim: flux1 can't have 16"),
+        ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: expected a preset whose tokens come row by row"),
+        ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
+        ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it takes act, base, learnable, phase"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(task, encoding, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        config(task, encoding)
+
+
+def test_registered_schemes(registered):
+    for task in ("digits", "image", "diffusion"):
+        config(task, f"{registered}:base=5")
+    model = digits.build(config("digits", registered))
+    assert model.encoding.preset.scheme is OWN
+    assert registered in IMAGES.names
+    assert registered in TEXT.names
+
+
+def invoke(app: Any, *args: Any) -> Any:
+    return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def test_help_says_what_it_takes():
+    for task in CONFIGS:
+        shown = " ".join(invoke(train, task, "--help").output.replace("│", " ").split())
+        assert "any preset or registered scheme" in shown
+        assert "rotate:base=100" in shown
+
+
+def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkeypatch):
+    run = ("run", "digits", "--out", tmp_path / "out", "--seeds", "1", "--device", "cpu", "--attention", "softmax")
+    for wrong, message in (
+        ("flux1", "flux1 can't have 16"), ("rope", "unknown 'rope'"), ("rotate:bas=3", "did you mean 'base'"),
+        ("softmax/cosine:act=gelu", "got 'gelu'"),
+    ):  # fmt: skip
+        refused = invoke(ablate, *run, "-e", "none", "-e", wrong)
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ablate_compares_presets_options_and_registered_schemes(tmp_path, registered, workers):
+    out, given = tmp_path / "out", ["rotate:base=30,split=1,1", "rope_vit_axial", registered, "softmax/none"]
+    run = [word for name in given for word in ("-e", name)]
+    command = ("run", "digits", "--smoke", "--seeds", "1", "--device", "cpu", "--attention", "softmax")
+    done = invoke(ablate, *command, *run, "--workers", workers, "--out", out, "--baseline", "rope_vit_axial")
+    assert done.exit_code == 0, done.output
+    names = {path.stem for path in (out / "runs").glob("*.json")}
+    assert names == {
+        "rotate_base=30,split=1,1-softmax-0",
+        "rope_vit_axial-softmax-0",
+        "ours-softmax-0",
+        "none-softmax-0",
+    }
+    assert "rotate:base=30,split=1,1" in (out / "table.md").read_text()
+
+
+@pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-silu-phase"])
+def test_an_interrupted_run_of_another_parametrisation_is_refused(tmp_path, encoding):
+    """Its optimiser's averages are those of other numbers."""
+    tiny: dict[str, Any] = {
+        "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
+    }  # fmt: skip
+    chosen = replace(config("digits", encoding, **tiny), out=tmp_path / "run")
+    digits.run(chosen)
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path)
+    name = next(name for name in state["model"] if name.startswith("encoding."))
+    value = state["model"].pop(name)
+    state["model"][name.replace("log_theta", "theta")] = value[None]
+    del state["digest"]
+    torch.save({**state, "digest": digest_of(state)}, path)
+    with pytest.raises(typer.BadParameter, match=r"does not fit this model .*encoding\."):
+        digits.run(chosen)
+
+
+def test_a_registered_scheme_trains_and_resumes(tmp_path, registered):
+    tiny: dict[str, Any] = {
+        "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
+    }  # fmt: skip
+    chosen = replace(config("digits", f"{registered}:learnable=true", **tiny), out=tmp_path / "run")
+    first = digits.run(chosen)
+    assert digits.run(chosen)["accuracy"] == first["accuracy"]
+    state = torch.load(tmp_path / "run" / "checkpoint.pt")
+    assert "encoding.0.log_theta" in state["model"]
