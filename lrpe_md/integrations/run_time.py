@@ -143,8 +143,8 @@ def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
     """Return the channels of each axis, read once for a device: what is zero stays zero."""
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:
-        used = trained[0] != 0
-        if bool((used.sum(-1) > 1).any()) or bool((used != (trained != 0)).any()):
+        used = (trained != 0).any(0)
+        if bool((used.sum(-1) > 1).any()) or (used.shape[-1] > 1 and bool((used != (trained != 0)).any())):
             raise ValueError(
                 f"{path}: expected frequencies of one axis a channel, the same in all heads, to scale them"
             )

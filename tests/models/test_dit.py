@@ -339,7 +339,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 class Foreign(nn.Module):
-    """What somebody writes who has not read our documentation."""
+    """Encoder of a user who has not read the documentation."""
 
     width = 16
 
