@@ -1,4 +1,4 @@
-"""What a wheel has beside the library: the folders that lie beside it in a checkout, inside it.
+"""Build hook that adds models and scripts to the wheel: lrpe_md.models and lrpe_md.scripts.
 
 An editable install has none of them: ``lrpe_md`` finds them where they are.
 """

@@ -207,7 +207,7 @@ class DiT(nn.Module):
     def positions(
         self, shape: Sequence[int], length: int = 0, device: torch.device | str = "cpu", mask: Tensor | None = None
     ) -> Grid | Coordinates:
-        """Where ``length`` text tokens are, and behind them in the sequence the patches of a grid.
+        """Return the positions of ``length`` text tokens, and after them those of the patches of a grid.
 
         mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
         """
@@ -335,7 +335,7 @@ class DiT(nn.Module):
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
-        """Of the patches."""
+        """Return the shape of the grid of patches."""
         if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
             raise ValueError(
                 f"x: expected (B, {self.in_chans}, {', '.join(['frames', 'height', 'width'][-self.num_axes :])}), "

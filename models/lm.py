@@ -100,7 +100,7 @@ class LmConfig:
 
     @property
     def scheme(self) -> Scheme | None:
-        """Where the encoding is one."""
+        """The scheme, if the encoding is one."""
         if isinstance(self.encoding, Preset):
             return self.encoding.scheme
         if isinstance(self.encoding, Scheme):
@@ -144,7 +144,7 @@ def build_layers(config: LmConfig) -> EncodingStack:
 
 
 class Context(NamedTuple):
-    """What a forward tells each attention."""
+    """Inputs that a forward passes to each attention."""
 
     positions: Grid | Tensor
     rows: Any = None  # (N,), where the cache takes these tokens
@@ -222,7 +222,7 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """What decoding keeps, on the device, written in place.
+    """State of decoding, on the device, written in place.
 
     Args:
         length: (), int64: tokens written.
@@ -284,7 +284,7 @@ class CausalLm(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """With a cache, tokens follow those that it holds, and are added to it: (B, 1) decodes a step.
+        """Compute logits. With a cache, tokens follow those in it and are added to it: (B, 1) decodes one step.
 
         Raises:
             ValueError: tokens or a cache that don't fit, of a GPU's cache without a look at its length.
@@ -357,6 +357,6 @@ class CausalLm(nn.Module):
 
     @property
     def encoding(self) -> EncodingStack:
-        """Of the layers, whose attentions register them."""
+        """The encodings of the layers, which their attentions register."""
         blocks: Any = self.blocks
         return EncodingStack([block.attn.encoding for block in blocks])

@@ -93,7 +93,7 @@ class TubeletEmbed(nn.Module):
 
 
 class Layout(NamedTuple):
-    """Where the tokens are, for the blocks of one forward."""
+    """Positions of the tokens, for the blocks of one forward."""
 
     joint: Grid | Coordinates | None  # None: factorised
     space: Grid | Coordinates | None = None
@@ -104,7 +104,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoState:
-    """What the frames that :meth:`LrpeVideoTransformer.stream` has seen leave to those behind.
+    """State that :meth:`LrpeVideoTransformer.stream` passes from frames to later frames.
 
     num_frames: of the grid, T. frame: height and width of its frames, in tokens. layers: of each attention, with linear
     attention its ``state``, see :func:`lrpe_md.linear_attention`; with softmax attention keys and values
@@ -235,7 +235,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
-        """Where the tokens of a grid (T, H, W) are, the prefix in front."""
+        """Return the positions of the tokens of a grid (T, H, W), with the prefix in front."""
         prefix, stack = Tokens(self.num_prefix_tokens), EncodingStack(self.encoding)
         grid = stack.lay_out(shape, prefix, reference=self.reference, device=device)
         return grid if self.temporal else grid.rescale((0, 1, 1))
@@ -345,7 +345,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return x, Layout(None, space.take(keep if keep.ndim == 1 else keep.repeat_interleave(shape[0], 0)), time)
 
     def _begin(self, x: Tensor, prefix: bool = True) -> Tensor:
-        """What goes into the blocks."""
+        """Return the input of the first block."""
         if prefix:
             x = torch.cat([self._prefix(x), x], dim=1)
         return self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))

@@ -37,7 +37,7 @@ NOTHING = Activation()
 
 
 class Context:
-    """What a forward of the backbone tells each attention, through its ``attn_mask`` argument.
+    """Inputs that a backbone's forward passes to each attention, through its ``attn_mask`` argument.
 
     No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
 
@@ -197,22 +197,22 @@ _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "ber
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Of an attention's operators under a compiler; what is neither is the encoding."""
+    """Keep results of an attention's operators; recompute everything else, which is the encoding."""
     name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
     kept = name in _KEPT or name.startswith("_scaled_dot_product") or not name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 class Carried:
-    """What goes from one piece of a sequence to the next, an entry an attention, in their order: sums of linear
-    attention, keys and values of softmax attention."""
+    """State that passes from one chunk of a sequence to the next, one entry per attention in their order: sums of
+    linear attention, keys and values of softmax attention."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
         self.after: list[Any] = []
 
     def take(self) -> Any:
-        """Those of the attention that is next."""
+        """Return the entry of the next attention."""
         return self.before[len(self.after)] if self.before else None
 
 
@@ -289,7 +289,7 @@ def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Te
 
 
 def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Which of the keys the last queries see."""
+    """Mask of the keys that the last queries see."""
     frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
     return frame[num_keys - num_queries :, None] >= frame
 

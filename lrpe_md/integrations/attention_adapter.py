@@ -180,7 +180,7 @@ class _Forward:
 
     @property
     def __code__(self) -> CodeType:
-        """Where this is written; ``torch.export`` asks for it."""
+        """Code object of this call, which ``torch.export`` asks for."""
         return self.run.__code__
 
     @torch.compiler.assume_constant_result
@@ -198,7 +198,7 @@ class _Forward:
 
     @property
     def forward(self) -> Any:
-        """What the module's ``forward`` is."""
+        """The module's new ``forward``."""
         return self
 
     def install(self) -> None:
@@ -416,7 +416,7 @@ class _Attention(_Forward):
 
 
 class _Surroundings(NamedTuple):
-    """What a checkpoint would change between an attention's forward and its SDPA."""
+    """Context that a checkpoint would change between an attention's forward and its SDPA."""
 
     hooks: Any
     grad_enabled: bool

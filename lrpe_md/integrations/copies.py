@@ -32,7 +32,7 @@ _DEPTH = 3  # of functions that call functions
 
 
 class Lookups(NamedTuple):
-    """What a code object looks up by name.
+    """Names that a code object looks up.
 
     Args:
         chains: (kind, variable, attribute, ..) for ``self.rope.rotate`` and what it begins with. A variable is a
@@ -317,7 +317,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """How a class of ours is derived from another one, also in a process that loads one of its objects."""
+    """Recipe to derive one of our classes from another class, also in a process that unpickles one of its objects."""
 
     exchange: Any  # an Exchange that can be pickled, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]

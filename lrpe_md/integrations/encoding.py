@@ -44,7 +44,7 @@ class Activation(nn.Module):
         self.act, self.dim = act, dim
 
     def describe(self) -> Description:
-        """What :func:`lrpe_md.linear_attention` takes of it."""
+        """Return the arguments for :func:`lrpe_md.linear_attention`."""
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
@@ -175,7 +175,7 @@ def _of_preset(
 def _of_made(
     made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
 ) -> tuple[Maker, Sharing]:
-    """As it is: all layers begin with its frequencies."""
+    """Use a preset as it is: all layers start with its frequencies."""
     if changes:
         raise ValueError(
             f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a preset that is made, got {changes}"
@@ -195,7 +195,7 @@ def _of_made(
 def _of_factory(
     factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
 ) -> Maker:
-    """By name where the factory's signature has the names: the second positional argument of CosineMd is num_axes."""
+    """Call a factory with the names that its signature has: the second positional argument of CosineMd is num_axes."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -244,18 +244,18 @@ class EncodingStack:
 
     @property
     def sharing(self) -> Sharing:
-        """Whether layers share one encoding ("model") or have one each ("layer")."""
+        """Scope of an encoding: all layers of the "model", or one "layer"."""
         return "layer" if self.by_layer else "model"
 
     @property
     def heads(self) -> Heads:
-        """Whether heads share frequencies and phases or have their own."""
+        """Frequencies and phases of the heads: "own" if they differ by head, else "shared"."""
         found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
         return "own" if any(isinstance(m, FrequencyModule) and _by_head(m) for m in found) else "shared"
 
     @property
     def preset(self) -> Preset | None:
-        """What it was made from, where that says where tokens are."""
+        """The preset that the encoding was made from, if it also places tokens."""
         first = self.distinct[0] if self.distinct else None
         return first.preset if isinstance(first, PresetMd) else None
 

@@ -1,4 +1,4 @@
-"""What a rotary function does, as data, and how a call is run by it: the caller's tables as views, given to rotate."""
+"""Plans: the effect of a rotary function as data, and calls that run it on views of the caller's tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """How one tensor is turned by the leaves.
+    """Rotation of one tensor by the tables.
 
     cos, sin: runs, one after another, and whether they alternate: each of the two has every other channel.
     rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument says).
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the function does with arguments of one kind; see :func:`describe`.
+    """Effect of the function on arguments of one kind; see :func:`describe`.
 
     relations: for each x a character, EQUAL, MORE or FEWER.
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.

@@ -212,8 +212,8 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
 
 
 class Pairs(NamedTuple):
-    """How one x is turned: the channels from first to last, how far those of a pair are apart in the output and in x,
-    and cos and sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
+    """Rotation of one x: the span of channels, the distance between those of a pair in the output and in x, and cos and
+    sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
     """
 
     span: tuple[int, int]

@@ -42,7 +42,7 @@ def _show_grid(grid: Grid) -> str:
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a function computes.
+    """Result of recognising a function: its arguments in this library's terms.
 
     Args:
         arguments: of rotate or cosine: ``rotate(x, **found.arguments)`` is what the function gives for x.

@@ -77,7 +77,7 @@ def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
 
 
 class Formula(NamedTuple):
-    """How a module computes its tables: cos and sin, or one tensor of sines and then cosines.
+    """Formula of a module's tables: cos and sin, or one tensor of sines and then cosines.
 
     Args:
         omega: frequencies (C, K), float64.
@@ -248,7 +248,7 @@ def makes_tables(module: Any) -> bool:
 
 
 class StandIn(NamedTuple):
-    """How a module's class is derived, see :class:`.copies.Recipe`."""
+    """Recipe to derive a module's class, see :class:`.copies.Recipe`."""
 
     method: str
 

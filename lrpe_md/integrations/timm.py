@@ -116,7 +116,7 @@ class LrpeAttention(Attention):
         return self._project(x, gate)
 
     def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
-        """Whether the backward of this forward does. Not in a trace of torch.fx, where x stands for a tensor."""
+        """Tell whether the backward encodes again. False in a trace of torch.fx, where x stands for a tensor."""
         return (
             not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
             and isinstance(x, Tensor)
@@ -130,7 +130,7 @@ class LrpeAttention(Attention):
         return encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """What was attended to, (B, H, N, D) → (B, N, C)."""
+        """Project the attention's output, (B, H, N, D) → (B, N, C)."""
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -162,7 +162,7 @@ def encode(
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """That of (B, H, W, C), as with any size, where some embeddings round up; else the expected one."""
+    """Return the grid of (B, H, W, C) inputs, where some embeddings round up; otherwise the expected grid."""
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 

@@ -1,4 +1,4 @@
-"""What a training is told: options as fields of a dataclass, their ranges, and the commands made from them."""
+"""Training options: fields of a dataclass, their ranges, and the commands made from them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What every training has."""
+    """Options of every training."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
     out: Path = field(metadata=describe("Folder; a run in it is gone on with.", free=True))
@@ -163,7 +163,7 @@ class Training:
             raise typer.BadParameter(f"{given}: {error}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Of timm's ``create_optimizer_v2``, beside optimiser, rate and decay."""
+        """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate and decay."""
         return {}
 
 
@@ -209,7 +209,7 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
 
 
 def settings_of(config: Training, **more: Any) -> dict[str, Any]:
-    """All that decides the weights, as JSON has it."""
+    """Return all settings that determine the weights, as JSON values."""
     kept = {f.name for f in fields(config) if not f.metadata["free"]}
     chosen = {name: value for name, value in asdict(config).items() if name in kept}
     return json.loads(json.dumps({**chosen, "precision": config.mixed_precision, **more}, default=str))

@@ -19,7 +19,7 @@ from ..common.options import choose
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a model is told where its tokens are.
+    """Arguments that give a model its positions.
 
     Args:
         encoding: of q and k, as the backbones name it.
@@ -101,7 +101,7 @@ def known_options(encoding: str | None) -> set[str]:
 
 @dataclass(frozen=True)
 class Backbone:
-    """What the model of a task can do.
+    """Capabilities of a task's model.
 
     Args:
         can: of "axes" (more than one), "time" (three, the first of them time), "caption" (text beside the image),
@@ -123,7 +123,8 @@ class Backbone:
 
     @property
     def names(self) -> list[str]:
-        """All names: those of the table, the presets and the registered schemes. Not every model takes every preset."""
+        """All names: those of the table, the presets and the registered schemes. Not every model supports every
+        preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property

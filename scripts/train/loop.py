@@ -252,7 +252,7 @@ class Trainer:
             self.turn.release()
 
     def counted_seconds(self) -> float | None:
-        """Those of ``config.seconds`` that are over in this process."""
+        """Return how much of ``config.seconds`` this process has used."""
         return None if self.counted is None else self._now() - self.counted[1]
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
@@ -390,7 +390,7 @@ class Trainer:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What :meth:`Trainer.save` wrote, on the CPU."""
+    """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
@@ -403,7 +403,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, and its kind."""
+    """Return the kind and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -415,7 +415,7 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> None:
 
 
 def digest_of(state: Any) -> str:
-    """Of all names, numbers and tensors of a checkpoint."""
+    """Hash all names, numbers and tensors of a checkpoint."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -1,5 +1,6 @@
-"""Which samples a step has: functions of seed and step, never of a generator's history, so that a run can go on
-anywhere."""
+"""Order of the samples: functions of seed and step, never of a generator's history, so that a run can resume
+anywhere.
+"""
 
 from __future__ import annotations
 

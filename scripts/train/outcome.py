@@ -1,4 +1,4 @@
-"""How a finished training is tested at other sizes, and what it leaves: result.json and history.csv."""
+"""Evaluate a finished training at other sizes, and write result.json and history.csv."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
 
 
 def largest_rise(losses: Sequence[float]) -> float:
-    """Of a loss over an earlier one: far above its noise where the learning rate was too high. NaN where one is."""
+    """Return the largest rise of a loss above an earlier value. It exceeds the noise if the learning rate was too
+    high. NaN if a loss is NaN."""
     return float(np.max(losses - np.minimum.accumulate(losses)))
 
 

@@ -29,7 +29,7 @@ BATCH = 16  # images that are drawn together
 
 @dataclass(frozen=True)
 class Sheet:
-    """What is drawn of each prompt.
+    """Options of a sheet of samples.
 
     Args:
         size: "HEIGHTxWIDTH" in pixels; None: the trained one.
@@ -53,7 +53,7 @@ class Sheet:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
 
     def height_and_width(self, trained: int, patch: int) -> tuple[int, int]:
-        """In pixels."""
+        """Height and width in pixels."""
         if self.size is None:
             return trained, trained
         found = re.fullmatch(r"(\d+)x(\d+)", self.size)
@@ -69,7 +69,7 @@ class Sheet:
 
 
 def check_out(out: Path) -> None:
-    """Before the minutes that the images take."""
+    """Check the output file before the minutes of sampling."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,7 +112,7 @@ def load_model(state: dict[str, Any]) -> DiT:
 
 
 def lay_over(trained: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """As many patches as in training, in the image's own proportions."""
+    """Return a grid with as many patches as in training, in the image's proportions."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
     return height, width

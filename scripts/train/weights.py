@@ -96,7 +96,7 @@ def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:
-    """By the model's names, resampled to its sizes."""
+    """Rename weights to the model's names, and resample them to its sizes."""
     found = dict(found)
     kernel, table = found.get("patch_embed.proj.weight"), found.get("pos_embed")
     channels = model.patch_embed.proj.weight.shape[1]

@@ -1,4 +1,4 @@
-"""What a task hands to the loop, and the way of all trainings from there to result.json."""
+"""Interface between a task and the loop, and the path of every training from there to result.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .outcome import timed, write_result
 
 @dataclass(frozen=True)
 class Work:
-    """What a task hands to the loop.
+    """Everything that a task gives the loop.
 
     Args:
         model: on any device.

@@ -106,7 +106,7 @@ class Dit(Runs):
         return self.final(x)
 
     def forward_with_cfg(self, x, t, y):
-        """As samplers call it: past ``__call__``."""
+        """Run guidance as samplers do, without ``__call__``."""
         return self.forward(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, y * 0]))
 
 
@@ -275,7 +275,8 @@ class Mae(Runs):
 
 
 class PlacedMae(Mae):
-    """What a user writes beside adapt_attention: the method that draws says where the kept patches are."""
+    """MAE whose user wrote one method for adapt_attention: the method that draws also returns the positions of the
+    kept patches."""
 
     def choose(self, ids_keep):
         set_positions(self, Grid(self.size, prefix=1).take(ids_keep))
@@ -297,7 +298,7 @@ class EditedMae(Mae):
 
     @property
     def decoder(self):
-        """What ``encode`` asks for its encoding."""
+        """Return the result of ``encode``, which the decoder's encoding needs."""
         return Decoder(self.decoder_encoding)
 
 

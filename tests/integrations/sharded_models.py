@@ -1,4 +1,4 @@
-"""What each of two processes runs for test_sharded_models.py: adapted models under FSDP's mixed precision."""
+"""Program of the two processes of test_sharded_models.py: adapted models under FSDP's mixed precision."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def naflexvit() -> tuple[Any, Any, Any]:
 
 
 def of_name(name: str) -> tuple[Any, Any, Any]:
-    """How a model is built and called, and its inputs."""
+    """Return a model's builder, its call and its inputs."""
     if name in ("llama", "qwen3"):
         return partial(text_models.causal_lm, name), text_models.logits, text_models.embeddings
     if name == "naflexvit":

@@ -202,7 +202,7 @@ def test_blocks_compiled_one_by_one():
 
 
 def test_compiled_blocks_are_not_mixed_up():
-    """Of layers with encodings of their own, and of two models of one class."""
+    """Layers have their own encodings, and two models share a class."""
     style = STYLES["dit"]
     pairs = [style.pair("mixed"), style.pair("rotate", base=7.0), style.pair("rotate", base=70.0)]
     torch._dynamo.reset()
@@ -214,7 +214,7 @@ def test_compiled_blocks_are_not_mixed_up():
 
 
 def test_what_is_compiled_follows_patches(monkeypatch):
-    """Of the globals that an attention's forward looks up, and of the forward, made after adapting."""
+    """Patched globals of an attention's forward, and a patched forward, take effect after compiling."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate")
     inputs = style.inputs((8, 12))
@@ -346,7 +346,7 @@ def test_copies_and_files():
 
 
 def test_only_this_model_changes():
-    """Not its class, another model of it, PyTorch's function or the names of the weights; and it can be undone."""
+    """Its class, other models, PyTorch's function and the names of the weights stay."""
     style = STYLES["dit"]
     model, stock = style.build(), style.build()
     stock.load_state_dict(model.state_dict())
@@ -418,7 +418,7 @@ def test_transforms():
 
 
 def test_hooks_on_saved_tensors():
-    """Those of the caller see every tensor; and what is changed in place since the forward is noticed."""
+    """The caller's hooks see every tensor; in-place changes since the forward are detected."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
     inputs = style.inputs((8, 12))
@@ -569,7 +569,7 @@ def test_models_that_are_adapted_or_compiled():
 
 
 class Manual(plain.Attention):
-    """As attention was written before SDPA."""
+    """Attention written out, without SDPA."""
 
     def forward(self, x):
         q, k, v = self.split(x)
@@ -584,7 +584,7 @@ class Cross(plain.Attention):
 
 
 class Flat(plain.Attention):
-    """With heads and samples in one axis."""
+    """Attention with heads and samples in one axis."""
 
     def forward(self, x):
         q, k, v = (t.flatten(0, 1) for t in self.split(x))
@@ -592,7 +592,7 @@ class Flat(plain.Attention):
 
 
 class Inside(plain.Attention):
-    """With a checkpoint of its own."""
+    """Block with its own checkpoint."""
 
     def attend(self, *qkv):
         return F.scaled_dot_product_attention(*qkv)

@@ -274,7 +274,7 @@ def test_group_offload_of_a_diffusion_model(when, tmp_path):
 
 
 def test_another_default_dtype_does_not_spoil_the_process():
-    """In a process of its own: what is known of a function must not depend on the default dtype of the first call."""
+    """Runs in its own process: what is cached for a function must not depend on the default dtype."""
     pytest.importorskip("diffusers")
     code = """
 import torch
@@ -431,7 +431,7 @@ def count_calls(call, in_package=False):
 
 
 def test_few_calls_in_python():
-    """To adapt a model whose functions are known, and to run it."""
+    """Counts the calls to adapt a model whose functions are cached, and to run it."""
     pytest.importorskip("diffusers")
     from lrpe_md.scripts.adapters import trial_diffusers
 

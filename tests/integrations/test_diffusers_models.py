@@ -106,7 +106,7 @@ def test_frequencies_that_are_scaled_by_hand_are_followed():
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_processor_of_the_users_is_followed(power):
-    """What it does to the tables is done to tensors: here it turns by twice the angle."""
+    """Its changes to the tables take effect: here it doubles the angles."""
     model = trial_diffusers.build(QWEN)
     base = type(model.transformer_blocks[0].attn.processor)
 
@@ -192,7 +192,7 @@ def test_an_ip_adapter():
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_fork_in_a_module_of_another_name(where, tmp_path, monkeypatch):
-    """As trainers vendor it: the same code, under a name of their own."""
+    """Trainers vendor code like this: the same code under another module name."""
     import diffusers.models.transformers.transformer_flux as flux
 
     source = Path(flux.__file__).read_text(encoding="utf-8")

@@ -257,13 +257,13 @@ def by_width_of_ids(x, cos, sin, ids):
 
 
 def guessing_layout(x, cos, sin):
-    """Which axis is the tokens' follows from the sizes."""
+    """Guess the token axis from the sizes."""
     cos, sin = (t if t.shape[0] == x.shape[2] else t[:, None] for t in (cos, sin))
     return x * cos + rf.quarter_turn(x) * sin
 
 
 def one_row(x, cos, sin):
-    """All tokens are turned by the first row."""
+    """Rotate all tokens by the first row."""
     return x * cos[..., :1, :] + rf.quarter_turn(x) * sin[..., :1, :]
 
 
@@ -550,7 +550,7 @@ def test_the_random_state_is_left(launches):
 
 @pytest.mark.parametrize("name", [*SOME, "torchtune, positions", "lightning", "timm, half"])
 def test_compile(name, launches):
-    """In one graph, also where this kind of arguments has not come before."""
+    """Compiles to one graph, also for kinds of arguments that are new."""
     torch._dynamo.reset()
     function, args, kwargs = call_of(name)
     compiled = torch.compile(drop_in(function), fullgraph=True, backend="aot_eager")

@@ -57,7 +57,7 @@ def gradients(run, args, **how):
 
 
 def kept_bytes(run, args):
-    """Of distinct storages that the graph of a result keeps."""
+    """Count the bytes of distinct storages that a result's graph keeps."""
     found, seen, todo = {}, set(), [run(*args).grad_fn]
 
     def note(t):
@@ -217,7 +217,7 @@ def count_copies(monkeypatch):
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("map", MAPS)
 def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device, monkeypatch):
-    """Of `qkv=`: dq and dk by the kernels, dv by a copy."""
+    """The kernels write dq and dk into the gradient of `qkv`; dv is copied."""
     torch.manual_seed(0)
     heads = (3, H) if num_key_heads is None else (H + 2 * num_key_heads,)
     qkv = torch.randn(*((B,) if batched else ()), N, *heads, D, device=device, requires_grad=True)

@@ -96,7 +96,7 @@ def test_traced_at_a_fixed_size(name):
 @pytest.mark.parametrize("name", ["cosine", "a timm ViT"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_causal_flag_that_is_a_tensor(name, fused):
-    """As ONNX's older exporter hands it on."""
+    """ONNX's older exporter passes a tensor."""
     attn = build(name).blocks[0].attn
     attn.fused_attn = fused
     x = torch.randn(2, 5, 64)
@@ -130,7 +130,7 @@ OLDER = [name for name in MODELS if name != "timm's mixed"]
 @pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("fused", [True, False])
 def test_onnx_by_the_older_exporter(name, fused, tmp_path):
-    """At one size."""
+    """Exports one size."""
     pytest.importorskip("onnx")
     model, x = build(name), image(name, 2, 4, 6)
     for block in model.blocks:

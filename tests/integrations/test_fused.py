@@ -90,7 +90,7 @@ def test_norms_that_change_after_adapting(name, change, launches):
 
 
 def test_one_norm_of_several(launches):
-    """Of FLUX' double stream the norms of the text alone: all are called."""
+    """A hook on one norm of FLUX's text stream makes all norms of the block run as modules."""
     build, call, x = models.ALL["flux"]
     model, x = build(), x()
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -136,7 +136,7 @@ def test_hunyuan_with_an_output_projection_in_its_single_stream():
 
 
 def test_another_number_of_tokens_in_front():
-    """What timm's attention is told counts, not the class: its tables have a row for each token that is turned."""
+    """The attention's own setting counts, not that of its class. Its tables have one row per rotated token."""
     model = models.timm_vit("eva02", class_token=False, global_pool="avg")
     adapted = adapt_rotary(copy.deepcopy(model))
     models.same(model, adapted, models.logits, models.image(model))

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def load(variant: Path):
-    """As ``kernels`` does, by a path, under the build's identifier."""
+    """Load a build by its path under its identifier, like ``kernels``."""
     (name,) = re.findall(r'"id": "(\w+)"', (variant / "metadata.json").read_text())
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
     module = importlib.util.module_from_spec(spec)
@@ -171,7 +171,7 @@ def test_a_folder_of_others_stays(folder, tmp_path):
 
 
 def test_their_own_tools_take_it(tmp_path):
-    """Of the package ``kernels``, where it is installed."""
+    """Runs the tools of the package ``kernels``, if it is installed."""
     try:
         importlib.metadata.version("kernels")  # tests/kernels has its name
     except importlib.metadata.PackageNotFoundError:

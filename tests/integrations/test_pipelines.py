@@ -30,7 +30,7 @@ def in_pipeline(cls, model):
 
 
 def step(pipe, height=64, width=96, frames=3):
-    """Of denoising, as CogVideoX' pipeline takes it."""
+    """Run one denoising step as CogVideoX's pipeline does."""
     generator = torch.Generator().manual_seed(0)
     made = getattr(pipe, METHOD)(height, width, frames, torch.device("cpu"))
     x = torch.randn(2, frames, 4, height // 8, width // 8, generator=generator)
@@ -70,7 +70,7 @@ def test_sizes_and_both_versions(name, sizes):
 
 
 def test_positions_are_followed(pipe):
-    """What the pipeline is told of its model counts at each call."""
+    """Each call uses the positions that the pipeline passes."""
     adapt_rotary(pipe)
     before = step(pipe)
     pipe.transformer.register_to_config(sample_height=32, sample_width=32)

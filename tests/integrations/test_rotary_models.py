@@ -533,7 +533,7 @@ def test_transformers(name, calls, unturned):
     "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
 )
 def test_sections_as_the_original_takes_them(sections):
-    """Of Qwen3-VL they need not sum to the pairs: time has what height and width leave over."""
+    """Sections of Qwen3-VL need not sum to the pairs: time has the remainder."""
     model = qwen("Qwen3VL", mrope_section=sections)
     same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
 
@@ -648,7 +648,7 @@ def test_kernels(name, monkeypatch):
 
 
 def wide_wan():
-    """Of Wan 1.3B's width."""
+    """Build Wan with the width of Wan 1.3B."""
     return wan(attention_head_dim=128, num_attention_heads=12, num_layers=1)
 
 
@@ -739,7 +739,7 @@ def test_meta_device(name):
 
 @pytest.mark.parametrize("name", ["dinov3", "flux", "Qwen2VL"])
 def test_within_another_default_device(name):
-    """What is computed to try a function has values."""
+    """Tensors that probe a function have values on any default device."""
     build, call, x = ALL[name]
     model, x = build(), x()
     expected = call(model, x)

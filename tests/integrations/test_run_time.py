@@ -345,7 +345,7 @@ class Waits(TorchDispatchMode):
 
 
 def changes():
-    """What goes on between two steps."""
+    """Yield changes between two steps."""
     yield lambda model: set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     yield lambda model: set_scaling(model, (partial(riflex_scaling, length=90, repeats_at=50), None, None))
     for time in (0.9, 0.4, 0.0):
@@ -495,7 +495,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_scaled_modules(name):
-    """By hand, channel by channel; what is learned gets its gradient through the ratio."""
+    """Compares with scaling by hand, channel by channel; learned frequencies get their gradient through the ratio."""
     module = MODULES[name]()
     saved = copy.deepcopy(module.state_dict())
     q, k = torch.randn(2, 2, 24, module.head_dim), torch.randn(2, 2, 24, module.head_dim)

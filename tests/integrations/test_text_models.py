@@ -62,7 +62,7 @@ def causal_lm(name="llama"):
 
 
 def logits(model, x):
-    """From embeddings, so that there is a gradient to compare."""
+    """Compute logits from embeddings, so that there is a gradient to compare."""
     return model(inputs_embeds=x).logits
 
 
@@ -127,7 +127,7 @@ def test_generation(name):
 
 
 def test_made_and_adapted_on_the_meta_device():
-    """As transformers makes models; what is computed to try a function has values all the same."""
+    """Transformers builds models like this. Tensors that probe a function have values all the same."""
     model, x = causal_lm(), embeddings()
     expected, state = logits(model, x), model.state_dict()
     with torch.device("meta"):
@@ -146,14 +146,14 @@ def test_frequencies_by_hand_are_kept():
 
 
 def reference_rotary(q, k, cos, sin, unsqueeze_dim=1):
-    """Of another library."""
+    """Rotate like another library."""
     half = q.shape[-1] // 2
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
 
 
 def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  # noqa: F811
-    """As Liger does: models that are adapted keep ours, and adapting again takes what is set."""
+    """Liger patches like this. Adapted models keep our function; adapting again takes the new one."""
     library("transformers")
     from transformers.models.llama import modeling_llama
 

@@ -73,7 +73,7 @@ def test_dropped_patches(name):
 
 
 def test_dropped_patches_of_mixed_frequencies():
-    """Of images; timm's own drops are of another shape where patches come in a batch of sizes."""
+    """Tests images only: with a batch of sizes, timm drops patches in another shape."""
     model, images = naflex("mixed", patch_drop_rate=0.3).train(), torch.randn(2, 3, 24, 32)
 
     def call(model):
@@ -85,7 +85,7 @@ def test_dropped_patches_of_mixed_frequencies():
 
 
 def test_positions_matter():
-    """What the other tests compare would differ if patches stood elsewhere."""
+    """The comparisons of the other tests would differ if patches stood elsewhere."""
     model, given = adapt_rotary(naflex()), tiny.patches(48)
     expected = model(given)
     moved = {**given, "patch_coord": given["patch_coord"].flip(-1)}
@@ -100,7 +100,7 @@ def gemma4(**kwargs):
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_gemma4(scale):
-    """Of images, and of patches with padding; frequencies that were changed by hand are followed."""
+    """Tests images and padded patches; frequencies changed by hand take effect."""
     model, given = gemma4(global_pool=""), tiny.patches(48)
     model.rotary_emb.inv_freq.mul_(scale)
     images = torch.rand(2, 3, 24, 36)

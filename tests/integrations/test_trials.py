@@ -1,4 +1,4 @@
-"""Which models ``adapt_rotary`` takes: by rule, each tried on a tiny random model against the stock one."""
+"""The table of models that ``adapt_rotary`` supports: each tried on a tiny random model against the stock one."""
 
 import contextlib
 import csv
@@ -39,7 +39,7 @@ def library(name):
 
 
 def candidate(name, own):
-    """Of transformers by its type, of timm by its name."""
+    """Return a candidate of transformers by its type, or of timm by its name."""
     if own == "timm":
         found = library("timm")
         return trial.Candidate(name, partial(found.build, name, found.read_shape(name)), found.call)

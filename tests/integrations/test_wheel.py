@@ -1,4 +1,4 @@
-"""What pip gives users: a wheel and an editable install, each in an environment of its own and outside the checkout."""
+"""Tests of the wheel and of an editable install, each in its own environment outside the checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIED = ("lrpe_md", "models", "scripts", "hatch_build.py", "pyproject.toml", "R
 
 
 def run(python: Path | str, *args: str, cwd: Path, fails: bool = False) -> str:
-    """What a command prints, without anything of this checkout on its path."""
+    """Return the output of a command, without anything of this checkout on its path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(python), *args], capture_output=True, text=True, cwd=cwd, env=env, timeout=300)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
@@ -30,7 +30,7 @@ def run(python: Path | str, *args: str, cwd: Path, fails: bool = False) -> str:
 
 
 def pip(*args: str, cwd: Path) -> None:
-    """With the build's requirements as they are installed, or in an environment that pip makes."""
+    """Run pip with the installed build requirements, or in an environment that pip makes."""
     options = ["--no-deps", "--quiet", "--disable-pip-version-check"]
     if all(importlib.util.find_spec(name) for name in BUILDING):
         options.append("--no-build-isolation")

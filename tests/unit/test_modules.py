@@ -150,7 +150,7 @@ def flips(module, steps=100):
 
 
 def test_adam_keeps_the_order_of_frequencies(cls):
-    """At a usual learning rate, from gradients that are noise. What learns theta itself loses it."""
+    """Uses a usual learning rate and noise as gradients. A learned theta loses the order."""
     assert flips(cls(32, 2, num_heads=4, learnable=True)) == (0, 0)
     flipped, moved = flips(cls(32, 2, num_heads=4, learnable="raw"))
     assert flipped > 0

@@ -114,7 +114,7 @@ def test_an_original_that_learns_theta_keeps_its_parameter():
 
 
 def test_dinov3_matches_published_periods():
-    """As its docstring says: published weights hold the periods in bfloat16."""
+    """Published weights hold the periods in bfloat16, as the docstring says."""
     made = preset("dinov3")
     rounded = replace(made, omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double())
     expected = (100 ** (torch.arange(16, dtype=torch.float64) / 16)).bfloat16().double()

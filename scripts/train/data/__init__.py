@@ -1,1 +1,1 @@
-"""What is trained on: images, videos, captioned images, text."""
+"""Training data: images, videos, captioned images, text."""

@@ -45,14 +45,14 @@ class Captioned:
 
     @property
     def digest(self) -> int:
-        """Of what there is to learn from."""
+        """Hash the training data."""
         return crc32("\n".join(self.captions).encode(), crc32(self.images.numpy().tobytes()))
 
 
 def load_captioned(
     path: Path, size: int, *, parts: int, fold: int = 0, without: str = "", limit: int | None = None
 ) -> Captioned:
-    """All pairs of ``path``, in the order of their names.
+    """Load all pairs in ``path``, sorted by name.
 
     Args:
         path: a folder or a zip; see ``REMEDY``.

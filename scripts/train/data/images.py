@@ -58,7 +58,7 @@ class Labelled:
 
     @property
     def digest(self) -> int:
-        """Of what there is to learn from, and to test on."""
+        """Hash the training and test data."""
         value = 0
         for part in (self.train, self.test):
             value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))

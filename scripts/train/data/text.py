@@ -57,7 +57,7 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
 
 
 def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Where the windows of each step begin, of ``num`` places, drawn with replacement; from step ``start`` on.
+    """Draw the first byte of each window of each step, with replacement, out of ``num`` places, from step ``start`` on.
 
     One generator draws for all steps, so that those before ``start`` are drawn, too, and left out.
 

@@ -71,7 +71,7 @@ def decoder(name: str | None = None) -> str:
 
 
 def decode(path: Path, size: int, with_: str | None = None) -> Tensor:
-    """All frames of a file, the square in their middle: uint8 (F, 3, size, size), RGB."""
+    """Decode all frames of a file, cropped to their central square: uint8 (F, 3, size, size), RGB."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, size)
     expected = next(frames)
     squares = [_square(frame, size) for frame in frames]
@@ -118,7 +118,7 @@ def _pyav(path: Path, size: int) -> Iterator[Any]:
 
 
 def _opencv(path: Path, size: int) -> Iterator[Any]:
-    """As :func:`_pyav`."""
+    """Decode with OpenCV, like :func:`_pyav`."""
     import cv2  # pyright: ignore[reportMissingImports]
 
     before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
@@ -160,7 +160,7 @@ class Footage:
 
     @property
     def digest(self) -> int:
-        """Of what there is to learn from, and to test on."""
+        """Hash the training and test data."""
         return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
@@ -208,7 +208,7 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 def _decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """All frames, and how many of each video; once for all trainings of a process, unless a file changes.
+    """Decode all frames, and count those of each video. Cached in the process until a file changes.
 
     videos: path, bytes and time of the last change.
     """

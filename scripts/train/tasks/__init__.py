@@ -1,1 +1,1 @@
-"""What is trained: a module a task."""
+"""Training tasks, one module each."""

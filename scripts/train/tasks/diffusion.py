@@ -227,7 +227,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         return result
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """On the pairs of the evaluation, at the trained size."""
+        """Evaluate on the held-out pairs, at the trained size."""
         losses = held_out_loss(
             trainer.averaged, pairs, config.size, config.test_samples, trainer.accelerator.autocast
         )  # fmt: skip

@@ -158,7 +158,7 @@ def loss(model: nn.Module, images: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, int], autocast: Any) -> float:
-    """In %, of the images resized bilinearly."""
+    """Return the accuracy in %, on images resized bilinearly."""
     metric = MulticlassAccuracy(num_classes=10, average="micro").to(images.device)
     for x, y in zip(images.split(256), labels.split(256), strict=True):
         with autocast():

@@ -107,7 +107,7 @@ class ImageTraining(Training):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """To test at, the trained one first."""
+        """Sizes to test at, the trained one first."""
         return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
@@ -160,7 +160,7 @@ def loss(config: ImageTraining, model: nn.Module, images: tuple[Tensor, Tensor])
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """In %, of the images resized to ``size``."""
+    """Return the accuracy in %, on images resized to ``size``."""
     right = torch.zeros((), dtype=torch.int64, device=test.labels.device)
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
         with autocast():

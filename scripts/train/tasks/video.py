@@ -113,7 +113,8 @@ def model_arguments(config: VideoTraining) -> dict[str, Any]:
 
 
 def motion(x: Tensor) -> Tensor:
-    """What changes in clips (B, 3, T, H, W), in units of its standard deviation; it tells nothing about their order.
+    """Return the change between frames of clips (B, 3, T, H, W), in units of its standard deviation. It says nothing
+    about their order.
 
     Neighbouring frames are nearly the same, and what differs is a few percent of what is seen.
     """
@@ -122,7 +123,7 @@ def motion(x: Tensor) -> Tensor:
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """As the model is shown them, (B, 3, frames, size, size)."""
+    """Return clips as the model's input, (B, 3, frames, size, size)."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
@@ -161,7 +162,8 @@ def accuracy(
     config: VideoTraining, model: nn.Module, footage: Footage, starts: np.ndarray, frames: int, size: int,
     autocast: Any,
 ) -> float:  # fmt: skip
-    """In %, each clip under every label, so that a model that can't see the order is exactly at chance."""
+    """Return the accuracy in %. Each clip is tested under every label, so that a model blind to order is exactly at
+    chance."""
     task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
         x = clips(config, footage, part.to(device), frames, size)
@@ -212,7 +214,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """On the clips of the evaluation, at the trained length and size."""
+        """Evaluate on the held-out clips, at the trained length and size."""
         found = accuracy(
             config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
             trainer.accelerator.autocast,
