@@ -145,11 +145,28 @@ class _Probed:
         sizes: list[Any] = []
         xs: list[Tensor] = []
         leaves: list[Tensor] = []
+        todo: list[tuple[Any, list[Tensor]]] = []
         for i, value in enumerate(values):
-            _collect(value, xs if i in self.data else leaves, sizes)
-        for names in (self.attributes, self.settings):
-            for name in names:
-                _collect(getattr(self.owner, name), leaves, sizes)
+            todo.append((value, xs if i in self.data else leaves))
+        for name in (*self.attributes, *self.settings):
+            todo.append((getattr(self.owner, name), leaves))
+        todo.reverse()
+        while todo:
+            value, tensors = todo.pop()
+            kind = type(value)
+            sizes.append(kind)
+            if kind is Tensor or kind is nn.Parameter:
+                sizes += (value.shape, value.dtype, value.device)
+                tensors.append(value)
+            elif kind is tuple or kind is list:
+                sizes.append(len(value))
+                for each in reversed(value):
+                    todo.append((each, tensors))
+            elif isinstance(value, Tensor):
+                sizes.append(object())  # of no other call
+                tensors.append(value)
+            else:
+                sizes.append(value if kind in _CONSTANTS else describe(value, False))
         return tuple(sizes), xs, leaves
 
     def resolve(
@@ -169,24 +186,6 @@ class _Probed:
             plan = find(key, recipe.relations)
             recipe = None if plan is None else prepare(plan, xs, leaves, offset)
         return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
-
-
-def _collect(value: Any, tensors: list[Tensor], sizes: list[Any]) -> None:
-    """Append the tensors in a value, and what a recipe depends on."""
-    kind = type(value)
-    sizes.append(kind)
-    if kind is Tensor or kind is nn.Parameter:
-        sizes += (value.shape, value.dtype, value.device)
-        tensors.append(value)
-    elif kind is tuple or kind is list:
-        sizes.append(len(value))
-        for each in value:
-            _collect(each, tensors, sizes)
-    elif isinstance(value, Tensor):
-        sizes.append(object())  # of no other call
-        tensors.append(value)
-    else:
-        sizes.append(value if kind in _CONSTANTS else describe(value, False))
 
 
 # --- the signature ------------------------------------------------------------------------------------------------

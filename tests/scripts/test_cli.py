@@ -110,7 +110,7 @@ def test_usage_and_an_unknown_program(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.PROGRAMS)
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "fly"])
-    with pytest.raises(SystemExit, match="expected one of train, ablate, bench, fuzz, visualize, got 'fly'"):
+    with pytest.raises(SystemExit, match="expected one of train, ablate, bench, fuzz, visualize, info, got 'fly'"):
         cli.main()
 
 

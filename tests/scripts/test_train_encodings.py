@@ -84,7 +84,7 @@ def test_options_reach_the_model():
 @pytest.mark.parametrize(
     ("task", "encoding", "message"),
     [
-        ("digits", "wann", r"--encoding: unknown 'wann' \(did you mean 'wan'\?\); known are: none; .*; eva02; .*"),
+        ("digits", "wann", r"--encoding: unknown 'wann' \(did you mean 'wan'\?\); choose from: none; .*; eva02; .*"),
         ("digits", "rotat:base=3", r"--encoding: unknown 'rotat' \(did you mean 'rotate'\?\)"),
         ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it takes act, amplitude"),
         ("digits", "none:base=3", r"none has no option 'base'; it takes act, dim"),

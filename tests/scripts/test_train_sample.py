@@ -76,9 +76,9 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
         assert taller.size[0] / taller.size[1] < 0.8 * width / height
 
 
-def test_a_negative_prompt(trained, tmp_path):
+def test_a_negative_prompt(run_folder, tmp_path):
     """It steers away from the prompt of this name, and from nothing where guidance is off."""
-    state = read_checkpoint(trained / "checkpoint.pt")
+    state = read_checkpoint(run_folder / "checkpoint.pt")
 
     def images(scale, negative):
         sheet = replace(SHEET, scale=scale, negative=negative)
@@ -88,19 +88,8 @@ def test_a_negative_prompt(trained, tmp_path):
     assert not torch.allclose(images(3.0, "blue tile"), images(3.0, None))
     torch.testing.assert_close(images(3.0, "red tile"), images(1.0, None), rtol=1e-3, atol=1e-3)
     assert torch.equal(images(1.0, "blue tile"), images(1.0, None))
-    done = invoke(
-        trained,
-        "--prompt",
-        "red tile",
-        "--negative",
-        "pink tile",
-        "--steps",
-        1,
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "s.png",
-    )
+    arguments = ("--prompt", "red tile", "--negative", "pink tile", "--steps", 1, "--device", "cpu")
+    done = invoke(run_folder, *arguments, "--out", tmp_path / "s.png")
     assert done.exit_code == 0, done.output
     assert "No caption of the training had 'pink'" in done.output
     refused = invoke(trained, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
