@@ -92,7 +92,7 @@ def test_a_negative_prompt(run_folder, tmp_path):
     done = invoke(run_folder, *arguments, "--out", tmp_path / "s.png")
     assert done.exit_code == 0, done.output
     assert "No caption of the training had 'pink'" in done.output
-    refused = invoke(trained, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
+    refused = invoke(run_folder, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
     assert "expected at most" in refused.output
 
 
