@@ -26,6 +26,7 @@ _ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  
 _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
 _DEPTH = 3  # of functions that call functions
+_LARGEST_TABLE = 32  # entries of a dict of functions that is looked at
 
 
 # --- what a code object looks up -----------------------------------------------------------------------------------
@@ -181,8 +182,11 @@ class Copier:
             name, holder = base, space
             if attributes:
                 module = space.get(base) if kind == "global" else _cell(function, base) if kind == "cell" else None
-                name, is_module = attributes[-1], isinstance(module, ModuleType) and len(attributes) == 1
-                holder = vars(module) if is_module else None
+                if type(module) is dict and kind == "global":  # TABLE.get(key)
+                    places.setdefault(attributes[0], []).append(None)
+                else:
+                    name, is_module = attributes[-1], isinstance(module, ModuleType) and len(attributes) == 1
+                    holder = vars(module) if is_module else None
             elif kind != "global":
                 continue
             places.setdefault(name, []).append(holder and self._place(holder, name, function, depth))
@@ -193,6 +197,9 @@ class Copier:
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
         """Return a namespace with the replacement of one of its values; None for none."""
         value = space.get(name)
+        if type(value) is dict and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
+            ours = {key: ours for key, each in value.items() if (ours := self.replace(each, depth)) is not None}
+            return (space, {**value, **ours}) if ours else None
         if isinstance(value, (type, ModuleType)) or not callable(value) or _package_of(space) == "torch":
             return None
         if id(value) not in self._replaced:
@@ -230,12 +237,16 @@ def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
     return vars(sys.modules[full]) if full in sys.modules else {}
 
 
+def _is_same(known: Any, ours: Any) -> bool:
+    return known is ours or (type(ours) is dict and known == ours)
+
+
 def _publish(name: str, places: Sequence[Place]) -> str:
     """Add the replacement of ``name`` to where that is found, and return the private name that it has there."""
     number = 0
     while True:
         private = f"{_PRIVATE}{name}{number or ''}"
-        if all(holder.get(private, ours) is ours for holder, ours in places):
+        if all(_is_same(holder.get(private, ours), ours) for holder, ours in places):
             for holder, ours in places:
                 holder[private] = ours
             return private

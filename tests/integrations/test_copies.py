@@ -29,11 +29,15 @@ def deep(x):
     return helper(x)
 
 bound = functools.partial(apply_rope)
+BY_DEVICE = {"gpu": apply_rope, "cpu": bound, "name": "cpu"}
 
 def by_global(x): return apply_rope(x)
 def by_module(x): return other.turn_rope(x)
 def by_renamed(x): return renamed(x)
 def by_partial(x): return bound(x)
+def by_table(x): return BY_DEVICE["gpu"](x)
+def by_table_with_default(x): return BY_DEVICE.get("tpu", BY_DEVICE["gpu"])(x)
+def by_get_of_table(x): return BY_DEVICE.get("cpu")(x)
 def by_helper(x): return helper(x)
 def by_deep_helper(x): return deep(x)
 def by_comprehension(x): return [apply_rope(each) for each in (x,)][0]
@@ -80,7 +84,8 @@ class Attention:
 OTHER = 'def turn_rope(x):\n    return ("stock", x)\n'
 WAYS = [
     "by_global", "by_module", "by_renamed", "by_partial", "by_helper", "by_deep_helper", "by_comprehension",
-    "by_lambda", "by_import", "by_inner", "by_cell", "by_cell_of_a_module", "by_decorated",
+    "by_lambda", "by_import", "by_inner", "by_cell", "by_cell_of_a_module", "by_decorated", "by_table",
+    "by_table_with_default", "by_get_of_table",
 ]  # fmt: skip
 
 
