@@ -725,11 +725,11 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     if spec.order == "sin_cos":
         first, second = second, first
-    turned = [spec.rotary_start + i for i in _take_in_has_tokens_as_n(first.tolist(), second.tolist(), run)]
+    turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
     return turned + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
 
 
-def _take_in_has_tokens_as_n(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
+def _take_in_turns(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
     return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
 
 

@@ -30,6 +30,7 @@ class GivenTables(NamedTuple):
         return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
+TRANSPOSE = "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
 NO_POSITIONS = (
     "positions: expected a Grid, Coordinates or a tensor (N, K), got None; for H x W patches pass "
     "positions=Grid((H, W))"
@@ -93,9 +94,7 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
     if prefix + num_rows > num_tokens:
         raise ValueError(
             f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
-            f"({tuple(given.cos_sin.shape)})"
-            + "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
-            * (xs[0].shape[1] == prefix + num_rows)
+            f"({tuple(given.cos_sin.shape)})" + TRANSPOSE * (xs[0].shape[1] == prefix + num_rows)
         )
     return given.lay_out(num_tokens)
 

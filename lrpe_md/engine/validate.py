@@ -16,7 +16,7 @@ from ..positions.grid import Grid
 from ..reference import ACTIVATIONS, MAPS
 from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
 from .norms import check_weights
-from .tables import GivenTables, check_tables
+from .tables import TRANSPOSE, GivenTables, check_tables
 
 __all__ = [
     "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
@@ -241,7 +241,7 @@ def remedy(x: Tensor, positions: Any) -> str:
         return "; for position ids (B, N), coordinates on one axis, pass positions[..., None]"
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
     if x.shape[1] == getattr(positions, "num_tokens", num_tokens):
-        return "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
+        return TRANSPOSE
     return ""
 
 

@@ -15,7 +15,6 @@ from ..checks import suggest
 from ..engine.linear_call import Description, NormalizerName
 from ..engine.linear_validate import check_normalizer
 from ..engine.validate import check_act
-from ..frequencies.series import apply_scaling
 from ..module_base import FrequencyModule
 from ..modules import CosineMd, PresetMd, RotateMd
 from ..norm import Norm
@@ -23,7 +22,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
 from ..presets.registry import RESERVED, list_presets, preset
-from ..presets.scheme import Axial, Preset, Scaling, Scheme
+from ..presets.scheme import Axial, Preset, Scheme
 from ..reference import activate
 
 __all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "build_encoding", "lay_out"]
@@ -318,16 +317,6 @@ class EncodingStack:
 def _by_head(module: FrequencyModule) -> bool:
     phase = module.get_phase()
     return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
-
-
-def scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
-    """Return what frequencies (H or 1, E) are multiplied by, and the amplitude. A frequency of 0 stays 0.
-
-    The scaling is given (E,) if all heads share them.
-    """
-    shared = theta.shape[0] == 1
-    scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
-    return torch.where(theta == 0, 1.0, (scaled[None] if shared else scaled) / theta), amplitude
 
 
 # --- positions -------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..frequencies.series import apply_scaling
 from ..module_base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
-from .encoding import scale_series
 from .rotary import is_pipeline, parts
 from .table_modules import makes_tables, stand_in
 
@@ -133,10 +133,20 @@ def _scale(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tens
     gain = torch.ones_like(ratio[:1, :, 0])
     for axis, (scaling, channels) in enumerate(zip(scalings, _channels(path, module, trained), strict=True)):
         if scaling is not None and channels.numel():
-            factors, amplitude = scale_series(trained[:, channels, axis], scaling)
+            factors, amplitude = _scale_series(trained[:, channels, axis], scaling)
             ratio[:, :, axis].index_copy_(1, channels, factors)
             gain.index_copy_(1, channels, torch.ones_like(factors[:1]) * amplitude)
     return ratio, gain
+
+
+def _scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
+    """Return what frequencies (H or 1, E) are multiplied by, and the amplitude. A frequency of 0 stays 0.
+
+    The scaling is given (E,) if all heads share them.
+    """
+    shared = theta.shape[0] == 1
+    scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
+    return torch.where(theta == 0, 1.0, (scaled[None] if shared else scaled) / theta), amplitude
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ CONFIGS: dict[str, Any] = {
     "diffusion": (diffusion.DiffusionTraining, {"data": Path("data")}),
     "lm": (lm.LmTraining, {"data": Path("data")}),
 }
-# One that takes each, of the numbers of axes that there are.
+# A preset with the right number of axes for each task.
 PRESETS = {"digits": "dinov3", "image": "rope_vit_mixed", "video": "cogvideox", "diffusion": "hidream", "lm": "pope"}
 
 
