@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,6 +23,7 @@ import typer
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
+SLOWEST = 120.0  # seconds after which a configuration counts as hanging
 SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
@@ -154,7 +159,8 @@ def run_job(job: Job, end: float | None) -> Result:
             break
         config, done = draw(seed, job.kind, limits), done + 1
         try:
-            verdict = check(config, job.impl, job.device)
+            with limit_time(seed, config):
+                verdict = check(config, job.impl, job.device)
         except Exception as error:
             if "CUDA error" in str(error):  # later CUDA calls of the process fail, too
                 raise GPUError(f"seed {seed}: {config!r}\n    {describe(error)}") from None
@@ -168,6 +174,26 @@ def run_job(job: Job, end: float | None) -> Result:
         lines = [f"seed {seed}: {config!r}", *(f"    {m}" for m in verdict.mismatches)]
         reports.append("\n".join([*lines, f"    smaller: {smaller!r}"] if smaller != config else lines))
     return Result(job, done, reports, largest, mean)
+
+
+@contextmanager
+def limit_time(seed: int, config: Any) -> Iterator[None]:
+    """End the process if a configuration takes longer than SLOWEST; print the configuration and each thread's stack."""
+
+    def stop() -> None:
+        print(f"seed {seed} takes longer than {SLOWEST:g} s: {config!r}", flush=True)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(SLOWEST, stop)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(SLOWEST + 5, exit=True)  # in case native code holds the interpreter's lock
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def describe(error: BaseException) -> str:

@@ -10,6 +10,7 @@ orders of magnitude, and memory that no kernel wrote is NaN.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -136,8 +137,12 @@ def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: T
     return Mismatch(name, place, actual.item(), exact.item(), largest.item(), times.square().mean().sqrt().item())
 
 
-def shrink(c: Config, impl: str, device: Any, attempts: int = 60) -> Config:
-    """Return a smaller configuration that also fails: with fields at their defaults and smaller sizes."""
+def shrink(c: Config, impl: str, device: Any, seconds: float = 30.0) -> Config:
+    """Return a smaller configuration that also fails: with fields at their defaults and smaller sizes.
+
+    The search stops after ``seconds``, because each candidate may have to be compiled.
+    """
+    end = time.monotonic() + seconds
 
     def fails(candidate: Config) -> bool:
         try:
@@ -145,13 +150,12 @@ def shrink(c: Config, impl: str, device: Any, attempts: int = 60) -> Config:
         except Exception:  # usually an invalid call
             return False
 
-    tried, progress = 0, True
-    while progress and tried < attempts:
+    progress = True
+    while progress:
         progress = False
         for candidate in simpler(c):
-            tried += 1
-            if tried > attempts:
-                break
+            if time.monotonic() > end:
+                return c
             if fails(candidate):
                 c, progress = candidate, True
                 break

@@ -1,6 +1,8 @@
 """The fuzzer: sample runs, its formula against loops in long double, and errors that it must detect."""
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +37,19 @@ def test_the_kernels_agree(kind):
 def assert_agrees(config, impl, device="cpu"):
     found = check.check(config, impl, device)
     assert not found.mismatches, f"{config!r}: {'; '.join(map(str, found.mismatches))}"
+
+
+def test_a_configuration_that_hangs_ends_the_process():
+    code = """
+import time
+from lrpe_md.scripts.fuzz import app, check
+app.SLOWEST, check.check = 0.5, lambda *arguments: time.sleep(60)
+app.run_job(app.Job("linear", range(3, 4), "reference", "cpu", 1), None)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert found.returncode == 1
+    assert found.stdout.startswith("seed 3 takes longer than 0.5 s: LinearConfig(")
+    assert "in check" in found.stderr or "in <lambda>" in found.stderr
 
 
 FOUND_ON_GPUS = {
