@@ -95,12 +95,21 @@ def causal_mask_transposed(V: tl.constexpr):
 
 @triton.jit
 def sum_seen(counts, Z, tri, V: tl.constexpr):
-    """Z of each token (tokens, channels): that of the blocks before and what it sees of its own."""
+    """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
+
+    Encoded features cancel in z, which would magnify the rounding of operands, so their remainders are summed, too.
+    """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
-    none = ()
+    tri = tri.to(ACC)
+    seen = ()
     for i in tl.static_range(len(counts)):
-        none += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
-    seen = mix_tokens(tri.to(ACC), counts, none, V=V)
+        seen += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
+    if V.normalizer == "encoded" and V.operand != "same":
+        remainders = ()
+        for i in tl.static_range(len(counts)):
+            remainders += (counts[i] - to_operand(counts[i], V=V).to(ACC),)
+        seen = mix_tokens(tri, remainders, seen, V=V)
+    seen = mix_tokens(tri, counts, seen, V=V)
     result = ()
     for i in tl.static_range(len(seen)):
         result += (seen[i] + Z[i][None, :],)
