@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods", "is_adapted", "looks_rotary",
-    "original_class", "private_names", "read_own", "restore_class",
+    "nested_codes", "original_class", "private_names", "read_own", "restore_class",
 ]  # fmt: skip
 
 _ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # of a class that is derived here
@@ -47,59 +47,45 @@ class Lookups(NamedTuple):
     others: frozenset[str]
 
 
-_SHIFTS = {  # of an argument that is the index of a name, and flags
-    "LOAD_GLOBAL": int(sys.version_info >= (3, 11)), "LOAD_ATTR": int(sys.version_info >= (3, 12)),
-    "LOAD_SUPER_ATTR": 2,
-}  # fmt: skip
-
-
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
     """Return what a code object looks up, without what is nested in it."""
     chains, imports, others = set(), set(), set()
     chain: tuple[str, ...] | None = None  # what the last instruction loaded
     constants: tuple[Any, Any] = (0, None)  # the last two
-    local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    if sys.version_info >= (3, 11):  # one numbering, with cells that are parameters where these are
-        local = cells = (*dict.fromkeys((*local, *cells)),)
-    module, extended = "", 0
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        operation, arg = dis.opname[op], low | extended << 8
-        extended = arg if operation == "EXTENDED_ARG" else 0
-        if operation in ("EXTENDED_ARG", "CACHE"):
+    module = ""
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation == "EXTENDED_ARG":
             continue
         before, chain = chain, None
         if operation.startswith("LOAD_FAST"):
-            chain = ("local", local[arg & 15 if operation.count("LOAD_FAST") > 1 else arg])
+            chain = ("local", value[-1] if isinstance(value, tuple) else value)
         elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-            chain = ("cell", cells[arg])
-        elif operation == "LOAD_CONST":
-            constants = (constants[1], code.co_consts[arg])
-        elif operation == "LOAD_SMALL_INT":
-            constants = (constants[1], arg)
-        elif op in dis.hasname:
-            name = code.co_names[arg >> _SHIFTS.get(operation, 0)]
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chain = ("global", name)
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
-                chain = (*before, name)
-            elif operation == "IMPORT_NAME":
-                module = f"{constants[0]}:{name}"
-            elif operation == "IMPORT_FROM":
-                imports.add((module, name))
-            else:
-                others.add(name)
+            chain = ("cell", value)
+        elif operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants = (constants[1], value)
+        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = ("global", value)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
+            chain = (*before, value)
+        elif operation == "IMPORT_NAME":
+            module = f"{constants[0]}:{value}"
+        elif operation == "IMPORT_FROM":
+            imports.add((module, value))
+        elif instruction.opcode in dis.hasname:
+            others.add(value)
         if chain is not None:
             chains.add(chain)
     return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
 
 
-def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code object and those of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested_codes(constant)
+            yield from nested_codes(constant)
 
 
 @functools.cache
@@ -288,7 +274,7 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
         chain[2:]
-        for each in _nested_codes(code)
+        for each in nested_codes(code)
         for chain in read_lookups(each).chains
         if len(chain) > 2 and chain[1] == first and (chain[0] == "cell" or each is code)
     }
@@ -400,7 +386,7 @@ def private_names(cls: type) -> set[str]:
     found: set[str] = set()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
-            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
+            found.update(name for code in nested_codes(function.__code__) for name in code.co_names)
             waiting += _inner_functions(function)
     return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
 

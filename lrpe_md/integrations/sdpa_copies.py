@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import copy
 import dis
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import functional as F
+
+from .copies import nested_codes
 
 __all__ = ["SDPA", "ForwardCopy"]
 
 SDPA = F.scaled_dot_product_attention
-_NAME = "scaled_dot_product_attention"
 _DEPTH = 3  # of functions that call functions
 
 
@@ -35,37 +35,32 @@ class ForwardCopy:
     """
 
     def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        self.ours, self.function = ours, None
+        self._copies: dict[FunctionType, FunctionType | None] = {}
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, the original's, changes
         kind = type(module)
-        self.copier = _Copier(ours)
-        self.function = None
         if isinstance(kind.forward, FunctionType):
-            names = {name for code in _codes(kind.forward.__code__) for name in code.co_names}
+            names = {name for code in nested_codes(kind.forward.__code__) for name in code.co_names}
             others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
             others += [type(child).forward for child in module.modules() if child is not module]
-            if not any(isinstance(each, FunctionType) and self.copier.copy(each) for each in others):
-                self.function = self.copier.copy(kind.forward)
+            if not any(isinstance(each, FunctionType) and self._copy(each) for each in others):
+                self.function = self._copy(kind.forward)
 
     def refresh(self) -> None:
         """Take over what was assigned to the globals of the originals since."""
-        for space, original, changed in self.copier.spaces:
+        for space, original, changed in self._spaces:
             space.update({name: value for name, value in original.items() if name not in changed})
 
+    def _copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
+        if function not in self._copies:
+            self._copies[function] = None  # ends the recursion of a function that calls itself
+            self._copies[function] = self._make_copy(function, depth)
+        return self._copies[function]
 
-class _Copier:
-    def __init__(self, ours: Callable[..., Any]) -> None:
-        self.ours = ours
-        self.copies: dict[FunctionType, FunctionType | None] = {}
-        self.spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, the original's, what differs
-
-    def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
-        if function not in self.copies:
-            self.copies[function] = None  # ends the recursion of a function that calls itself
-            self.copies[function] = self._copy(function, depth)
-        return self.copies[function]
-
-    def _copy(self, function: FunctionType, depth: int) -> FunctionType | None:
-        codes = list(_codes(function.__code__))
-        if depth > _DEPTH or _is_torch(function.__globals__) or any(map(_assigns_globals, codes)):
+    def _make_copy(self, function: FunctionType, depth: int) -> FunctionType | None:
+        codes = list(nested_codes(function.__code__))
+        is_torch = str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+        if depth > _DEPTH or is_torch or any(map(_assigns_globals, codes)):
             return None
         names = frozenset(name for code in codes for name in code.co_names)
         changed = self._take_all(function.__globals__, names, depth)
@@ -74,72 +69,53 @@ class _Copier:
             return None
         # Without __name__, by which Dynamo would look up the original's globals.
         space = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
-        self.spaces.append((space, function.__globals__, {"__name__", *changed}))
+        self._spaces.append((space, function.__globals__, {"__name__", *changed}))
         made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
         made.__kwdefaults__ = function.__kwdefaults__
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
         return made
 
-    def _copy_cell(self, cell: CellType, names: frozenset[str], depth: int) -> CellType:
+    def _copy_cell(self, cell: CellType, names: Collection[str], depth: int) -> CellType:
         try:
             ours = self._take(cell.cell_contents, names, depth)
         except ValueError:  # empty
             return cell
         return cell if ours is None else CellType(ours)
 
-    def _take_all(self, space: Mapping[str, Any], names: frozenset[str], depth: int) -> dict[str, Any]:
+    def _take_all(self, space: Mapping[str, Any], names: Collection[str], depth: int) -> dict[str, Any]:
         """Return what takes the place of values in a namespace, by their names."""
         found = {name: self._take(space[name], names, depth) for name in names if name in space}
         return {name: ours for name, ours in found.items() if ours is not None}
 
-    def _take(self, value: Any, names: frozenset[str], depth: int) -> Any:
+    def _take(self, value: Any, names: Collection[str], depth: int) -> Any:
         """Return what takes the place of a value, or None."""
         if value is SDPA:
             return self.ours
         if isinstance(value, FunctionType):
-            return self.copy(value, depth + 1)
+            return self._copy(value, depth + 1)
         if isinstance(value, MutableMapping):  # of functions by name, as transformers has
             functions = {name: own for name, own in value.items() if isinstance(own, FunctionType)}
-            changed = self._take_all(functions, frozenset(functions), depth)
+            changed = self._take_all(functions, functions, depth)
             if changed:
                 value = copy.deepcopy(value)
                 value.update(changed)
             return value if changed else None
         if not isinstance(value, ModuleType):
             return None
-        if value in (torch, nn, F):
-            return self._take_torch(value, names)
-        if _is_torch(vars(value)):
+        changed = self._take_all({name: own for name, own in vars(value).items() if _leads(value, own)}, names, depth)
+        if not changed:
             return None
-        functions = {name: own for name, own in vars(value).items() if own is SDPA or isinstance(own, FunctionType)}
-        changed = self._take_all(functions, names, depth)
-        return _copy_module(value, changed) if changed else None
-
-    def _take_torch(self, module: ModuleType, names: frozenset[str]) -> ModuleType | None:
-        path = {torch: ("nn", "functional", _NAME), nn: ("functional", _NAME), F: (_NAME,)}[module]
-        if not names.issuperset(path):
-            return None
-        ours: Any = self.ours if module is F else self._take_torch(getattr(module, path[0]), names)
-        return _copy_module(module, {path[0]: ours})
+        made = ModuleType(value.__name__)
+        vars(made).update({**vars(value), **changed})
+        return made
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object, and those of the functions that are defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _leads(module: ModuleType, value: Any) -> bool:
+    """Return whether SDPA is looked for in a value of a module: a function, or a module inside it."""
+    if isinstance(value, ModuleType):
+        return value.__name__.startswith(f"{module.__name__}.")
+    return value is SDPA or isinstance(value, FunctionType)
 
 
 def _assigns_globals(code: CodeType) -> bool:
     return any(instruction.opname == "STORE_GLOBAL" for instruction in dis.get_instructions(code))
-
-
-def _is_torch(space: Mapping[str, Any]) -> bool:
-    return str(space.get("__name__")).partition(".")[0] == "torch"
-
-
-def _copy_module(module: ModuleType, changed: Mapping[str, Any]) -> ModuleType:
-    made = ModuleType(module.__name__)
-    vars(made).update({**vars(module), **changed})
-    return made
