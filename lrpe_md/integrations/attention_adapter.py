@@ -36,8 +36,8 @@ from ..engine.boundary import transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
+from .copies import SDPA, ForwardCopy
 from .encoding import Encoding, EncodingStack, build_encoding
-from .sdpa_copies import SDPA, ForwardCopy
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -70,7 +70,7 @@ class _Local(threading.local):
 
     def recall(self, entry: _Entry) -> None:
         """Make positions that were unpacked the current ones, until the backward ends."""
-        task = _current_task()
+        task = -1 if self.recalled is entry else _current_task()
         if task == -1:
             return
         if self.current is None or self.current.task != task:
@@ -81,32 +81,22 @@ class _Local(threading.local):
         if self.current is not None and self.current.task == task:
             self.current, self.recalled = self.running, None
 
+    def __reduce__(self) -> Any:
+        return _Local, ()  # a copy of the model runs no forward
+
 
 class _Adaptation:
-    """One call of :func:`adapt_attention`.
-
-    Args:
-        model: it has the encoding as its attribute ``name``.
-        positions: what they are, or a function of the arguments of the model's forward, or None.
-    """
+    """One call of :func:`adapt_attention`, with its arguments."""
 
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
         self.model, self.name, self.positions = model, name, positions
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
         self.attentions: list[_Attention] = []
-        self.is_used = False
-        self._begin()
-
-    def _begin(self) -> None:
         self.local = _Local()
-        self.is_prepared = False
+        self.is_used = self.is_prepared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+        return {**vars(self), "is_prepared": False}
 
     @torch.compiler.assume_constant_result
     def prepare(self) -> bool:
@@ -116,12 +106,6 @@ class _Adaptation:
             for attention in self.attentions:
                 attention.refresh()
         return True
-
-    def find(self, args: Any, kwargs: Any) -> Where | None:
-        """Return the positions of a forward with these arguments."""
-        if self.positions is None:
-            return None
-        return _check_positions(self.positions(*args, **kwargs))
 
     def locate(self, path: str) -> Where:
         """Return where the tokens are of an attention that runs now, in a forward or again in its backward."""
@@ -158,12 +142,7 @@ def _current_task() -> int:
 
 
 class _Forward:
-    """The forward of one instance, instead of its class'.
-
-    Args:
-        module: whose forward it is.
-        adaptation: that it belongs to.
-    """
+    """The forward of one instance, instead of its class'."""
 
     def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
         self.module, self.adaptation = module, adaptation
@@ -198,7 +177,6 @@ class _Forward:
 
     @property
     def forward(self) -> Any:
-        """The module's new ``forward``."""
         return self
 
     def install(self) -> None:
@@ -223,8 +201,9 @@ class _ModelForward(_Forward):
         if own.is_fixed:
             output = self.run(*args, **kwargs)
         else:
-            before = local.running, local.current
-            local.running = local.current = _Entry(own.find(args, kwargs), _current_task())
+            before, where = (local.running, local.current), own.positions
+            where = None if where is None else _check_positions(where(*args, **kwargs))
+            local.running = local.current = _Entry(where, _current_task())
             try:
                 with _travel_with_saved_tensors(local):
                     output = self.run(*args, **kwargs)
@@ -255,27 +234,19 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     outer = autograd._top_saved_tensors_default_hooks(True)
 
     def pack(t: Tensor) -> Any:
-        return local.running, t._version, t
+        return local.running, t._version, t if outer is None else outer[0](t)
 
     def unpack(packed: Any) -> Tensor:
         entry, version, t = packed
-        if t._version != version:
+        if outer is None and t._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
             )
-        if local.recalled is not entry:
-            local.recall(entry)
-        return t
+        local.recall(entry)
+        return t if outer is None else outer[1](t)
 
-    def pack_outside(t: Tensor) -> Any:
-        return local.running, outer[0](t)
-
-    def unpack_outside(packed: Any) -> Tensor:
-        local.recall(packed[0])
-        return outer[1](packed[1])
-
-    return saved_tensors_hooks(pack, unpack) if outer is None else saved_tensors_hooks(pack_outside, unpack_outside)
+    return saved_tensors_hooks(pack, unpack)
 
 
 # --- an attention ----------------------------------------------------------------------------------------------------
@@ -355,12 +326,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """The forward of an attention: q and k are encoded where they enter SDPA.
-
-    Args:
-        path: of the module in the model.
-        encoder: that takes the place of SDPA.
-    """
+    """The forward of an attention: q and k are encoded where they enter SDPA."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -376,18 +342,23 @@ class _Attention(_Forward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.encoder.count_calls()
-        if not torch.compiler.is_compiling():
-            with _Encode(self, _Surroundings.find()):
-                output = self.run(*args, **kwargs)
-        else:
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
             self.refresh()
-            if self.copy is not None:
-                output = self.copy(self.module, *args, **kwargs)
-            else:
-                with _Encode(self, None):
-                    output = self.run(*args, **kwargs)
+        if is_compiling and self.copy is not None:
+            output = self.copy(self.module, *args, **kwargs)
+        else:
+            with _Encode(self, None if is_compiling else _checkpoint_state()):
+                output = self.run(*args, **kwargs)
         if self.encoder.count_calls() == before:
-            raise RuntimeError(self._explain())
+            raise RuntimeError(
+                f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
+                "encoded, got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention "
+                "that is written out by\n"
+                "    x = F.scaled_dot_product_attention(q, k, v)\n"
+                "or encode before it, with an encoding that the module owns:\n"
+                "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
+            )
         return output
 
     @torch.compiler.assume_constant_result
@@ -404,48 +375,32 @@ class _Attention(_Forward):
             self.copy = copies[forward].function
         return True
 
-    def _explain(self) -> str:
-        return (
-            f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are encoded, "
-            "got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention that is "
-            "written out by\n"
-            "    x = F.scaled_dot_product_attention(q, k, v)\n"
-            "or encode before it, with an encoding that the module owns:\n"
-            "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
-        )
 
-
-class _Surroundings(NamedTuple):
-    """Context that a checkpoint would change between an attention's forward and its SDPA."""
-
-    hooks: Any
-    grad_enabled: bool
-
-    @classmethod
-    def find(cls) -> _Surroundings:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-        return cls(hooks, torch.is_grad_enabled())
+def _checkpoint_state() -> tuple[Any, bool]:
+    """Return what a checkpoint would change between an attention's forward and its SDPA: hooks, and the grad mode."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks, torch.is_grad_enabled()
 
 
 class _Encode(TorchFunctionMode):
-    """Encodes q and k in the calls of SDPA under it."""
+    """Encodes q and k in the calls of SDPA under it. ``state``: around it, or None, which is not compared."""
 
-    def __init__(self, attention: _Attention, surroundings: _Surroundings | None) -> None:
+    def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
-        self.attention, self.surroundings = attention, surroundings
+        self.attention, self.state = attention, state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not SDPA:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if self.surroundings is not None:
-            self._check(self.surroundings)
+        if self.state is not None:
+            self._check(*self.state)
         return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
-    def _check(self, before: _Surroundings) -> None:
-        """A part that the backward runs again would run without this mode."""
-        now = _Surroundings.find()
-        checkpoint = now.hooks is not None and now.hooks[0].__module__ == "torch.utils.checkpoint"
-        if before.grad_enabled and (not now.grad_enabled or (checkpoint and now.hooks != before.hooks)):
+    def _check(self, hooks: Any, grad_enabled: bool) -> None:
+        """Refuse to encode in a part that the backward runs again, which would be without this mode."""
+        now, is_enabled = _checkpoint_state()
+        is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
+        if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
             raise RuntimeError(
                 f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
                 "forward and scaled_dot_product_attention, since the backward could run that part without the "

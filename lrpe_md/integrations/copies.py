@@ -3,25 +3,33 @@
 A copy shares the globals of its original, so that whatever is patched there later reaches both. Where the original
 looks up ``apply_rotary_emb``, the copy looks up a private name, which is added to where the original one is found: the
 globals of a function, a module, or a module that a function imports from when it runs.
+
+:class:`ForwardCopy` has globals of its own instead: a private name in ``torch.nn.functional`` would keep the model
+alive that the replacement belongs to.
 """
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import importlib.util
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+from torch.nn import functional as F
+
 __all__ = [
-    "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods", "is_adapted", "looks_rotary",
-    "nested_codes", "original_class", "private_names", "read_own", "restore_class",
+    "SDPA", "Copier", "ForwardCopy", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
+    "is_adapted", "looks_rotary", "original_class", "private_names", "read_own", "restore_class",
 ]  # fmt: skip
 
+SDPA = F.scaled_dot_product_attention
 _ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # of a class that is derived here
 _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
@@ -80,12 +88,12 @@ def read_lookups(code: CodeType) -> Lookups:
     return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
 
 
-def nested_codes(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code object and those of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from nested_codes(constant)
+            yield from _nested_codes(constant)
 
 
 @functools.cache
@@ -167,7 +175,10 @@ class Copier:
         for kind, base, *attributes in lookups.chains:
             name, holder = base, space
             if attributes:
-                module = space.get(base) if kind == "global" else _cell(function, base) if kind == "cell" else None
+                free = function.__code__.co_freevars
+                module = space.get(base) if kind == "global" else None
+                if kind == "cell" and base in free:
+                    module = _contents((function.__closure__ or ())[free.index(base)])
                 if type(module) is dict and kind == "global":  # TABLE.get(key)
                     places.setdefault(attributes[0], []).append(None)
                 else:
@@ -206,11 +217,6 @@ class Copier:
     def _exchange(self, value: Any) -> Any:
         self.seen.append(value)
         return self.exchange(value)
-
-
-def _cell(function: FunctionType, name: str) -> Any:
-    free = function.__code__.co_freevars
-    return _contents((function.__closure__ or ())[free.index(name)]) if name in free else None
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +280,7 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
         chain[2:]
-        for each in nested_codes(code)
+        for each in _nested_codes(code)
         for chain in read_lookups(each).chains
         if len(chain) > 2 and chain[1] == first and (chain[0] == "cell" or each is code)
     }
@@ -386,7 +392,7 @@ def private_names(cls: type) -> set[str]:
     found: set[str] = set()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
-            found.update(name for code in nested_codes(function.__code__) for name in code.co_names)
+            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
             waiting += _inner_functions(function)
     return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
 
@@ -399,3 +405,102 @@ def is_adapted(cls: type) -> bool:
 def original_class(cls: type) -> Any:
     """Return the class that an adapted one was made of, or None where it was derived further since."""
     return vars(cls).get(_ORIGINAL)
+
+
+# --- copies with globals of their own ---------------------------------------------------------------------------------
+
+
+class ForwardCopy:
+    """A copy of a module's forward with globals of its own, in which SDPA is ``ours``.
+
+    A compiler traces it where it can't trace a ``TorchFunctionMode``: inside a checkpoint. It follows what the code
+    looks up by name: torch's modules, SDPA itself, and other functions that lead to it. ``function`` is None where SDPA
+    is not found that way, where other methods or the module's children lead to it, too, or where a function assigns
+    globals.
+    """
+
+    def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        self.ours, self.function = ours, None
+        self._copies: dict[FunctionType, FunctionType | None] = {}
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, the original's, changes
+        kind = type(module)
+        if isinstance(kind.forward, FunctionType):
+            names = {name for code in _nested_codes(kind.forward.__code__) for name in code.co_names}
+            others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
+            others += [type(child).forward for child in module.modules() if child is not module]
+            if not any(isinstance(each, FunctionType) and self._copy(each) for each in others):
+                self.function = self._copy(kind.forward)
+
+    def refresh(self) -> None:
+        """Take over what was assigned to the globals of the originals since."""
+        for space, original, changed in self._spaces:
+            space.update({name: value for name, value in original.items() if name not in changed})
+
+    def _copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
+        if function not in self._copies:
+            self._copies[function] = None  # ends the recursion of a function that calls itself
+            self._copies[function] = self._make_copy(function, depth)
+        return self._copies[function]
+
+    def _make_copy(self, function: FunctionType, depth: int) -> FunctionType | None:
+        codes = list(_nested_codes(function.__code__))
+        is_torch = _package_of(function.__globals__) == "torch"
+        if depth > _DEPTH or is_torch or any(map(_assigns_globals, codes)):
+            return None
+        names = frozenset(name for code in codes for name in code.co_names)
+        changed = self._take_all(function.__globals__, names, depth)
+        cells = tuple(self._copy_cell(cell, names, depth) for cell in function.__closure__ or ())
+        if not changed and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
+            return None
+        # Without __name__, by which Dynamo would look up the original's globals.
+        space = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
+        self._spaces.append((space, function.__globals__, {"__name__", *changed}))
+        made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        return made
+
+    def _copy_cell(self, cell: CellType, names: Collection[str], depth: int) -> CellType:
+        try:
+            ours = self._take(cell.cell_contents, names, depth)
+        except ValueError:  # empty
+            return cell
+        return cell if ours is None else CellType(ours)
+
+    def _take_all(self, space: Mapping[str, Any], names: Collection[str], depth: int) -> dict[str, Any]:
+        """Return what takes the place of values in a namespace, by their names."""
+        found = {name: self._take(space[name], names, depth) for name in names if name in space}
+        return {name: ours for name, ours in found.items() if ours is not None}
+
+    def _take(self, value: Any, names: Collection[str], depth: int) -> Any:
+        """Return what takes the place of a value, or None."""
+        if value is SDPA:
+            return self.ours
+        if isinstance(value, FunctionType):
+            return self._copy(value, depth + 1)
+        if isinstance(value, MutableMapping):  # of functions by name, as transformers has
+            functions = {name: own for name, own in value.items() if isinstance(own, FunctionType)}
+            changed = self._take_all(functions, functions, depth)
+            if changed:
+                value = copy.deepcopy(value)
+                value.update(changed)
+            return value if changed else None
+        if not isinstance(value, ModuleType):
+            return None
+        changed = self._take_all({name: own for name, own in vars(value).items() if _leads(value, own)}, names, depth)
+        if not changed:
+            return None
+        made = ModuleType(value.__name__)
+        vars(made).update({**vars(value), **changed})
+        return made
+
+
+def _leads(module: ModuleType, value: Any) -> bool:
+    """Return whether SDPA is looked for in a value of a module: a function, or a module inside it."""
+    if isinstance(value, ModuleType):
+        return value.__name__.startswith(f"{module.__name__}.")
+    return value is SDPA or isinstance(value, FunctionType)
+
+
+def _assigns_globals(code: CodeType) -> bool:
+    return any(instruction.opname == "STORE_GLOBAL" for instruction in dis.get_instructions(code))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.call import Impl
+from .norms import is_plain
 from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, run
 from .probing import find_plan, quietly
 
@@ -145,11 +146,8 @@ class _Probed:
         sizes: list[Any] = []
         xs: list[Tensor] = []
         leaves: list[Tensor] = []
-        todo: list[tuple[Any, list[Tensor]]] = []
-        for i, value in enumerate(values):
-            todo.append((value, xs if i in self.data else leaves))
-        for name in (*self.attributes, *self.settings):
-            todo.append((getattr(self.owner, name), leaves))
+        todo = [(value, xs if i in self.data else leaves) for i, value in enumerate(values)]
+        todo += [(getattr(self.owner, name), leaves) for name in (*self.attributes, *self.settings)]
         todo.reverse()
         while todo:
             value, tensors = todo.pop()
@@ -292,7 +290,7 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = probed.bind(args, kwargs)
-        if values is None or (module is not None and _is_changed(module)):
+        if values is None or (module is not None and not is_plain(module)):
             return function(*args, **kwargs)
         sizes, xs, leaves = probed.measure(values)
         if torch.compiler.is_compiling():
@@ -311,9 +309,3 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     functools.update_wrapper(replacement, _forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Say whether a module has hooks, or a forward of its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
