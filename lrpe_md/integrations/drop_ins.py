@@ -106,6 +106,10 @@ class _Probed:
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, Plan) else None
 
+    # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
+    # is traced, with what the trace knows as constants.
+    find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
     def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
         """Probe one kind of arguments, and note the plan."""
         try:
@@ -167,9 +171,7 @@ class _Probed:
                 sizes.append(value if kind in _CONSTANTS else describe(value, False))
         return tuple(sizes), xs, leaves
 
-    def resolve(
-        self, find: Callable[..., Plan | None], values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]
-    ) -> Recipe | None:
+    def resolve(self, values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]) -> Recipe | None:
         """Find the plan for a call, and return it worked out for its sizes; None for what goes to the original."""
         entries, offset = [], 0
         for i, value in enumerate(values):
@@ -177,11 +179,11 @@ class _Probed:
             offset = value if is_offset else offset
             entries.append(("offset",) if is_offset else describe(value, i in self.data))
         key = (*entries, *self.describe_owner())
-        plan = find(key, (MORE if offset else self.relation) * len(xs))
-        plan = find(key, EQUAL * len(xs)) if plan is None and not offset else plan
+        plan = self.find(key, (MORE if offset else self.relation) * len(xs))
+        plan = self.find(key, EQUAL * len(xs)) if plan is None and not offset else plan
         recipe = None if plan is None else prepare(plan, xs, leaves, offset)
         if recipe is not None and recipe.relations != recipe.plan.relations:
-            plan = find(key, recipe.relations)
+            plan = self.find(key, recipe.relations)
             recipe = None if plan is None else prepare(plan, xs, leaves, offset)
         return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
 
@@ -281,26 +283,19 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
     module = probed.owner if isinstance(probed.owner, nn.Module) else None
     recipes: dict[Any, Recipe | None] = {}
 
-    def find(key: tuple[Any, ...], relations: str) -> Plan | None:
-        return probed.find(key, relations)
-
-    # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
-    # is traced, with what the trace knows as constants.
-    find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = probed.bind(args, kwargs)
         if values is None or (module is not None and not is_plain(module)):
             return function(*args, **kwargs)
         sizes, xs, leaves = probed.measure(values)
         if torch.compiler.is_compiling():
-            recipe = probed.resolve(find, values, xs, leaves)
+            recipe = probed.resolve(values, xs, leaves)
         else:
             recipe = recipes.get(sizes, _MISSING)
             if recipe is _MISSING:
                 if len(recipes) >= _MOST_RECIPES:
                     recipes.clear()
-                recipe = recipes[sizes] = probed.resolve(find, values, xs, leaves)
+                recipe = recipes[sizes] = probed.resolve(values, xs, leaves)
         if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
         out = run(recipe, xs, leaves, impl)

@@ -1,11 +1,5 @@
 """Replace the functions that rotate q and k in other people's models by our kernels.
 
-    from lrpe_md import adapt_rotary
-    model = adapt_rotary(timm.create_model("vit_small_patch16_rope_mixed_224", pretrained=True))
-    adapt_rotary(pipe)                                  # diffusers: FLUX, Wan, Qwen-Image, ..; or pipe.transformer
-    adapt_rotary(Qwen3VLForConditionalGeneration.from_pretrained(..))
-    adapt_rotary(YourOwnModel())
-
 Nothing here knows a library: each function that a module looks up by name is given to :func:`drop_in`, and those that
 it accepts are replaced in a copy of the module's methods. The cos and sin that the model computes go to the kernel.
 """

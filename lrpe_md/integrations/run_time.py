@@ -1,13 +1,5 @@
 """Change frequencies, amplitudes and places of a whole model between two steps of a diffusion or a stream.
 
-    from lrpe_md.integrations import set_places, set_scaling
-
-    adapt_rotary(pipe.transformer)                                            # Wan: axes (t, h, w)
-    riflex = partial(riflex_scaling, length=66, index=5)
-    set_scaling(pipe.transformer, (riflex, None, None))                       # RIFLEx, of time alone
-    set_scaling(model, None)                                                  # as trained
-    set_places(model, 0, relative_times(frames, horizon=21))                  # ∞-RoPE
-
 It works in models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``), and
 in those of other libraries whose cos and sin follow a known formula (:mod:`.table_modules`): timm's ViTs with fixed
 frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, vision towers of transformers.
