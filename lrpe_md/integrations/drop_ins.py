@@ -150,8 +150,11 @@ class _Probed:
         sizes: list[Any] = []
         xs: list[Tensor] = []
         leaves: list[Tensor] = []
-        todo = [(value, xs if i in self.data else leaves) for i, value in enumerate(values)]
-        todo += [(getattr(self.owner, name), leaves) for name in (*self.attributes, *self.settings)]
+        todo: list[tuple[Any, list[Tensor]]] = []
+        for i, value in enumerate(values):
+            todo.append((value, xs if i in self.data else leaves))
+        for name in (*self.attributes, *self.settings):
+            todo.append((getattr(self.owner, name), leaves))
         todo.reverse()
         while todo:
             value, tensors = todo.pop()
