@@ -97,7 +97,9 @@ class _Rotating:
     """An attention whose norms rotate, too; all else is the attention's own."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
-        vars(self).update(norms, attn=attn)
+        self.attn = attn
+        for name, norm in norms.items():
+            setattr(self, name, norm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attn, name)

@@ -82,6 +82,7 @@ class Plan(NamedTuple):
     """Effect of the function on arguments of one kind; see :func:`describe`.
 
     relations: for each x a character, EQUAL, MORE or FEWER.
+    like_next: for each turn whether the next one is equal, which Dynamo can't always tell.
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
     broadcast_axes: axes of x along which a table may have one row for all.
     required_sizes: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
@@ -89,6 +90,7 @@ class Plan(NamedTuple):
     """
 
     turns: tuple[Turn, ...]
+    like_next: tuple[bool, ...]
     relations: str
     form: tuple[str, tuple[bool, ...]]
     dtypes: tuple[torch.dtype, ...]
@@ -205,7 +207,7 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
     launches: list[int] = []
     while (i := sum(launches)) < len(sides):
         launches.append(1)
-        if i + 1 < len(sides) and plan.turns[i] == plan.turns[i + 1] and plan.dtypes[i] == plan.dtypes[i + 1]:
+        if plan.like_next[i] and plan.dtypes[i] == plan.dtypes[i + 1]:
             (batch, heads, tokens), (other_batch, other_heads, other_tokens) = sides[i].sizes, sides[i + 1].sizes
             same_sizes = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
             launches[-1] += same_sizes and xs[i].dtype == xs[i + 1].dtype

@@ -7,13 +7,13 @@ is the entry that multiplied it, which says where in the tables cos and sin of t
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -483,7 +483,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
             error = Unlike(0, f"raises {type(e).__name__}: {e}")
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not because of sizes
                 num_answers = _MOST_ANSWERS
-        failure, num_answers = max(failure, error, key=attrgetter("depth")), num_answers + (error.depth >= 4)
+        failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)
         if num_answers >= _MOST_ANSWERS:
             break
     raise failure
@@ -498,7 +498,8 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
         raise Unlike(5, "turns its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
-    plan = Plan(turns, layout.relations, probe.form, (torch.float32,) * len(turns))
+    like_next = (*map(operator.eq, turns, turns[1:]), False)
+    plan = Plan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):
         raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
@@ -521,7 +522,7 @@ def make_grid_plan(probe: Probe) -> Plan:
     if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
         raise refusal
     sizes, table = kinds.index(("integers", 2)), kinds.index(("table", 2))
-    plan = Plan((), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
+    plan = Plan((), (), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
     inputs: Any = None
     for grids, tokens in (([[2, 2, 3], [3, 1, 2]], 14), ([[1, 4, 2], [1, 4, 2]], 9)):
         shapes = [(2, 3), (9, *probe.leaves[table][3:])]
