@@ -71,6 +71,7 @@ def read_lookups(code: CodeType) -> Lookups:
     if sys.version_info >= (3, 11):  # one numbering, with cells that are parameters where these are
         local = cells = (*dict.fromkeys((*local, *cells)),)
     module, extended = "", 0
+    # The bytes themselves, since dis.get_instructions resumes a generator for each of them, which adds up in a model.
     for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         operation, arg = dis.opname[op], low | extended << 8
         extended = arg if operation == "EXTENDED_ARG" else 0

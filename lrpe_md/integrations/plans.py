@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     """Effect of the function on arguments of one kind; see :func:`describe`.
 
     relations: for each x a character, EQUAL, MORE or FEWER.
-    like_next: for each turn whether the next one is equal, which Dynamo can't always tell.
+    like_next: for each turn whether the next one is equal, since Dynamo can't compare slices in all versions.
     form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
     broadcast_axes: axes of x along which a table may have one row for all.
     required_sizes: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
