@@ -253,9 +253,7 @@ def test_flux():
     (x, t), (features, _) = latents(4, 8, 6), caption(12)
     pooled = torch.randn(2, 10)
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(3.0))
-    expected = theirs(
-        patchify(x, (2, 2)), features, pooled, t / 1000, img_ids=places, txt_ids=torch.zeros(5, 3)
-    ).sample
+    expected = theirs(patchify(x, (2, 2)), features, pooled, t / 1000, img_ids=places, txt_ids=torch.zeros(5, 3)).sample
     agree(ours(x, t / 1000, Text(features, None, pooled)), unpatchify(expected, (4, 3), (2, 2)))
 
 
