@@ -299,7 +299,8 @@ def test_the_order_of_a_sine_cosine_table():
     tables = []
     for absolute in ("sincos", "sincos_dit"):
         model = dit(absolute=absolute)
-        model.embed.weight.zero_(), model.embed.bias.zero_()
+        model.embed.weight.zero_()
+        model.embed.bias.zero_()
         tables.append(model._embed_patches(torch.zeros(1, 3, 4, 6), (2, 3))[0])
     theta = 1e4 ** -(torch.arange(16) / 16)
     column = torch.tensor([0.0, 1, 2, 0, 1, 2])[:, None] * theta
