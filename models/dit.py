@@ -330,15 +330,8 @@ class DiT(nn.Module):
         stack = EncodingStack(self.encoding)
         placed = stack.lay_out(shape, before, after=self.image_after, reference=self.reference, device=device)
         if self.image_after and mask is not None and not isinstance(placed, Grid):
-            placed = self._move_image(placed, length, mask)
+            placed = _move_image(placed, self.image_after, length, mask)
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
-
-    def _move_image(self, placed: Coordinates, length: int, mask: Tensor) -> Coordinates:
-        padding = length - mask.sum(1)
-        behind = torch.zeros_like(placed.coords)
-        behind[length:, list(self.image_after)] = 1
-        coords = placed.coords - padding[:, None, None] * behind
-        return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
 
     def encode_text(self, text: Any) -> Text:
         """Encode the condition once, for :meth:`forward` at many times.
@@ -546,6 +539,15 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
     if kind == "none":
         return nn.Identity()
     return nn.Linear(width, embed_dim) if kind == "linear" else Mlp(width, embed_dim, embed_dim, act_layer=act)
+
+
+def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
+    """Move the image of each sample to where its text ends."""
+    padding = length - mask.sum(1)
+    behind = torch.zeros_like(placed.coords)
+    behind[length:, list(axes)] = 1
+    coords = placed.coords - padding[:, None, None] * behind
+    return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
 
 
 def _insert_unrotated(placed: Grid | Coordinates, index: int, number: int) -> Grid | Coordinates:
