@@ -240,6 +240,17 @@ def test_registers_are_attended_to():
     assert (model(*args) - y).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_the_output_is_that_of_patches():
+    """Where blocks are the identity, registers change nothing."""
+    plain, ours = dit(seed=None), dit(seed=None, reg_tokens=2)
+    torch.nn.init.normal_(plain.head.weight)
+    ours.load_state_dict(plain.state_dict(), strict=False)
+    x, t, text = inputs()
+    torch.testing.assert_close(ours(x, t, text), plain(x, t, text))
+    assert plain(x, t, text).std() > 0.1
+
+
 # --- other options -------------------------------------------------------------------------------------------
 
 
