@@ -87,7 +87,7 @@ def test_text_counts_and_padding_does_not(name):
     y = model(x, t, text)
     torch.testing.assert_close(model(x, t, torch.nn.functional.pad(text, (0, 5))), y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x[:1], t[:1], text[:1, :4]), y[:1], rtol=1e-4, atol=1e-5)
-    # Not through the pooled features alone, which an Text without them leaves as they are.
+    # The pooled features stay as they are, so that the tokens alone make the difference.
     encoded = model.encode_text(text)
     other = encoded._replace(features=encoded.features.flip(0), mask=encoded.mask.flip(0))
     assert (model(x, t, other) - y).abs().amax((1, 2, 3)).min() > 1e-3
@@ -242,7 +242,7 @@ def test_registers_are_attended_to():
 
 @torch.no_grad()
 def test_the_output_is_that_of_patches():
-    """Where blocks are the identity, registers change nothing."""
+    """Registers change nothing while blocks are the identity."""
     plain, ours = dit(seed=None), dit(seed=None, reg_tokens=2)
     torch.nn.init.normal_(plain.head.weight)
     ours.load_state_dict(plain.state_dict(), strict=False)
